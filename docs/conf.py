@@ -26,14 +26,24 @@ extensions = [
     "navigation",  # these two are in docs/site
     "reference",
 ]
-include_patterns = ["README.md", "CHANGELOG.md", "docs/**.md", "examples/**.md", "tests/README.md"]
+include_patterns = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
+    "docs/**.md",
+    "examples/**.md",
+    "tests/*.md",
+    "tests/versions/README.md",
+]
 # Whatever else lies in a checkout is not even looked at: virtual environments, builds, caches.
 exclude_patterns = sorted(
     f"{each.name}/**" if each.is_dir() else each.name
     for each in ROOT.iterdir()
-    if each.name not in {"README.md", "CHANGELOG.md", "docs", "examples", "tests"}
+    if each.name not in {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs", "examples", "tests"}
 )
 
+myst_enable_extensions = ["tasklist"]
 myst_heading_anchors = 4
 # A reason of `changes status --ask` has its heading on one level, whichever page it stands on.
 suppress_warnings = ["myst.header"]

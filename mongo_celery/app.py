@@ -1,4 +1,4 @@
-"""What belongs to a Celery app: things of some kind by their names, and tasks with their beat entries."""
+"""The state of a Celery app: its named things by kind, and tasks with their beat entries."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE = "_mongo_celery"
 _EXPIRES_SECONDS = 60.0
-"""Beat's messages must not pile up without workers; but busy workers must find one that still counts."""
+"""Beat's messages must not accumulate without workers, but busy workers must find a valid one."""
 
 
 class Named(Protocol):
-    """A thing with a name, which it may not know before it is asked for it."""
+    """A thing with a name, which may be unknown before first use."""
 
     @property
     def name(self) -> str:
-        """What commands call it."""
+        """The name for commands."""
 
 
 T = TypeVar("T", bound=Named)
 
 
 @dataclass(slots=True)
-class _Held:
-    """State of one app: things and their known names by kind, tasks, seconds by periodic call, shared things."""
+class _AppState:
+    """State of one app: things and known names by kind, tasks, seconds between periodic calls, shared things."""
 
     things: dict[str, list[tuple[str | None, Any]]] = field(default_factory=dict)
     tasks: set[str] = field(default_factory=set)
@@ -42,10 +42,10 @@ class _Held:
 
 def check_app(app: object) -> None:
     """
-    Refuse what is no Celery app, or does not stand for one: the app of a web framework, a URL, a collection.
+    Refuse an object that is not a Celery app, such as the app of a web framework, a URL or a collection.
 
     Raises:
-        ConfigurationError: it is not.
+        ConfigurationError: it is not a Celery app.
     """
     from celery import Celery
 
@@ -56,38 +56,38 @@ def check_app(app: object) -> None:
         )
 
 
-def _held_by(app: Celery) -> _Held:
+def _get_state(app: Celery) -> _AppState:
     check_app(app)
-    held: _Held = app.__dict__.setdefault(_ATTRIBUTE, _Held())
+    held: _AppState = app.__dict__.setdefault(_ATTRIBUTE, _AppState())
     return held
 
 
 def app_name(app: Celery) -> str | None:
-    """What an app is called wherever it runs; None for one without a name, or made in a script of its own."""
+    """Return an app's name, the same in every process. None if it has none, or belongs to a script."""
     name = app.main
     return str(name) if name and name != "__main__" else None
 
 
 def shared(app: Celery, make: Callable[[Celery], Any]) -> PerProcess[Any]:
     """
-    Return the one thing of a kind that everything of an app uses in a process.
+    Return the object that all parts of an app share in a process.
 
     Args:
         app: the Celery app.
-        make: makes it; a module's function or a class, by which the thing is known.
+        make: makes the object, and identifies it. A module's function or a class.
     """
-    return _held_by(app).shared.setdefault(make, PerProcess(partial(make, app)))
+    return _get_state(app).shared.setdefault(make, PerProcess(partial(make, app)))
 
 
-@dataclass(frozen=True)  # without slots: Python 3.11 cannot make a Registry[...] that is frozen and has them
+@dataclass(frozen=True)  # without slots: Python 3.11 cannot make a frozen generic Registry[...] with slots
 class Registry(Generic[T]):
     """
-    The things of one kind that belong to apps.
+    The things of one kind, by app.
 
     Attributes:
-        kind: the word for it in messages.
-        create: how and where one is made, for an app without.
-        rename: what to do about a name that is taken.
+        kind: its word in messages.
+        create: the call that makes one, for messages about an app without one.
+        rename: the fix for a name that is taken.
     """
 
     kind: str
@@ -96,49 +96,49 @@ class Registry(Generic[T]):
 
     def add(self, app: Celery, thing: T, name: str | None) -> bool:
         """
-        Note a thing of an app.
+        Register a thing of an app.
 
         Args:
             app: the Celery app.
-            thing: what belongs to it.
-            name: its name, if that is known already.
+            thing: the thing.
+            name: its name, if already known.
 
         Returns:
-            Whether it is the app's first.
+            True if it is the app's first.
 
         Raises:
-            ConfigurationError: the app already has another one that is known by this name.
+            ConfigurationError: the app already has another thing of this name.
         """
         self.refuse(app, name)
-        known = _held_by(app).things.setdefault(self.kind, [])
+        known = _get_state(app).things.setdefault(self.kind, [])
         known.append((name, thing))
         return len(known) == 1
 
     def refuse(self, app: Celery, name: str | None) -> None:
         """
-        Say what would keep a thing of this name from being added.
+        Raise the error with which `add` would refuse this name.
 
         Raises:
             ConfigurationError: see `add`.
         """
-        if name is not None and name in {other for other, _ in _held_by(app).things.get(self.kind, ())}:
+        if name is not None and name in {other for other, _ in _get_state(app).things.get(self.kind, ())}:
             article = "an" if self.kind[0] in "aeiou" else "a"
             raise ConfigurationError(f"the app already has {article} {self.kind} named {name!r}; {self.rename}.")
 
     def of(self, app: Celery) -> list[T]:
-        """All of an app, in the order in which they were made."""
-        return [thing for _, thing in _held_by(app).things.get(self.kind, ())]
+        """Return all things of an app, in order of creation."""
+        return [thing for _, thing in _get_state(app).things.get(self.kind, ())]
 
     def find(self, app: Celery, name: str) -> T | None:
-        """The one of that name; asks things for their names."""
+        """Return the thing with this name, after reading all names."""
         return next((thing for thing in self.of(app) if thing.name == name), None)
 
-    def named(self, app: Celery, names: Sequence[str]) -> list[T]:
+    def select(self, app: Celery, names: Sequence[str]) -> list[T]:
         """
-        Those that a command names, or all of them.
+        Return the things that a command names, or by default all.
 
         Raises:
-            ConfigurationError: there is none, or one of the names is unknown.
+            ConfigurationError: there is none, or a name is unknown.
         """
         found = self.of(app)
         if not found:
@@ -158,15 +158,15 @@ class Registry(Generic[T]):
 
 def add_task(app: Celery, name: str, function: Callable[..., Any], **options: Any) -> None:
     """
-    Register a task without a result, once for each app.
+    Register a task without a result, once per app.
 
     Args:
         app: the Celery app.
-        name: of the task.
-        function: a plain function: Celery is silent about other callables, and does not register them.
-        options: of the task.
+        name: the task's name.
+        function: a plain function. Celery silently ignores other callables.
+        options: the task's options.
     """
-    held = _held_by(app)
+    held = _get_state(app)
     if name not in held.tasks:
         held.tasks.add(name)
         register: Any = app.task
@@ -174,25 +174,25 @@ def add_task(app: Celery, name: str, function: Callable[..., Any], **options: An
 
 
 def expiry(every: float) -> float:
-    """Seconds after which a message expires that is sent ever again: not at once, or busy workers never run one."""
+    """Return the seconds after which a periodic message expires. Busy workers must still find a valid one."""
     return max(every, _EXPIRES_SECONDS)
 
 
 def schedule(app: Celery, task: str, every: float, *args: str) -> None:
     """
-    Have beat send a task with these arguments: one entry, as often as the most impatient asks, at most once a second.
+    Have beat send a task with these arguments. The shortest requested period applies, at least one second.
 
-    Messages expire; see `expiry`.
+    Messages expire (see `expiry`).
     """
     call = (task, *args)
-    periods = _held_by(app).periods
+    periods = _get_state(app).periods
     if every < periods.get(call, math.inf):
         periods[call] = every
         signature = app.signature(task, args=args)
-        # A scheduler that keeps whole seconds, as django-celery-beat does, would send without a pause.
+        # A scheduler with whole seconds, such as django-celery-beat, would send without a pause.
         app.add_periodic_task(max(every, 1.0), signature, name=" ".join(call), expires=expiry(every))
 
 
-def periods_of(app: Celery) -> dict[tuple[str, ...], float]:
-    """What beat is to send for us: seconds by task and arguments."""
-    return dict(_held_by(app).periods)
+def list_periods(app: Celery) -> dict[tuple[str, ...], float]:
+    """Return the seconds between two of beat's messages, by task and arguments."""
+    return dict(_get_state(app).periods)

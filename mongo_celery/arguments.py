@@ -1,4 +1,4 @@
-"""What users give, checked once: durations, names, choices, and the words `did you mean`."""
+"""Checks of users' arguments: durations, names, choices, and the words `did you mean`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import re
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 from mongo_celery.errors import ConfigurationError
 
 Duration = float | timedelta
+T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def seconds(value: object, name: str) -> float:
-    """Return a duration in seconds from a number or a `timedelta`; anything else is a ConfigurationError."""
+    """Return a duration in seconds from a number or a `timedelta`. Other values raise ConfigurationError."""
     if isinstance(value, timedelta):
         return value.total_seconds()
     if not is_number(value):
@@ -26,34 +27,41 @@ def seconds(value: object, name: str) -> float:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return True if a value is a finite number; a bool is none, and neither is NaN, which no comparison refuses."""
+    """Return True if a value is a finite number. A bool is not a number, nor is NaN, which passes every comparison."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return -sys.float_info.max <= value <= sys.float_info.max
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least so much."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least {least}.")
+def check_count(name: str, value: object) -> int:
+    """Return a whole number of at least 1. Other values raise ConfigurationError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(f"{name}={value!r} must be a whole number of at least 1.")
+    return value
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Return True or False. Other values raise ConfigurationError: a text such as `"no"` would count as True."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r} must be True or False.")
+    return value
 
 
 def check_flags(**given: object) -> None:
-    """Refuse what is neither True nor False: a text such as `"no"` would count as True."""
+    """Refuse values other than True and False."""
     for name, value in given.items():
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r} must be True or False.")
+        check_flag(name, value)
 
 
 def check_texts(**given: object) -> None:
-    """Refuse what is no text, or an empty one."""
+    """Refuse values that are not text, and empty texts."""
     for name, value in given.items():
         if not isinstance(value, str) or not value:
             raise ConfigurationError(f"{name}={value!r} must be a text.")
 
 
 def positive(value: Duration, name: str) -> float:
-    """Seconds, of which there must be some; else ConfigurationError."""
+    """Return a duration of more than 0 in seconds. Other values raise ConfigurationError."""
     found = seconds(value, name)
     if found <= 0:
         raise ConfigurationError(f"{name}={value!r} must be more than 0 seconds.")
@@ -61,7 +69,7 @@ def positive(value: Duration, name: str) -> float:
 
 
 def not_negative(value: Duration, name: str) -> float:
-    """Seconds, or none at all; else ConfigurationError."""
+    """Return a duration of 0 or more in seconds. Other values raise ConfigurationError."""
     found = seconds(value, name)
     if found < 0:
         raise ConfigurationError(f"{name}={value!r} must not be negative.")
@@ -69,27 +77,20 @@ def not_negative(value: Duration, name: str) -> float:
 
 
 def check_name(value: object, what: str) -> str:
-    """A name for queues, task ids and document ids, or a ConfigurationError."""
+    """Return a name for queues, task ids and document ids. Other values raise ConfigurationError."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
         raise ConfigurationError(f"{what} {value!r} must be 1 to 64 letters, digits, '_' or '-'.")
     return value
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """
-    Refuse a value that is not among the choices, with the nearest one where there is one.
-
-    Args:
-        name: of the option.
-        value: as given.
-        choices: what it may be.
-    """
-    if value in choices:
-        return
-    raise ConfigurationError(
-        f"{name}={value!r} is unknown{nearest(str(value), [str(c) for c in choices])}; choose one of "
-        f"{', '.join(repr(choice) for choice in choices)}.",
-    )
+def check_choice(name: str, value: T, choices: Sequence[object]) -> T:
+    """Return one of the choices. Other values raise ConfigurationError, which names the nearest choice."""
+    if value not in choices:
+        raise ConfigurationError(
+            f"{name}={value!r} is unknown{nearest(str(value), [str(c) for c in choices])}; choose one of "
+            f"{', '.join(repr(choice) for choice in choices)}.",
+        )
+    return value
 
 
 def check_known(names: Sequence[str], known: Sequence[str], what: str) -> None:
@@ -100,6 +101,6 @@ def check_known(names: Sequence[str], known: Sequence[str], what: str) -> None:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """The words ` (did you mean ...?)` where something similar is known, else nothing."""
+    """Return ` (did you mean ...?)` if a similar word is known, otherwise an empty string."""
     match = difflib.get_close_matches(word, known, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""

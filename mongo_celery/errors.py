@@ -11,7 +11,7 @@ Every error that mongo_celery raises, in one tree.
      |    +-- AccessError              a right is missing
      |    +-- ServerUnavailableError   no answer within the stated time
      |    +-- ForeignBridgeError       another app's bridge has this name
-     +-- StreamError                   the change stream cannot go on
+     +-- StreamError                   the change stream cannot continue
      |    +-- HistoryLostError         the oplog no longer reaches back
      |    +-- StreamRefusedError       the server refuses the pipeline or an option
      |    +-- UnreadableEventError     one event cannot be read
@@ -32,9 +32,8 @@ Every error that mongo_celery raises, in one tree.
      |    +-- TransactionStateError     its state does not allow this step
      +-- EmbeddedServerError           a development server did not start
 
-A class's docstring is its default message and says what to do. Facts are keyword
-arguments and become attributes. Every class survives pickling, as Celery's prefork
-pool needs it.
+A class's docstring is its default message and contains the fix. Facts are keyword arguments and become attributes.
+Every class survives pickling, which Celery's prefork pool needs.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from typing import Any
 
 
 class MongoCeleryError(Exception):
-    """Something in mongo_celery failed; the subclass says what, and what to do."""
+    """The base of all errors of mongo_celery. The subclass names the failure and the fix."""
 
     retryable: bool = False
-    """Whether the same call may succeed later without anybody's doing."""
+    """True if the same call may succeed later without any action."""
 
     def __init__(self, message: str | None = None, **facts: Any) -> None:
         super().__init__(message or " ".join(inspect.getdoc(type(self)).split()))  # type: ignore[union-attr]
@@ -64,7 +63,7 @@ def _restore(cls: type[MongoCeleryError], args: tuple[Any, ...], facts: dict[str
 
 
 class ConfigurationError(MongoCeleryError):
-    """An option, a source or a handler is wrong. Correct it where the message points."""
+    """An option, a source or a handler is wrong. Correct it as the message says."""
 
 
 class ForkedClientError(ConfigurationError):
@@ -81,7 +80,7 @@ class DeploymentError(MongoCeleryError):
 class TopologyError(DeploymentError):
     """
     Change streams need a replica set or a sharded cluster. Start mongod with `--replSet`
-    and run `rs.initiate()`; a set of one member is enough.
+    and run `rs.initiate()`. A set of one member is enough.
     """
 
 
@@ -103,7 +102,7 @@ class ForeignBridgeError(DeploymentError):
 
 
 class StreamError(MongoCeleryError):
-    """The change stream cannot go on. The subclass says why."""
+    """The change stream cannot continue. The subclass says why."""
 
 
 class HistoryLostError(StreamError):
@@ -116,14 +115,14 @@ class HistoryLostError(StreamError):
 
 
 class StreamRefusedError(StreamError):
-    """The server refuses the change stream's pipeline or options. Correct them; retrying cannot help."""
+    """The server refuses the change stream's pipeline or options. Correct them. Retrying cannot help."""
 
 
 class UnreadableEventError(StreamError):
     """
     A change event cannot be read, not even without its documents: the server says it is larger than 16 MB, or that a
     required image is missing. If an image option is set (`full_document`, `full_document_before_change`), leave it out
-    and start again. Else move the handlers past it: `celery -A APP changes reset HANDLER --to now`.
+    and start again. Otherwise move the handlers past it: `celery -A APP changes reset HANDLER --to now`.
     """
 
 
@@ -136,22 +135,22 @@ class LeaseLostError(MongoCeleryError):
 class StaleFencingTokenError(MongoCeleryError):
     """
     The target has been written under a newer fencing token: a newer execution has taken over.
-    Let the error pass; the execution ends quietly and the newer one decides.
+    Let the error pass. The execution ends quietly and the newer one decides.
     """
 
 
 class OutdatedChangeError(MongoCeleryError):
     """
     Another partition has handled a later change of this document, since its partition key has changed. This write would
-    put older data over newer: nothing was written. Skip the change, or catch the error where only the latest state
+    put older data over newer data, so nothing was written. Skip the change, or catch the error if only the latest state
     counts. To write it all the same, replay its dead letter with `--over-newer`.
     """
 
 
 class InvalidEnvelopeError(MongoCeleryError):
     """
-    A message is forged, damaged or from another installation. It was dropped and changed nothing;
-    find out who else writes to the broker.
+    A message is forged, damaged or from another installation. It was dropped and changed nothing.
+    Find the other program that writes to the broker.
     """
 
 
@@ -164,8 +163,8 @@ class HandlerCrashedError(MongoCeleryError):
 
 class RefusedChangeError(MongoCeleryError):
     """
-    This change was refused before its handler could be called; the message says why. Cure the cause where there
-    is one, restart the listener, then `changes retry`; or pass over the change with `changes skip`.
+    This change was refused before its handler could be called. The message says why. Fix the cause if there is
+    one, restart the listener, then run `changes retry`. Or skip the change with `changes skip`.
     """
 
 
@@ -179,9 +178,9 @@ class CommandRefusedError(MongoCeleryError):
 
 class OutboxRefusedError(MongoCeleryError):
     """
-    The outbox refuses this write; nothing was written, unless the message says what was. It names the reason: an
-    entry that cannot be encoded, a task made of an `_id` that the write does not say, too many pending entries, a
-    document beyond 16 MB, what a delete could not deliver, or the outbox's own field in the update.
+    The outbox refuses this write. Nothing was written, unless the message says what was. It names the reason: an
+    entry that cannot be encoded, a task made of an unknown `_id`, too many pending entries, a
+    document above 16 MB, entries that a delete could not deliver, or the outbox's own field in the update.
     """
 
 
@@ -205,21 +204,21 @@ class DocumentLockedError(TransactionError):
 class TransactionTimeoutError(TransactionError):
     """
     The time of the transaction is used up. Pass session= to every operation of its body: a write without it waits for
-    what its own transaction has locked. Otherwise look for a holder that stands still, for contention, or for an
-    election; then try again.
+    its own transaction. Otherwise look for a holder that hangs, for contention, or for an
+    election. Then try again.
     """
 
     retryable = True
 
 
 class TransactionCanceledError(TransactionError):
-    """A two-phase transaction was rolled back; no participant keeps any of its changes. The message says why."""
+    """A two-phase transaction was rolled back. No participant keeps any of its changes. The message says why."""
 
 
 class TransactionStateError(TransactionError):
     """
-    The transaction's state does not allow this: it is unknown, foreign, or too far on. Look at it with
-    `celery -A APP transactions show ID`.
+    The transaction's state does not allow this: it is unknown, foreign, or too advanced. Look at it with
+    `celery -A APP transactions list ID`.
     """
 
 

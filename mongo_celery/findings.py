@@ -1,36 +1,42 @@
-"""Findings: single facts about a bridge or an outbox, each with the sentence and the command that help."""
+"""Findings: single facts about a bridge or an outbox, each with a sentence and the commands that fix it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 Severity = Literal["ok", "degraded", "failing"]
 
+Verdict = Literal["healthy", "degraded", "failing"]
+
 SEVERITIES: tuple[Severity, ...] = ("ok", "degraded", "failing")
 
 NEAR, SERIOUS = 0.75, 0.9
-"""Shares of a bound from which on it is degraded, and failing."""
+"""Shares of a limit at which it is degraded, and failing."""
+
+NAMED = 3
+"""Largest number of named handlers, partitions or findings of one kind. Others are counted."""
+
+_TEXT_MAX = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """
-    One fact that was judged.
+    One fact about a bridge or an outbox, with its severity.
 
     Attributes:
-        code: stable, for scripts.
-        severity: `failing` where something is blocked until somebody acts, cannot work, or is about to be lost.
-            `degraded` where it ends automatically, was asked for, or can wait until the morning. Else `ok`.
-        sentence: the fact, its effect, and the action.
-        command: the fix, as you type it. None where no command fixes it.
+        code: stable name, for scripts.
+        severity: `failing` if you must act, `degraded` if it can wait, otherwise `ok`.
+        sentence: fact, effect and action. It may contain foreign text.
+        commands: the fix as you type it, then other useful commands.
     """
 
     code: str
     severity: Severity
     sentence: str
-    command: str | None = None
+    commands: tuple[str, ...] = ()
 
 
 def ok(code: str, sentence: str) -> Finding:
@@ -38,16 +44,38 @@ def ok(code: str, sentence: str) -> Finding:
     return Finding(code, "ok", sentence)
 
 
-def degraded(code: str, sentence: str, command: str | None = None) -> Finding:
+def degraded(code: str, sentence: str, *commands: str) -> Finding:
     """Return a finding that can wait until the morning."""
-    return Finding(code, "degraded", sentence, command)
+    return Finding(code, "degraded", sentence, commands)
 
 
-def failing(code: str, sentence: str, command: str | None = None) -> Finding:
-    """Return a finding that needs somebody now."""
-    return Finding(code, "failing", sentence, command)
+def failing(code: str, sentence: str, *commands: str) -> Finding:
+    """Return a finding that needs action now."""
+    return Finding(code, "failing", sentence, commands)
 
 
 def worst_severity(findings: Iterable[Finding]) -> Severity:
-    """Return the worst severity; `ok` where there is nothing."""
+    """Return the worst severity. `ok` if there are no findings."""
     return max((each.severity for each in findings), key=SEVERITIES.index, default="ok")
+
+
+def verdict_of(findings: Iterable[Finding]) -> Verdict:
+    """Return the worst severity, in the commands' words."""
+    worst = worst_severity(findings)
+    return "healthy" if worst == "ok" else worst
+
+
+EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "degraded": 1, "failing": 2}
+"""Exit status of commands that show a verdict."""
+
+
+def list_some(names: Sequence[object], most: int = NAMED) -> str:
+    """Return some names and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
+def shorten(text: object) -> str:
+    """Return foreign text on one line, truncated, without its full stop."""
+    found = " ".join(str(text).split())
+    return (f"{found[:_TEXT_MAX]}..." if len(found) > _TEXT_MAX else found).removesuffix(".")

@@ -1,4 +1,4 @@
-"""What each process makes for itself: connections do not survive a fork, and prefork workers fork."""
+"""Values for one process: connections do not survive a fork, and prefork workers fork."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 class PerProcess(Generic[T]):
     """
-    A value that is made when it is first asked for: once in a process, and anew after a fork.
+    A value that is made at first use, once in a process and again after a fork.
 
-    Any thread may ask; those that ask at once get the same value. What the parent has made is left to the parent.
+    All threads of a process share it. A forked child does not touch its parent's value.
 
     Args:
-        make: makes the value. What it raises goes to who asked, and the next one tries again. It must not wait for a
-            server: others would wait behind it, one after the other.
+        make: makes the value. The caller gets its error, and the next call tries again. It must not wait for a server,
+            because other threads would wait too.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -28,10 +28,10 @@ class PerProcess(Generic[T]):
         self._locks: dict[int, threading.RLock] = {}
 
     def get(self) -> T:
-        """The value of this process."""
+        """Return the value of this process."""
         pid, made = os.getpid(), self._made
         if made is None or made[0] != pid:
-            # A lock for each process: the parent's may be held by a thread that does not exist here.
+            # A lock for each process: a thread that does not exist here may hold the parent's.
             with self._locks.setdefault(pid, threading.RLock()):
                 made = self._made
                 if made is None or made[0] != pid:
@@ -39,13 +39,13 @@ class PerProcess(Generic[T]):
         return made[1]
 
     def take(self) -> T | None:
-        """What this process has made, to be closed, or None; the next `get` makes another."""
+        """Return the value of this process for closing, or None. The next `get` makes another."""
         made, self._made = self._made, None
         return made[1] if made is not None and made[0] == os.getpid() else None
 
 
 class per_process(Generic[T]):  # noqa: N801 - a decorator, as `cached_property`
-    """A property that is computed once for each object and process; see `PerProcess`."""
+    """A property that is computed once per object and process. See `PerProcess`."""
 
     def __init__(self, make: Callable[[Any], T]) -> None:
         self._make = make

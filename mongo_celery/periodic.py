@@ -1,36 +1,115 @@
 """
-A process that counts on what others do periodically says so, and loudly, where nobody does it.
+Periodic jobs of an app, such as a sweep or a recovery, and a log record if no process runs them.
 
-All looks well without a sweep or a recovery, until a crash or an outage leaves something behind. So a process that may
-leave something looks now and then whether somebody has noted that it was done.
+Without the job, all looks well until a crash or an outage leaves work behind. So a process that may leave work behind
+regularly checks when the job was last noted. The notes have no other use.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any, cast
 
+import pymongo
+from pymongo import ReturnDocument, WriteConcern
+from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
+from pymongo.read_concern import ReadConcern
 
+from mongo_celery.mongo.expressions import literal
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.quantities import duration
 
 _LOOK_SECONDS = 60.0
 _REPEAT_SECONDS = 600.0
+_UNKNOWN_PERIOD_SECONDS = 900.0
+
+Document = dict[str, Any]
+
+
+def patience(every: float | None, *, least: float, periods: int) -> float:
+    """
+    Return the seconds that a job may be missing before this is logged.
+
+    Args:
+        every: seconds between two runs in this app's schedule. None if something else schedules it.
+        least: smallest result.
+        periods: number of periods to wait.
+    """
+    return _UNKNOWN_PERIOD_SECONDS if every is None else max(least, periods * every)
+
+
+class PeriodicNotes:
+    """
+    The note of one periodic job in MongoDB: time and place of its last run, by the server's clock.
+
+    It need not survive an election: the next run writes it again.
+
+    Args:
+        collection: the note's collection.
+        note_id: its `_id`.
+    """
+
+    def __init__(self, collection: Collection[Document], note_id: str) -> None:
+        self.collection = collection.with_options(write_concern=WriteConcern(1), read_concern=ReadConcern("local"))
+        self._this = {"_id": note_id}
+
+    @property
+    def full_name(self) -> str:
+        """The namespace of the notes."""
+        return self.collection.full_name
+
+    def write(self, note: Document, unless: Document | None = None) -> Document:
+        """
+        Write fields of the note, the time and this process. Return the resulting note.
+
+        Args:
+            note: expressions for its fields.
+            unless: a condition under which the note does not change.
+
+        Raises:
+            PyMongoError: MongoDB did not answer, or refused it.
+        """
+        note = {"at": "$$NOW", "process": literal(f"{socket.gethostname()}:{os.getpid()}"), **note}
+        change = {
+            name: value if unless is None else {"$cond": [unless, f"${name}", value]} for name, value in note.items()
+        }
+        with pymongo.timeout(ANSWER_SECONDS):
+            return cast(
+                "Document",
+                self.collection.find_one_and_update(
+                    self._this, [{"$set": change}], upsert=True, return_document=ReturnDocument.AFTER
+                ),
+            )
+
+    def read(self) -> Document | None:
+        """
+        Return the note, with the `seconds` since it was written. None if there is none.
+
+        Raises:
+            PyMongoError: MongoDB did not answer, or refused it.
+        """
+        age = {"$max": [0, {"$divide": [{"$subtract": ["$$NOW", "$at"]}, 1000]}]}
+        with pymongo.timeout(ANSWER_SECONDS):
+            return next(iter(self.collection.aggregate([{"$match": self._this}, {"$set": {"seconds": age}}])), None)
 
 
 class PeriodicWatch:
     """
-    Looks from time to time, while there is something to be left behind, whether what is periodic is done.
+    Checks regularly that a periodic job runs, while this process may leave work behind.
 
     Args:
-        name: of its threads.
-        age: seconds since somebody noted that it was done, by the server's clock; None if nobody ever has.
-        tell: says that nobody does it, as an error; it is told since when: "yet", or "for 5 minutes".
-        patience: seconds without a note after which that is said; also those from the first call of `needed` until the
-            first look, so that a worker may be started after this process.
-        cannot_tell: whether a note that is missing has another reason, as this process knows.
+        name: name of its threads.
+        age: returns the seconds since the last note of the job, by the server's clock. None if there is none.
+        tell: logs the missing job. Its argument is the time without it: "yet", or "for 5 minutes".
+        patience: seconds without a note before the log record. The first check also waits this long after the first
+            call of `needed`, so a worker may start after this process.
+        cannot_tell: returns True if this process has another explanation for a missing note.
     """
 
     def __init__(
@@ -49,21 +128,21 @@ class PeriodicWatch:
         self._due: float | None = None
 
     def needed(self) -> None:
-        """Something may be left behind from now on. Costs nothing, but for a thread once a minute."""
+        """Note that work may be left behind from now on. At most one thread starts per minute."""
         now = time.monotonic()
         if self._due is None:
             self._due = now + self._patience
         elif now >= self._due:
-            self._due = now + _LOOK_SECONDS  # threads that race for it look twice
-            with suppress(RuntimeError):  # the interpreter is ending
+            self._due = now + _LOOK_SECONDS  # threads that race for it check twice
+            with suppress(RuntimeError):  # the interpreter is shutting down
                 threading.Thread(target=self.look, name=self._name, daemon=True).start()
 
     def look(self) -> bool | None:
-        """Whether somebody does it; None where that cannot be told. Says so where nobody does."""
+        """Return True if the job runs, and None if that is unknown. If the job is missing, log it."""
         try:
             age = self._age()
         except PyMongoError:
-            return None  # an outage has louder witnesses, and whoever may not read the notes knows nothing
+            return None  # others log an outage, and a process without the right to read the notes knows nothing
         if age is not None and age <= self._patience:
             return True
         if self._cannot_tell():

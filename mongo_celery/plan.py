@@ -1,4 +1,4 @@
-"""A change of state before it is made: to be shown, asked for, made and reported, in a terminal, a page or Python."""
+"""A planned change of state, to show, confirm, run and report in a terminal, a page or Python."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
     """
-    The effect of a plan that was run.
+    The effect of a plan after its run.
 
     Attributes:
-        lines: the effect, for people.
+        lines: the effect, as text.
         fields: the same as plain values, for JSON.
-        refused: a sentence for each part that was not done.
+        refused: a sentence for each refused part.
     """
 
     lines: Sequence[str] = ()
@@ -29,7 +29,7 @@ class PlanResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """
-    A change of state, as it would be made now. Nothing is changed before `run()`.
+    A planned change of state. Nothing changes before `run()`.
 
     Example:
         plan = bridge.operations.pause("orders", reason="migration")
@@ -37,14 +37,14 @@ class Plan:
         plan.run()
 
     Attributes:
-        command: the command as it is typed, without its options.
-        lines: what would happen, for people.
+        command: the command as typed, without its options.
+        lines: the effect, as text.
         fields: the same as plain values, for JSON.
-        question: to be asked before it is run; None where nobody has to be asked.
-        contents: documents and messages that it is about. Not everybody may see them.
-        refused: a sentence for each part that cannot be done.
-        seen: names what was read. A second plan with another value is about something else.
-        act: makes the change; None where there is nothing to do.
+        question: the question to confirm before the run, or None. `run()` does not ask.
+        contents: documents and messages that the plan affects. Not every user may see them.
+        refused: a sentence for each impossible part.
+        seen: identifies the state that was read. Plans with different values are different plans.
+        act: makes the change. None if there is nothing to do.
     """
 
     command: str
@@ -57,16 +57,17 @@ class Plan:
     seen: str = ""
 
     def __str__(self) -> str:
-        return "\n".join((*self.refused, *self.lines))
+        question = () if self.question is None else (f"To be confirmed: {self.question}",)
+        return "\n".join((*self.refused, *self.lines, *question))
 
     def run(self) -> PlanResult:
         """
-        Make the change, and store its audit record where the command has one.
+        Make the change, and store its audit record if the command has one.
 
-        It can be repeated after any error. If there is nothing to do, it returns what the plan says.
+        You can repeat it after any error. If there is nothing to do, it returns the plan's content.
 
         Raises:
-            CommandRefusedError: what was read has changed meanwhile. Nothing was changed.
+            CommandRefusedError: the state has changed since it was read. Nothing was changed.
             ServerUnavailableError: MongoDB did not answer.
             DeploymentError: a right is missing, or the audit record could not be stored.
         """
@@ -75,7 +76,8 @@ class Plan:
         return self.act()
 
     def plain(self, result: PlanResult | None = None) -> dict[str, Any]:
-        """Return the plan as JSON has it; of one that was run with its result."""
-        done = {} if result is None else result.fields
-        refused = self.refused if result is None else result.refused
-        return {"command": self.command, "dry_run": result is None, **self.fields, **done, "refused": [*refused]}
+        """Return the plan as JSON, with its question or, after a run, with its result."""
+        shown = {"command": self.command, "dry_run": result is None, **self.fields}
+        if result is None:
+            return {**shown, "question": self.question, "refused": [*self.refused]}
+        return {**shown, **result.fields, "refused": [*result.refused]}

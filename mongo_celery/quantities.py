@@ -1,4 +1,4 @@
-"""Quantities as people say them: durations, sizes, times, and how many of something."""
+"""Readable quantities: durations, sizes, times and counts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as people say them; a dash where nobody knows."""
+    """Return seconds as readable text. A dash if unknown."""
     if seconds is None:
         return "-"
     for unit, name in ((_DAY, "d"), (_HOUR, "h"), (_MINUTE, "min")):
@@ -20,7 +20,7 @@ def duration(seconds: float | None) -> str:
 
 
 def size(count: float | None) -> str:
-    """Bytes as people say them, in units of 1024; a dash where nobody knows."""
+    """Return bytes as readable text, in units of 1024. A dash if unknown."""
     if count is None:
         return "-"
     if count < _KIB:
@@ -34,11 +34,11 @@ def size(count: float | None) -> str:
 
 
 def number(count: int, one: str, many: str) -> str:
-    """How many of something."""
+    """Return a count with its noun."""
     return f"{count} {one if count == 1 else many}"
 
 
 def moment(at: datetime | str | None) -> str:
-    """Return a time in UTC, also as ISO text, to the second; a dash where there is none."""
+    """Return a time in UTC to the second, also from ISO text. A dash if there is none."""
     iso = at.isoformat() if isinstance(at, datetime) else at
     return "-" if iso is None else iso[:19].replace("T", " ") + " UTC"

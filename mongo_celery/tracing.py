@@ -1,24 +1,24 @@
 """
-Traces by OpenTelemetry: what belongs together across processes, and across the time that it waits in MongoDB.
+OpenTelemetry traces across processes, and across waits in MongoDB.
 
 ::
 
-    listener   send shop/summarise        (producer)   its context: headers of the message, and of the link behind it
+    listener   send shop/summarise        (producer)   its context: headers of the message and of the link after it
     worker       process shop/summarise   (consumer)   one for each change of the run
     worker       commit shop/summarise    (client)
 
-    writer     whatever writes through an outbox       its context: stored in the entry
-    relay        send shop.tasks.ship     (producer)   child of the write, linked to where it is published
+    writer     any write through an outbox             its context: stored in the entry
+    relay        send shop.tasks.ship     (producer)   child of the write, linked to the publishing span
 
-The API is imported here only, when it is first needed. Without it, or where no SDK and nobody else has begun a trace,
-nothing is sent and nothing is stored. Which formats travel (W3C `traceparent` by default) is the global propagator's
-matter, what is kept of spans the SDK's.
+Only this module imports the API, at first use. Without the API, or without an SDK and a trace from other code, nothing
+is sent or stored. The global propagator determines the formats (W3C `traceparent` by default), and the SDK which spans
+it keeps.
 
-Whatever `opentelemetry-instrumentation-celery` traces has spans of its own for message and task, with the same
-headers. Where it is active ours are internal: around its producer span, and inside its consumer span.
+`opentelemetry-instrumentation-celery` has its own spans for message and task, with the same headers. If it is active,
+ours are internal: around its producer span, and inside its consumer span.
 
-A trace context has no power: it is not signed, and whatever a header or a stored value holds, at worst a span has no
-parent, or somebody else's. An error of a tracer, a propagator or an exporter ends here, with one log record.
+A trace context is not signed and has no power. With any header or stored value, at worst a span has no parent or a
+foreign one. An error of a tracer, a propagator or an exporter is logged once and goes no further.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple, TypeVar
 
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 
 from mongo_celery.errors import StaleFencingTokenError
-from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import storable, traceback_text
+from mongo_celery.mongo.verdicts import error_text, traceback_text
 
 logger = logging.getLogger("mongo_celery.tracing")
 
@@ -44,18 +42,17 @@ T = TypeVar("T")
 Headers = Mapping[str, str]
 Attributes = Callable[[], Mapping[str, Any]]
 Begun = tuple[Any, Any]
-"""A trace context, and the span that ends with its block; None for no span of ours."""
+"""A trace context, and the span that ends with its block. None if the span is not ours."""
 
 STORED_BYTES_MAX = 1024
-"""Of the trace context in one entry of an outbox: much baggage is left out before a document grows by it."""
+"""Limit for the trace context in an outbox entry. Larger baggage is omitted, so that documents do not grow."""
 
 _HEADER_CHARS_MAX = 8192
-_MESSAGE_CHARS = 2000
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _REPORTS_MAX = 16
 _CELERY_INSTRUMENTATION = "opentelemetry.instrumentation.celery"
 _DECISIONS = (Ignore, Retry, StaleFencingTokenError)
-"""Ways in which a task ends without having failed: repeated later, or left to a newer execution."""
+"""Exceptions by which a task ends without failing: it repeats later, or a newer execution continues."""
 
 _reported: set[str] = set()
 
@@ -81,30 +78,21 @@ def _api() -> _Api | None:
     except Exception as error:  # noqa: BLE001 - a propagator that is configured and not installed
         _report(error)
         return None
-    return _Api(context, propagate, trace, trace.get_tracer("mongo_celery", _own_version()))
-
-
-def _own_version() -> str | None:
-    try:
-        return version("mongo-celery")
-    except PackageNotFoundError:  # run from a directory
-        return None
+    return _Api(context, propagate, trace, trace.get_tracer("mongo_celery"))
 
 
 def _report(error: BaseException) -> None:
-    """Said once for each kind: an exporter may fail for each span."""
+    """Log an error once for each kind, because an exporter may fail for each span."""
     kind = type(error).__qualname__
     if kind not in _reported and len(_reported) < _REPORTS_MAX:
         _reported.add(kind)
-        logger.warning(
-            "tracing failed, and nothing else: %s: %s", kind, _text_of(error), extra={"event": "tracing_failed"}
-        )
+        logger.warning("tracing failed, and nothing else: %s", error_text(error), extra={"event": "tracing_failed"})
 
 
-def _guarded(call: Callable[[], T], otherwise: T) -> T:
+def _guard(call: Callable[[], T], otherwise: T) -> T:
     try:
         return call()
-    except SoftTimeLimitExceeded:  # of the handler, whose time this is
+    except SoftTimeLimitExceeded:  # it is for the handler, which uses this time
         raise
     except Exception as error:  # noqa: BLE001 - of a tracer, a propagator, a processor or an exporter
         _report(error)
@@ -112,17 +100,17 @@ def _guarded(call: Callable[[], T], otherwise: T) -> T:
 
 
 def trace_headers() -> dict[str, str]:
-    """The current trace context as headers of a message; empty where there is none."""
+    """Return the current trace context as message headers. Empty if there is none."""
     api = _api()
     if api is None:
         return {}
     found: dict[str, str] = {}
-    _guarded(lambda: api.propagate.inject(found), None)
+    _guard(lambda: api.propagate.inject(found), None)
     return {name: value for name, value in found.items() if _is_header(name, value)}
 
 
 def trace_to_store() -> dict[str, str]:
-    """The same within `STORED_BYTES_MAX`: what would pass it is left out, and the trace itself comes first."""
+    """Return these headers within `STORED_BYTES_MAX`. The trace comes first. Headers beyond the limit are omitted."""
     kept, room = dict[str, str](), STORED_BYTES_MAX
     for name, value in trace_headers().items():
         if len(name) + len(value) <= room:
@@ -132,14 +120,14 @@ def trace_to_store() -> dict[str, str]:
 
 
 def stored_trace(value: object) -> dict[str, str]:
-    """A trace context as it was stored, without what cannot be part of one: anybody can have written there."""
+    """Return a stored trace context without invalid parts, because any writer may have changed it."""
     if not isinstance(value, Mapping):
         return {}
     return {name: text for name, text in value.items() if _is_header(name, text)}
 
 
 def _is_header(name: object, value: object) -> bool:
-    """ASCII, as headers are: what else a propagator gives might be something that MongoDB refuses."""
+    """Return True for ASCII text, like headers. MongoDB might refuse a propagator's other values."""
     if not isinstance(name, str) or not isinstance(value, str) or len(value) > _HEADER_CHARS_MAX:
         return False
     return _NAME.fullmatch(name) is not None and value.isascii() and value.isprintable()
@@ -147,28 +135,31 @@ def _is_header(name: object, value: object) -> bool:
 
 @contextmanager
 def _current(api: _Api, begin: Callable[[], Begun | None]) -> Iterator[None]:
-    """Make a trace context current for the block, and end its span. It raises nothing, and swallows nothing."""
-    context, span = _guarded(begin, None) or (None, None)
+    """
+    Make a trace context current in the block, then end its span. Raises nothing, and catches no error of
+    the block.
+    """
+    context, span = _guard(begin, None) or (None, None)
     token = None
     try:
         if context is not None:
-            token = _guarded(lambda: api.context.attach(context), None)
+            token = _guard(lambda: api.context.attach(context), None)
         yield
     except BaseException as error:
         if span is not None:
-            _guarded(partial(_note_error, api, span, error), None)
+            _guard(partial(_note_error, api, span, error), None)
         raise
     finally:
         try:
             if span is not None:
-                _guarded(span.end, None)
+                _guard(span.end, None)
         finally:
             if token is not None:
-                _guarded(lambda: api.context.detach(token), None)
+                _guard(lambda: api.context.detach(token), None)
 
 
 def _note_error(api: _Api, span: Any, error: BaseException) -> None:
-    """Record how a block ended. A task's own decision is no error, and a retry has its cause."""
+    """Record how a block ended. A task's own decision is not an error. A retry has its cause."""
     if not span.is_recording():
         return
     span.set_attribute("mongo_celery.ended_by", type(error).__name__)
@@ -176,16 +167,16 @@ def _note_error(api: _Api, span: Any, error: BaseException) -> None:
     if isinstance(cause, BaseException) and not isinstance(cause, Ignore):
         span.add_event("exception", _exception(cause))
     if not isinstance(error, _DECISIONS):
-        span.set_status(api.trace.Status(api.trace.StatusCode.ERROR, _text_of(error)))
+        span.set_status(api.trace.Status(api.trace.StatusCode.ERROR, error_text(error)))
         span.set_attribute("error.type", type(error).__qualname__)
 
 
-def received(request: Any) -> AbstractContextManager[None]:
+def continue_trace(request: Any) -> AbstractContextManager[None]:
     """
-    Continue the trace that a message carries, unless somebody has begun a span for its task.
+    Continue the trace of a message, unless its task already has a span.
 
     Args:
-        request: what a worker has made of the message. Of its headers only those of the propagator are read.
+        request: the worker's request. Only the propagator's headers are read.
     """
     api = _api()
     if api is None:
@@ -196,7 +187,7 @@ def received(request: Any) -> AbstractContextManager[None]:
             return None
         found = {name: request.get(name) for name in api.fields()}
         carried = {name: value for name, value in found.items() if _is_header(name, value)}
-        # A listener has no baggage, so what calls itself so was put into the message by somebody else.
+        # A listener sends no baggage, so someone else put it into the message.
         span = api.trace.get_current_span(api.propagate.extract(carried, api.context.Context()))
         return (api.trace.set_span_in_context(span), None) if span.get_span_context().is_valid else None
 
@@ -205,40 +196,40 @@ def received(request: Any) -> AbstractContextManager[None]:
 
 def sending(name: str, attributes: Attributes) -> AbstractContextManager[None]:
     """
-    Open the span of a task that is published within the block. Its message carries `trace_headers`.
+    Open the span for publishing a task in the block. The message carries `trace_headers`.
 
     Args:
-        name: what is sent, of few values.
-        attributes: of the span, by OpenTelemetry's conventions for messaging.
+        name: name of the span, from a small set.
+        attributes: of the span, in OpenTelemetry's conventions for messaging.
     """
     return _span(f"send {name}", attributes, lambda api: _sender(api, is_task=True))
 
 
 def sending_for(context: Headers, name: str, attributes: Attributes, *, is_task: bool) -> AbstractContextManager[None]:
     """
-    Do as `sending`, in the trace of whoever wrote the message, linked to what is current.
+    Do the same as `sending`, in the trace of the message's writer, linked to the current span.
 
     Args:
-        context: as `trace_to_store` gave it to the writer. A message without one is in nobody's trace.
-        is_task: whether Celery publishes it.
+        context: the writer's result of `trace_to_store`. Without one, the message belongs to no trace.
+        is_task: True if Celery publishes it.
     """
     return _span(f"send {name}", attributes, lambda api: _sender(api, is_task=is_task), context)
 
 
 def processing(name: str, attributes: Attributes) -> AbstractContextManager[None]:
-    """Open the span of a handler's work on a change. See `sending`."""
+    """Open the span for a handler's work on a change, like `sending`."""
     return _span(f"process {name}", attributes, lambda api: _receiver(api, api.trace.SpanKind.CONSUMER))
 
 
 def committing(name: str, attributes: Attributes) -> AbstractContextManager[None]:
-    """Open the span of a commit. See `sending`."""
+    """Open the span for a commit, like `sending`."""
     return _span(f"commit {name}", attributes, lambda api: _receiver(api, api.trace.SpanKind.CLIENT))
 
 
 def _span(
     name: str, attributes: Attributes, choose_kind: Callable[[_Api], Any], written: Headers | None = None
 ) -> AbstractContextManager[None]:
-    """Open a span: a child of what is current, or, if `written` is given, of that context and linked to it."""
+    """Open a child span of the current one. With `written`, a child of that context, linked to the current one."""
     api = _api()
     if api is None or (not written and _is_unheard(api)):
         return nullcontext()
@@ -251,7 +242,7 @@ def _span(
             there = api.trace.get_current_span(within).get_span_context()
             links = [api.trace.Link(here)] if here.is_valid and here.trace_id != there.trace_id else []
         nothing: Mapping[str, Any] = {}
-        given = {"messaging.system": "celery", **_guarded(attributes, nothing)}
+        given = {"messaging.system": "celery", **_guard(attributes, nothing)}
         span = api.tracer.start_span(name, within, choose_kind(api), given, links)
         return api.trace.set_span_in_context(span, within), span
 
@@ -259,29 +250,26 @@ def _span(
 
 
 def _is_unheard(api: _Api) -> bool:
-    """Return True if no SDK keeps a span, and it continues no trace. Many have the API alone."""
-    try:
-        if not isinstance(api.trace.get_tracer_provider(), api.trace.ProxyTracerProvider):
-            return False
-        return not api.trace.get_current_span().get_span_context().is_valid
-    except SoftTimeLimitExceeded:  # of the handler, whose time this is
-        raise
-    except Exception as error:  # noqa: BLE001 - as `_guarded`
-        _report(error)
-        return False
+    """Return True if no SDK would keep a span, and no trace is in progress. Many users have only the API."""
+
+    def is_unheard() -> bool:
+        is_without_sdk = isinstance(api.trace.get_tracer_provider(), api.trace.ProxyTracerProvider)
+        return is_without_sdk and not api.trace.get_current_span().get_span_context().is_valid
+
+    return _guard(is_unheard, otherwise=False)
 
 
 def is_heard(request: Any = None) -> bool:
     """
-    Return True if somebody may keep a span that begins now, or what is done now belongs to a trace.
+    Return True if a new span may be kept, or if the current work belongs to a trace.
 
     Args:
-        request: what a worker has made of a message, which may carry a trace.
+        request: the worker's request, which may carry a trace.
     """
     api = _api()
     if api is None or not _is_unheard(api):
         return api is not None
-    names: Collection[str] = _guarded(api.fields, frozenset[str]())
+    names: Collection[str] = _guard(api.fields, frozenset[str]())
     return request is not None and any(map(request.get, names))
 
 
@@ -301,16 +289,9 @@ def _is_celery_instrumented() -> bool:
 
 
 def _exception(error: BaseException) -> dict[str, str]:
-    """Return the attributes of OpenTelemetry's conventions, without credentials that drivers' words may hold."""
+    """Return an error's attributes in OpenTelemetry's conventions, without credentials from driver messages."""
     return {
         "exception.type": type(error).__qualname__,
-        "exception.message": _text_of(error),
+        "exception.message": error_text(error).removeprefix(f"{type(error).__name__}: "),
         "exception.stacktrace": traceback_text(error),
     }
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return storable(short(error)[:_MESSAGE_CHARS])
-    except Exception:  # noqa: BLE001 - a user's __str__
-        return ""

@@ -1,53 +1,41 @@
-"""Text that anybody may have written, made harmless for a terminal, a page and a log."""
+"""Text from any source, made safe for a terminal, a page and a log."""
 
 from __future__ import annotations
 
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
 
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     "\u3164\ud800-\udfff\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-"""Characters that move a cursor, break a line, turn the direction of text or cannot be seen, and lone surrogates."""
+"""Characters that move a cursor, break a line, change the direction of text or are invisible, and lone surrogates."""
 
 
 class Lines(str):
-    """Text of several lines that one log record keeps as lines, such as a traceback."""
+    """Text of several lines that a log record keeps as lines, such as a traceback."""
 
     __slots__ = ()
 
 
 def visible(text: object) -> str:
     r"""
-    Return text as one line that a terminal can neither obey nor hide.
+    Return text as one line. A terminal shows all of it and obeys none of it.
 
-    Control characters, line breaks, characters that turn the direction of text and those that nobody sees are shown
-    as their numbers: `"a\x1b[2J"` becomes `"a\\u001b[2J"`. All other text stays as it is.
+    Control characters, line breaks, direction changes and invisible characters appear as their numbers: `"a\x1b[2J"`
+    becomes `"a\\u001b[2J"`. Other text stays the same.
     """
     return _HIDDEN.sub(_number, str(text))
 
 
 def visible_lines(text: object, indent: str = "") -> str:
-    """Return text whose line feeds stay; each line is `visible`, and the lines after the first begin with `indent`."""
+    """Return text with its line feeds. Each line is `visible`, and lines after the first begin with `indent`."""
     return f"\n{indent}".join(visible(line) for line in str(text).replace("\r\n", "\n").split("\n"))
 
 
-def visible_in(value: Any) -> Any:
-    """Return a copy of plain mappings, lists and tuples in which each text, also of a key, is `visible`."""
-    if isinstance(value, str):
-        return visible(value)
-    if isinstance(value, Mapping):
-        return {visible_in(key): visible_in(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [visible_in(each) for each in value]
-    return value
-
-
 def _number(found: re.Match[str]) -> str:
-    units = found.group().encode("utf-16-be", "surrogatepass")  # as JSON writes it, so that visible JSON is still JSON
+    units = found.group().encode("utf-16-be", "surrogatepass")  # as in JSON, so that visible JSON is still JSON
     return "".join(f"\\u{high:02x}{low:02x}" for high, low in zip(units[::2], units[1::2], strict=True))
 
 
@@ -55,9 +43,11 @@ def _number(found: re.Match[str]) -> str:
 
 LOGGERS = (
     "mongo_celery.http",
+    "mongo_celery.indexes",
     "mongo_celery.lease",
     "mongo_celery.listener",
     "mongo_celery.locking",
+    "mongo_celery.metrics",
     "mongo_celery.outbox",
     "mongo_celery.stream",
     "mongo_celery.tracing",
@@ -68,7 +58,7 @@ LOGGERS = (
 
 
 class _Harmless:
-    """A value of a record; its text is made when a handler asks for it."""
+    """A record's value. Its text is made when a handler formats it."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -81,7 +71,7 @@ class _Harmless:
 
 
 class _OneLine(logging.Filter):
-    """Makes the values of a record visible, so that no error and no id begins a line of its own."""
+    """Makes a record's values visible, so that no error or id begins a new line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.args, Mapping):
@@ -103,6 +93,6 @@ _ONE_LINE = _OneLine()
 
 
 def guard_logs() -> None:
-    """Make the records of all loggers of the package harmless, whatever sets up logging. It may be called again."""
+    """Make the records of all loggers of the package safe, whatever sets up logging. You may repeat it."""
     for name in LOGGERS:
         logging.getLogger(name).addFilter(_ONE_LINE)

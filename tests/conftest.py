@@ -29,6 +29,9 @@ pytest_plugins = [
     "tests.fixtures.rabbitmq",
     "tests.fixtures.tracing",
     "tests.fixtures.browser",
+    "tests.rig.project",
+    "tests.rig.deployment",
+    "tests.rig.outbox",
 ]
 
 _PROCESSES_PER_CORE = 3

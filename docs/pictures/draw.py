@@ -21,7 +21,21 @@ _STYLE = """\
   .lost { fill: none; stroke: #b3261e; stroke-width: 1.4; stroke-dasharray: 6 3; marker-end: url(#lost); }
   text { font-family: system-ui, sans-serif; font-size: 13px; fill: #24292f; }
   .name { font-weight: 600; }
-  .refused { fill: #b3261e; }"""
+  .refused { fill: #b3261e; }
+  #head path, .dot { fill: #24292f; }
+  #lost path { fill: #b3261e; }
+  @media (prefers-color-scheme: dark) {
+    .paper { fill: #161b22; stroke: #30363d; }
+    .life { stroke: #6e7681; }
+    .box { fill: #1c2a3a; stroke: #7aa2c8; }
+    .stands { fill: #3a2a1c; stroke: #d9925a; }
+    .line { stroke: #d0d7de; }
+    .lost { stroke: #ff8278; }
+    text { fill: #e6edf3; }
+    .refused { fill: #ff8278; }
+    #head path, .dot { fill: #d0d7de; }
+    #lost path { fill: #ff8278; }
+  }"""
 _ROLE = 'role="img" aria-labelledby="title told"'
 _WIDTH, _LEFT, _TOP, _STEP = 860, 100, 66, 40
 
@@ -77,7 +91,7 @@ def _steps(steps: Sequence[Step], places: Sequence[int]) -> Iterator[str]:
         kind, mark = ("lost", ' class="refused"') if step.lost else ("line", "")
         x = places[step.of]
         if step.to is None:
-            yield f'<circle cx="{x}" cy="{y - 4}" r="4" fill="#24292f"/>'
+            yield f'<circle cx="{x}" cy="{y - 4}" r="4" class="dot"/>'
             side, anchor = (x - 10, "end") if step.of == len(places) - 1 else (x + 10, "start")
             yield f'<text{mark} x="{side}" y="{y}" text-anchor="{anchor}">{escape(step.text)}</text>'
             continue
@@ -113,7 +127,7 @@ def _svg(title: str, told: str, height: int, *parts: Iterator[str]) -> str:
         f'<title id="title">{escape(title)}</title>',
         f'<desc id="told">{escape(told)}</desc>',
         f"<style>\n{_STYLE}\n</style>",
-        f"<defs>{_head('head', '#24292f')}{_head('lost', '#b3261e')}</defs>",
+        f"<defs>{_head('head')}{_head('lost')}</defs>",
         f'<rect class="paper" x="0.5" y="0.5" width="{_WIDTH - 1}" height="{height - 1}" rx="10"/>',
         *(line for part in parts for line in part),
         "</svg>",
@@ -121,9 +135,9 @@ def _svg(title: str, told: str, height: int, *parts: Iterator[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head(name: str, colour: str) -> str:
+def _head(name: str) -> str:
     size = 'viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" orient="auto-start-reverse"'
-    return f'<marker id="{name}" {size}><path d="M 0 0 L 10 5 L 0 10 z" fill="{colour}"/></marker>'
+    return f'<marker id="{name}" {size}><path d="M 0 0 L 10 5 L 0 10 z"/></marker>'
 
 
 _MONGODB, _LISTENER, _BROKER, _WORKER = range(4)
@@ -145,29 +159,29 @@ def run() -> str:
             Step(_LISTENER, None, "assigns it to a partition, by its key"),
             Step(_LISTENER, _BROKER, "run: handler, commit"),
             Step(_BROKER, _WORKER, "run"),
-            Step(_WORKER, _MONGODB, "claim: fence 41 becomes 42"),
+            Step(_WORKER, _MONGODB, "claim: token 41 becomes 42"),
             Step(_WORKER, None, "the handler runs, under token 42"),
             Step(_WORKER, _MONGODB, "its fenced writes, stamped with 42"),
             Step(_WORKER, _MONGODB, "handled"),
             Step(_WORKER, _BROKER, "commit task"),
             Step(_BROKER, _WORKER, "commit task"),
-            Step(_WORKER, _MONGODB, "commit: what is handled is the position"),
-            Step(_LISTENER, _MONGODB, "looks at partitions"),
+            Step(_WORKER, _MONGODB, "commit: moves the position"),
+            Step(_LISTENER, _MONGODB, "reads partitions"),
             Step(_LISTENER, _BROKER, "next run of it"),
         ],
     )
 
 
 def fencing() -> str:
-    """A worker that stands still, and wakes up too late."""
+    """A worker that freezes, and wakes up too late."""
     actors = ("MongoDB", "listener", "worker A", "worker B")
     mongodb, listener, first, second = range(4)
     return sequence(
-        "A worker that stands still, and wakes up too late",
+        "A worker that freezes, and wakes up too late",
         "The listener dispatches a run to worker A, which claims it under token 42 and freezes. Its claim "
         "lapses by the server's clock. The listener's sweep dispatches the run again, worker B claims it "
         "under token 43, writes, and records that it is handled. Worker A wakes up: its write carries token "
-        "42, the target has seen 43, and the write is refused; so is its record that the change is handled.",
+        "42, the target has seen 43, and the write is refused. Its record is refused as well.",
         actors,
         [
             Step(listener, first, "run"),
@@ -186,7 +200,7 @@ def fencing() -> str:
 
 
 def partition() -> str:
-    """What the head of a partition goes through."""
+    """The states of a partition's head."""
     boxes = [
         State("free", 90, 150),
         State("claimed", 340, 150),
@@ -195,30 +209,30 @@ def partition() -> str:
         State("parked", 220, 290, stands=True),
         State("waiting", 440, 290, stands=True),
         State("halted", 640, 290, stands=True),
-        State("set aside", 760, 40),
+        State("dead letter", 760, 40),
     ]
     arrows = [
-        Arrow([(150, 150), (280, 150)], "claim, fence + 1", (158, 142)),
+        Arrow([(150, 150), (280, 150)], "claim, token + 1", (158, 142)),
         Arrow([(400, 150), (490, 150)], "success", (416, 142)),
         Arrow([(610, 150), (700, 150)], "commit", (628, 142)),
         Arrow([(310, 132), (310, 80), (90, 80), (90, 132)], "the claim lapses: a crash is counted", (94, 72)),
         Arrow([(310, 168), (310, 222), (250, 222), (250, 272)], "retry", (256, 216)),
-        Arrow([(180, 272), (180, 250), (90, 250), (90, 168)], "its time has come", (98, 242)),
+        Arrow([(180, 272), (180, 250), (90, 250), (90, 168)], "it is due", (98, 242)),
         Arrow([(340, 168), (340, 246), (430, 246), (430, 272)], "outage", (346, 240)),
         Arrow([(440, 308), (440, 336), (62, 336), (62, 168)], "MongoDB and broker answer again", (200, 330)),
-        Arrow([(370, 168), (370, 204), (640, 204), (640, 272)], "fails for good: halt", (440, 198)),
+        Arrow([(370, 168), (370, 204), (640, 204), (640, 272)], "fails permanently: halt", (440, 198)),
         Arrow([(640, 308), (640, 362), (42, 362), (42, 168)], "a person: retry", (470, 356)),
-        Arrow([(370, 132), (370, 40), (700, 40)], "fails for good: dead_letter, park_key, skip", (392, 32)),
+        Arrow([(370, 132), (370, 40), (700, 40)], "fails permanently: dead_letter, park_key, skip", (392, 32)),
         Arrow([(760, 58), (760, 132)], "position", (766, 100)),
-        Arrow([(700, 290), (842, 290), (842, 40), (820, 40)], "a person: set aside", (712, 283)),
+        Arrow([(700, 290), (842, 290), (842, 40), (820, 40)], "a person: skip", (712, 283)),
     ]
     return states(
-        "What the first change of a partition goes through",
-        "A change that is free is claimed, which raises the fence. Success makes it handled, and a commit "
-        "makes that the position. A claim that lapses makes it free again, and a crash is counted. A retry "
-        "parks it until its time has come; an outage has it wait until MongoDB and broker answer again. What "
-        "fails for good is halted until a person retries it or sets it aside, or is set aside at once, by the "
-        "handler's failure policy; then the position moves on.",
+        "The states of a partition's first change",
+        "A free change is claimed, which raises the fencing token. After its success it is handled, and a commit "
+        "moves the position. If its claim lapses, it is free again, and a crash is counted. A retry parks it "
+        "until it is due. In an outage it waits until MongoDB and broker answer again. After a permanent failure "
+        "it is halted until a person retries or skips it, or it becomes a dead letter immediately, by the "
+        "handler's failure policy. Then the position moves on.",
         boxes,
         arrows,
         380,
@@ -231,21 +245,21 @@ def outbox() -> str:
     code, mongodb, dispatcher, broker = range(4)
     return sequence(
         "The outbox: a document and its tasks are one write",
-        "Your code writes a document with its pending tasks to MongoDB, in one write, and tells the "
+        "Your code writes a document with its pending tasks to MongoDB, in one write, and notifies the "
         "dispatcher. The dispatcher, a thread of the same process, claims the document, publishes its tasks "
         "to the broker, and removes them from the document. If the process dies before, the sweep of beat or "
-        "the listener of a bridge finds what is pending, and does the same.",
+        "the listener of a bridge finds the pending tasks, and does the same.",
         actors,
         [
             Step(code, mongodb, "document + tasks"),
-            Step(code, dispatcher, "look now"),
+            Step(code, dispatcher, "notify"),
             Step(dispatcher, mongodb, "claim"),
             Step(dispatcher, broker, "tasks, same ids each time"),
-            Step(dispatcher, mongodb, "remove what was sent"),
-            Step(code, None, "killed in between: what is pending is in MongoDB"),
+            Step(dispatcher, mongodb, "remove the sent tasks"),
+            Step(code, None, "killed in between: the tasks are in MongoDB"),
             Step(dispatcher, mongodb, "sweep or listener: claim"),
             Step(dispatcher, broker, "tasks"),
-            Step(dispatcher, mongodb, "remove what was sent"),
+            Step(dispatcher, mongodb, "remove the sent tasks"),
         ],
     )
 

@@ -5,6 +5,16 @@ from pathlib import Path
 from typing import Any
 
 INDEX = "docs/index"
+CONTRIBUTING = "CONTRIBUTING"
+CONTRIBUTORS = [
+    "ARCHITECTURE",
+    "tests/README",
+    "tests/proofs",
+    "tests/change-stream-cases",
+    "tests/versions/README",
+    "docs/decisions/README",
+]
+"""Pages below that one, where users do not meet them."""
 _LINK = re.compile(r"\[([^\]]*)\]\(([\w./-]+)\)")
 
 
@@ -22,7 +32,10 @@ def on_the_site(root: Path, page: str, text: str) -> str:
     text = _LINK.sub(lambda link: _link(link, folder), text)
     if page == INDEX:
         return text + _list("More", _unlisted(text, folder)) + _list("Examples", _examples(root))
-    return text + _list("", _below(folder)) if page.endswith("/README") else text
+    if page == CONTRIBUTING:
+        return text + _list("", CONTRIBUTORS)
+    has_pages = page.endswith("/README") and page.startswith(("docs/", "examples/"))
+    return text + _list("", _below(root, folder, text)) if has_pages else text
 
 
 def _link(link: re.Match[str], folder: Path) -> str:
@@ -33,22 +46,28 @@ def _link(link: re.Match[str], folder: Path) -> str:
     return f"[{text}]({target}/README.md)" if (folder / target / "README.md").exists() else text
 
 
-def _below(folder: Path) -> list[str]:
-    """The pages beside a README, and the READMEs one folder down."""
-    beside = sorted(each.stem for each in folder.glob("*.md") if each.stem != "README")
+def _below(root: Path, folder: Path, text: str) -> list[str]:
+    """Pages beside a README that the index does not list, in the order of its links, and READMEs one folder down."""
+    elsewhere = {root / "docs" / f"{page}.md" for page in _listed((root / f"{INDEX}.md").read_text())}
+    beside = sorted(each.stem for each in set(folder.glob("*.md")) - elsewhere if each.stem != "README")
+    linked = [link[2].removesuffix(".md") for link in _LINK.finditer(text)]
+    beside.sort(key=lambda page: linked.index(page) if page in linked else len(linked))
     return [*beside, *sorted(f"{each.parent.name}/README" for each in folder.glob("*/README.md"))]
 
 
 def _unlisted(index: str, folder: Path) -> list[str]:
     """Pages that no list of the index names: nothing is left out because somebody forgot it."""
-    listed = set(re.findall(r"^(?:[\w ]+ <)?([\w/-]+)>?$", index, re.MULTILINE)) | {"index"}
-    return sorted(each.stem for each in folder.glob("*.md") if each.stem not in listed)
+    return sorted(each.stem for each in folder.glob("*.md") if each.stem not in _listed(index) | {"index"})
+
+
+def _listed(index: str) -> set[str]:
+    """The pages that the lists of the index name."""
+    return set(re.findall(r"^(?:.+ <)?([\w/-]+)>?$", index, re.MULTILINE))
 
 
 def _examples(root: Path) -> list[str]:
     """Their list, where there is one, with them below it."""
-    below = ["README"] if (root / "examples/README.md").exists() else _below(root / "examples")
-    return [f"/examples/{each}" for each in below]
+    return ["/examples/README"] if (root / "examples/README.md").exists() else []
 
 
 def _list(caption: str, pages: list[str]) -> str:

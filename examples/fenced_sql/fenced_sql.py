@@ -12,19 +12,19 @@ from mongo_celery.errors import StaleFencingTokenError
 
 SCHEMA = """
 CREATE TABLE fences (
-    subscription TEXT, partition INTEGER, generation INTEGER NOT NULL, token INTEGER NOT NULL,
+    subscription TEXT, partition INTEGER, partitioning INTEGER NOT NULL, token INTEGER NOT NULL,
     PRIMARY KEY (subscription, partition)
 );
 CREATE TABLE totals (customer TEXT PRIMARY KEY, cents INTEGER NOT NULL);
 """
 
-# The last WHERE is the guard: an older generation, or the same one with a token not larger than mine.
-# The first refuses an older layout in every partition: a key may have moved to another index since.
+# The last WHERE is the guard: an older partitioning, or the same one with a token not larger than mine.
+# The first refuses an older partitioning in every partition: a key may have moved to another index since.
 RAISE_FENCE = """
-INSERT INTO fences SELECT :subscription, :partition, :generation, :token
-WHERE NOT EXISTS (SELECT 1 FROM fences WHERE subscription = :subscription AND generation > :generation)
-ON CONFLICT DO UPDATE SET generation = excluded.generation, token = excluded.token
-WHERE generation < excluded.generation OR (generation = excluded.generation AND token <= excluded.token)
+INSERT INTO fences SELECT :subscription, :partition, :partitioning, :token
+WHERE NOT EXISTS (SELECT 1 FROM fences WHERE subscription = :subscription AND partitioning > :partitioning)
+ON CONFLICT DO UPDATE SET partitioning = excluded.partitioning, token = excluded.token
+WHERE partitioning < excluded.partitioning OR (partitioning = excluded.partitioning AND token <= excluded.token)
 """
 
 
@@ -33,7 +33,7 @@ def pass_fence(db: sqlite3.Connection, fence: Fence) -> None:
     row = {
         "subscription": fence.key,
         "partition": fence.index,
-        "generation": fence.generation,
+        "partitioning": fence.partitioning,
         "token": fence.token,
     }
     if db.execute(RAISE_FENCE, row).rowcount == 0:
@@ -55,11 +55,11 @@ def main() -> None:
     """Two executions of one change, and what else may and may not write."""
     db = sqlite3.connect(":memory:")
     db.executescript(SCHEMA)
-    first = Fence("shop/totals", generation=1, index=3, token=7)
-    second = Fence("shop/totals", generation=1, index=3, token=8)
-    neighbour = Fence("shop/totals", generation=1, index=4, token=2)
-    last = Fence("shop/totals", generation=1, index=4, token=9)
-    relaid = Fence("shop/totals", generation=2, index=3, token=1)
+    first = Fence("shop/totals", partitioning=1, index=3, token=7)
+    second = Fence("shop/totals", partitioning=1, index=3, token=8)
+    neighbour = Fence("shop/totals", partitioning=1, index=4, token=2)
+    last = Fence("shop/totals", partitioning=1, index=4, token=9)
+    repartitioned = Fence("shop/totals", partitioning=2, index=3, token=1)
 
     def show(what: str, expected: str, outcome: str) -> None:
         print(f"{what:<58}{outcome}")
@@ -71,9 +71,9 @@ def main() -> None:
     show("token 7 wakes up", "refused", set_total(db, first, "ann", 100))
     show("token 7 tries a row that nobody has written", "refused", set_total(db, first, "eve", 1))
     show("token 2 of another partition", "written", set_total(db, neighbour, "joe", 5))
-    show("token 1 of a newer layout", "written", set_total(db, relaid, "ann", 300))
-    show("token 8 of the older layout", "refused", set_total(db, second, "ann", 250))
-    show("token 9 of the older layout, in another partition", "refused", set_total(db, last, "ann", 250))
+    show("token 1 of a newer partitioning", "written", set_total(db, repartitioned, "ann", 300))
+    show("token 8 of the older partitioning", "refused", set_total(db, second, "ann", 250))
+    show("token 9 of the older partitioning, in another partition", "refused", set_total(db, last, "ann", 250))
     totals = dict(db.execute("SELECT customer, cents FROM totals ORDER BY customer"))
     print(totals)
     assert totals == {"ann": 300, "bob": 40, "joe": 5}

@@ -35,6 +35,7 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "shop.writer", str(ORDERS)], env=environment, check=True)
             with MongoClient(mongo.url) as client:
                 show(client["shop"])
+            sys.stdout.flush()  # the command writes to the same output
             subprocess.run(celery("changes", "status"), env=environment, check=False)
         finally:
             end(processes)

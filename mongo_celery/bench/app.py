@@ -1,8 +1,8 @@
 """
-The Celery app of the modes: `celery -A mongo_celery.bench.app worker`, and `... listener` where there is a bridge.
+The Celery app of the modes: `celery -A mongo_celery.bench.app worker`, and `... listener` with a bridge.
 
-The handlers and tasks do nothing but note the time. `python -m mongo_celery.bench.app publisher COUNT` publishes the
-chains of `raw_chain`, as people write them.
+The handlers and tasks only note the time. `python -m mongo_celery.bench.app publisher COUNT` publishes the chains of
+`raw_chain` in the usual way.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _started, _ended = Stopwatch(setting.clock, "started"), Stopwatch(setting.clock,
 
 @app.task(ignore_result=True, name="bench.first")
 def first(_event: str) -> None:
-    """Note the start: the place of a handler."""
+    """Note the start, in place of a handler."""
     _started.lap()
 
 
 @app.task(ignore_result=True, name="bench.second")
 def second(_token: str) -> None:
-    """Note the end: the place of a task that would save the token."""
+    """Note the end, in place of a task that would save the token."""
     _ended.lap()
 
 
@@ -57,7 +57,7 @@ if setting.mode != RAW_CHAIN:
 
 
 def publish_chains(count: int) -> None:
-    """Publish a chain of two tasks for each of so many change events, in extended JSON."""
+    """Publish a chain of two tasks for each of `count` change events, in extended JSON."""
     order = make_order(0)
     token = "82" + "0123456789abcdef" * 8
     event = json_util.dumps(
@@ -77,4 +77,4 @@ def publish_chains(count: int) -> None:
 
 if __name__ == "__main__":
     publish_chains(int(sys.argv[2]))
-    signal.pause()  # until the bench has read how much processor time it took
+    signal.pause()  # until the bench has read its CPU time

@@ -29,7 +29,7 @@ _PROCESSES = ("mongod", "worker_parent", "worker_children", "listener", "redis",
 @click.option("--changes", type=click.IntRange(min=2), default=500, hidden=True)
 def bench(rounds: int, only: Sequence[str], as_json: bool, changes: int) -> None:
     """
-    Measure the bridge on this machine: changes per second and processor time, beside plain Celery.
+    Measure the bridge on this machine: changes per second and CPU time, beside plain Celery.
 
     Starts MongoDB and Redis, and measures each mode in each round. With all modes and five rounds it takes about ten
     minutes. Absolute figures depend on the machine and its other work, so compare the ratios.
@@ -51,7 +51,7 @@ def bench(rounds: int, only: Sequence[str], as_json: bool, changes: int) -> None
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what figures depend on: cores and versions."""
+    """Return the facts that figures depend on: cores and versions."""
     packages = {name: version(name) for name in ("celery", "kombu", "pymongo", "redis")}
     return {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version(), **packages}
 

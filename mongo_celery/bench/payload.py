@@ -1,4 +1,4 @@
-"""The document of every mode, an order of some 600 bytes."""
+"""The document of every mode, an order of about 600 bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BATCH = 1000
 
 
 def make_order(number: int) -> dict[str, Any]:
-    """Return one order; all are equally long."""
+    """Return one order. All have the same length."""
     return {
         "_id": ObjectId(),
         "number": number,
@@ -29,13 +29,13 @@ def make_order(number: int) -> dict[str, Any]:
 
 
 def write_orders(collection: Collection[dict[str, Any]], count: int) -> None:
-    """Insert so many orders, in batches."""
+    """Insert `count` orders, in batches."""
     for first in range(0, count, _BATCH):
         batch = range(first, min(first + _BATCH, count))
         collection.insert_many([make_order(number) for number in batch], ordered=False)
 
 
 def present_time(client: MongoClient[dict[str, Any]]) -> Timestamp:
-    """Return a cluster time from which a stream sees every later write and no acknowledged earlier one."""
+    """Return a cluster time: a stream from there sees every later write and no earlier acknowledged one."""
     time: Timestamp = client.admin.command("ping")["operationTime"]
     return Timestamp(time.time, time.inc + 1)

@@ -11,7 +11,7 @@ from typing import Any
 from mongo_celery.bench.payload import write_orders
 from mongo_celery.bench.setting import BRIDGE_BULK, RAW_CHAIN
 from mongo_celery.bench.stage import Scene, Stage, pause
-from mongo_celery.bench.usage import cpu_us_per_change
+from mongo_celery.bench.stopwatch import cpu_us_per_change
 from mongo_celery.embedded.processes import ChildProcess
 
 APP = "mongo_celery.bench.app"
@@ -25,9 +25,9 @@ class Mode:
     A way to turn changes into handler calls.
 
     Attributes:
-        bridge: the options of the bridge.
-        scale: the changes of a measurement beside those of `raw_chain`. A listener reads up to 2,000 changes before the
-            first handler starts, which are in no figure. So a fast mode gets many more.
+        bridge: the bridge's options.
+        scale: the number of changes relative to `raw_chain`. A listener reads up to 2,000 changes before the first
+            handler starts, which no figure includes. So a fast mode gets many more.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Mode:
     scale: int = 1
 
     def start_feeder(self, scene: Scene, count: int) -> ChildProcess:
-        """Start the process that feeds the worker so many changes."""
+        """Start the process that feeds `count` changes to the worker."""
         if self.name == RAW_CHAIN:
             return scene.program(APP, "publisher", str(count))
         write_orders(scene.orders, count)
@@ -62,8 +62,8 @@ class Figure:
 
     Attributes:
         changes: the changes of one measurement.
-        rates: changes per second, one for each round.
-        costs: the processor time of one change in microseconds, by process, for each round.
+        rates: changes per second, for each round.
+        costs: CPU time per change in microseconds, by process, for each round.
     """
 
     changes: int
@@ -77,12 +77,12 @@ class Figure:
 
     @property
     def cpu_us(self) -> dict[str, float]:
-        """The median processor time of one change, by process."""
+        """The median CPU time of one change, by process."""
         return {each: statistics.median(cost.get(each, 0.0) for cost in self.costs) for each in self.costs[0]}
 
     def ratios(self, reference: Figure | None) -> tuple[float | None, float | None]:
         """
-        Return the ratio to another figure by rate, and by the changes for the same processor time.
+        Return the ratios to another figure: by rate, and by changes per CPU time.
 
         Both are None without a reference.
         """
@@ -96,12 +96,12 @@ def measure_rounds(
     stage: Stage, names: Sequence[str], rounds: int, changes: int, announce: Callable[[str], None]
 ) -> dict[str, Figure]:
     """
-    Measure each mode once, then each mode once more: a machine that slows down slows all of them.
+    Measure each mode once, then all again in each round, so that a slower machine slows all of them.
 
     Args:
         names: the modes.
         changes: the changes of `raw_chain` in a round.
-        announce: called with a line about the present measurement.
+        announce: called with a line about the current measurement.
     """
     figures = {name: Figure(changes * mode.scale) for name, mode in MODES.items() if name in names}
     for number in range(rounds):
@@ -112,7 +112,7 @@ def measure_rounds(
 
 
 def _measure(stage: Stage, mode: Mode, figure: Figure) -> None:
-    """Measure a mode once. A feeder of its own warms the worker up, so that the other one starts beside an idle one."""
+    """Measure a mode once. Another feeder warms up the worker first, so the measured one starts with an idle worker."""
     with stage.scene(mode.name, **mode.bridge) as scene:
         scene.worker(APP)
         _feed(scene, mode, 0, WARM_UP)
@@ -122,7 +122,7 @@ def _measure(stage: Stage, mode: Mode, figure: Figure) -> None:
 
 
 def _feed(scene: Scene, mode: Mode, done: int, count: int) -> tuple[float, dict[str, float]]:
-    """Feed so many changes to a mode that has done some. Return their rate, and the processor time of one."""
+    """Feed `count` changes to a mode that has already done some. Return their rate, and the CPU time per change."""
     scene.begin_now()
     feeder = mode.start_feeder(scene, count)
     started, total = scene.started, done + count
@@ -134,7 +134,7 @@ def _feed(scene: Scene, mode: Mode, done: int, count: int) -> tuple[float, dict[
         last = ended.times()[-1]
     else:
         scene.wait("the last handler", lambda: started.count() >= total, started.count)
-        while scene.committed() < total:  # only after the last start: a poll costs the server something
+        while scene.committed() < total:  # only after the last start, because a poll uses server time
             pause(_COMMIT_POLL_SECONDS)
         last = time.monotonic()
     cost = cpu_us_per_change(before, scene.cpu_seconds(), count)

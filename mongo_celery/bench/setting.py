@@ -1,4 +1,4 @@
-"""The setting of a measured process: one environment variable, since addresses may carry passwords."""
+"""The setting of a measured process, in one environment variable, because addresses may contain passwords."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ BRIDGE_BULK = "bridge_bulk"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchSetting:
     """
-    The circumstances of one measurement.
+    The setting of one measurement.
 
     Attributes:
-        name: the name of its queue, bridge, database and state, used once.
+        name: the unique name of its queue, bridge, database and state.
         mode: the kind of measurement.
-        clock: the directory of the stopwatch.
+        clock: the stopwatch's directory.
         start: the cluster time at which streams begin, as seconds and increment.
-        bridge: the options of the bridge, or of the outbox.
+        bridge: the options of the bridge or the outbox.
     """
 
     mongo_url: str = "mongodb://127.0.0.1:27017/?replicaSet=rs0"
@@ -51,7 +51,7 @@ class BenchSetting:
 
     @property
     def timestamp(self) -> Timestamp:
-        """`start` as MongoDB takes it."""
+        """`start` as a MongoDB timestamp."""
         return Timestamp(*self.start)
 
     def environment(self) -> dict[str, str]:
@@ -60,7 +60,10 @@ class BenchSetting:
 
     @classmethod
     def from_environment(cls) -> BenchSetting:
-        """Return the setting of this process, or the defaults, so that its modules can be imported anywhere."""
+        """
+        Return the setting of this process. Without one, return the defaults, so that its modules can be imported
+        anywhere.
+        """
         given = json.loads(os.environ.get(VARIABLE, "{}"))
         if "start" in given:
             given["start"] = tuple(given["start"])
@@ -68,14 +71,14 @@ class BenchSetting:
 
 
 def make_app(setting: BenchSetting) -> Celery:
-    """Return an app whose tasks go to a queue of the measurement."""
+    """Return an app whose tasks go to the measurement's queue."""
     app = Celery("mongo_celery_bench", broker=setting.redis_url)
     app.conf.task_default_queue = setting.name
     return app
 
 
 def make_bridge(app: Celery, setting: BenchSetting) -> Bridge:
-    """Return the app's bridge, with the name, place, start and options of the setting."""
+    """Return the app's bridge, with name, databases, start and options of the setting."""
     return Bridge(
         app,
         setting.mongo_url,

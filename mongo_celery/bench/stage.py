@@ -1,4 +1,4 @@
-"""The stage of a run: servers, names that are used once, and the processes of one measurement."""
+"""The stage of a run: servers, unique names, and the processes of one measurement."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from pymongo.database import Database
 
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.setting import BenchSetting
-from mongo_celery.bench.stopwatch import Laps
-from mongo_celery.bench.usage import cpu_seconds
+from mongo_celery.bench.stopwatch import Laps, cpu_seconds
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from mongo_celery.embedded.processes import GRACE_SECONDS, ChildProcess, Supervisor
 from mongo_celery.errors import MongoCeleryError
@@ -38,20 +37,20 @@ class BenchError(MongoCeleryError):
 
 
 def pause(seconds: float) -> None:
-    """Let time pass between two looks."""
+    """Wait between two polls."""
     time.sleep(seconds)
 
 
 class Stage:
     """
-    The servers of a run: a context manager.
+    The servers of a run. A context manager.
 
     Args:
         mongo_url: the URL of a given replica set; an embedded one by default.
         redis_url: the URL of a given Redis; an embedded one by default.
 
     Attributes:
-        server_pids: the process ids of embedded servers, by name. The processor time of given ones is unknown.
+        server_pids: process ids of embedded servers, by name. The CPU time of other servers is unknown.
     """
 
     def __init__(self, mongo_url: str | None = None, redis_url: str | None = None) -> None:
@@ -84,11 +83,11 @@ class Stage:
     @contextlib.contextmanager
     def scene(self, mode: str, **bridge: Any) -> Iterator[Scene]:
         """
-        Open the scene of one measurement. Everything that it starts and writes is gone afterwards.
+        Open the scene of one measurement. Afterwards, remove all its processes and data.
 
         Args:
             mode: a part of its names.
-            bridge: the options of the bridge.
+            bridge: the bridge's options.
         """
         name = f"bench-{self._token}-{next(self._numbers)}-{mode.replace('_', '-')}"
         clock = self.directory / name
@@ -111,7 +110,7 @@ class Scene:
         self._stage = stage
         self.setting = setting
         self._laps: dict[str, Laps] = {}
-        # A worker that is killed leaves what it has not acknowledged in keys that all apps of a Redis share.
+        # A killed worker leaves unacknowledged messages in keys that all apps of a Redis share.
         grace = 0.0 if "redis" in stage.server_pids else GRACE_SECONDS
         self._processes = Supervisor(Path(setting.clock), ChildProcess, grace=grace)
 
@@ -140,36 +139,36 @@ class Scene:
         return self._laps.setdefault(kind, Laps(Path(self.setting.clock), kind))
 
     def begin_now(self) -> None:
-        """Let streams that are opened by processes started from now on begin at the present time."""
+        """Let streams of new processes begin at the present time."""
         start = present_time(self._stage.client)
         self.setting = replace(self.setting, start=(start.time, start.inc))
 
     def lease(self) -> Mapping[str, Any]:
-        """Return the bridge's lease document, empty before there is one."""
+        """Return the bridge's lease document, or an empty one."""
         return self.state["leases"].find_one({"_id": self.setting.name}) or {}
 
     def committed(self) -> int:
-        """Return how many changes the bridge's partition documents show as committed."""
+        """Return the number of committed changes in the bridge's partition documents."""
         return sum(document["committed"] for document in self.state["partitions"].find({}, {"committed": 1}))
 
     def worker(self, app: str, queues: str | None = None) -> ChildProcess:
         """
-        Start a Celery worker as all modes use it: prefork, everything but its size at its default.
+        Start a Celery worker with the settings of all modes: prefork, with defaults except for its size.
 
         Args:
             app: the name of its module.
-            queues: the queues that it takes from; all by default.
+            queues: the queues that it consumes. By default all.
         """
         arguments = ["-c", "2", "-l", "WARNING", "--without-gossip", "--without-mingle"]
         arguments += ["--without-heartbeat", *(["-Q", queues] if queues else [])]
         return self._celery(app, "worker", *arguments, "-n", f"{self.setting.name}@{socket.gethostname()}")
 
     def listener(self, app: str) -> ChildProcess:
-        """Start a listener of an app, given as the name of its module."""
+        """Start a listener of an app, by module name."""
         return self._celery(app, "listener", "-l", "WARNING")
 
     def program(self, module: str, *arguments: str) -> ChildProcess:
-        """Start a program of a module, by its name and arguments."""
+        """Start a module as a program, with arguments."""
         return self._processes.python(arguments[0], "-m", module, *arguments, environment=self._environment())
 
     def wait(self, what: str, condition: Callable[[], object], progress: Callable[[], object] | None = None) -> None:
@@ -177,7 +176,7 @@ class Scene:
         Wait until a condition holds, as long as there is progress.
 
         Raises:
-            BenchError: a process failed, or nothing moved for a minute.
+            BenchError: a process failed, or there was no progress for a minute.
         """
         last, until = None, time.monotonic() + _STALL_SECONDS_MAX
         while not condition():
@@ -197,7 +196,7 @@ class Scene:
             raise BenchError(f"{failed.name} ended with status {failed.returncode}: {failed.last_words}")
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return the processor time so far by process, a worker's pool apart, without given servers."""
+        """Return the CPU time so far by process, with a worker's pool separate and without external servers."""
         used = {name: cpu_seconds([pid]) for name, pid in self._stage.server_pids.items()}
         for process in self._processes.started:
             children = process.children()
@@ -209,7 +208,7 @@ class Scene:
         return used
 
     def stop(self, process: ChildProcess) -> None:
-        """End a process, and watch it no longer."""
+        """End a process, and stop watching it."""
         self._processes.release(process)
 
     def end(self) -> None:
@@ -231,5 +230,5 @@ class Scene:
         return self._processes.celery(app, *arguments, environment=self._environment())
 
     def _environment(self) -> dict[str, str]:
-        """Return it anew for each process: the time at which streams begin changes meanwhile."""
+        """Return the environment for a new process. Streams may begin at another time than for the last one."""
         return {**self.setting.environment(), "PYTHONPATH": os.pathsep.join(_PATH)}

@@ -15,19 +15,19 @@ from pymongo.collection import Collection
 
 from mongo_celery.app import check_app
 from mongo_celery.bridge.declarations import (
-    BOUND,
     LOCK,
+    Declared,
     DeclaredHandler,
     DeclaredOutbox,
     NoApp,
+    OnChange,
+    OnChanges,
     bind_all,
-    find_shared_handlers,
 )
-from mongo_celery.bridge.handlers import Handler, refuse_function_as_source
+from mongo_celery.bridge.handlers import Handler, HandlerOptions, refuse_function_as_source
 from mongo_celery.bridge.http import make_http_service
 from mongo_celery.bridge.listener.in_worker import install
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.signatures import HandlerOptions, HandlerTask, OnChange, OnChanges
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker import lifetime  # noqa: F401 - its signals
 from mongo_celery.bridge.worker.intake import install_intake
@@ -45,23 +45,23 @@ class Bridge:
     """
     Turns changes in MongoDB into Celery tasks: at least once, in order per partition.
 
-    One that is made with an app is that app's. One without is defined at module level, and is bound by `init_app` to
-    each app that an application factory makes: each has the bridge's handlers and outboxes, with tasks, settings, name
-    and clients of its own. `app`, `client`, `collection()` and all else that needs an app then mean the only app; of
-    several that of the task that runs, else Celery's current app; `of(app)` says which.
+    If you pass an app, the bridge belongs to it. With application factories, define the bridge at module level without
+    an app, and bind it to each app with `init_app`. Each app has the bridge's handlers and outboxes, with its own
+    tasks, settings, name and clients. With one app, `app`, `client`, `collection()` and other members use it. With
+    several apps, they use the app of the running task, or Celery's current app. `of(app)` chooses one.
 
     Args:
-        app: the Celery app; None to call `init_app` later, for one app or several.
-        url: of the MongoDB replica set or sharded cluster; by default the setting
+        app: the Celery app. None to call `init_app` later, for one app or several.
+        url: URL of the MongoDB replica set or sharded cluster. By default the setting
             `mongo_celery_database_url`, which `celery inspect conf` masks.
-        name: of the bridge; part of queue names, task ids and state. Letters, digits, `_`, `-`. By default the
-            app's own (`Celery("shop")`), where that fits; a bridge without app gets it from `init_app`.
+        name: part of queue names, task ids and state. Letters, digits, `_`, `-`. By default the
+            app's name (`Celery("shop")`), if it is valid. A bridge without an app gets it from `init_app`.
         options: the table in docs/configuration.md.
 
-    Nothing connects before it is needed: not at import, and not in a worker's parent process.
+    It connects at first use, not at import and not in a worker's parent process.
 
     Raises:
-        ConfigurationError: an option is unknown or cannot work, or the app is no Celery app.
+        ConfigurationError: an option is unknown or cannot work, or the app is not a Celery app.
     """
 
     def __init__(
@@ -73,8 +73,7 @@ class Bridge:
                 "after it, so the bridge makes its own.",
             )
         self._declared = Wiring(name, url, options)
-        self._handlers: dict[str, DeclaredHandler] = {}
-        self._outboxes: dict[str, DeclaredOutbox] = {}
+        self._declarations: dict[tuple[type[Declared], str], Declared] = {}
         self._bound: weakref.WeakSet[Wiring] = weakref.WeakSet()
         self._only: Wiring | None = None
         if app is not None:
@@ -87,13 +86,13 @@ class Bridge:
 
     def init_app(self, app: Celery) -> None:
         """
-        Bind to a Celery app, beside those that it is bound to: queues, tasks and commands become known to that one.
+        Bind the bridge to one more Celery app, which then has its queues, tasks and commands.
 
-        A second time for the same app does nothing.
+        A second call for the same app does nothing.
 
         Raises:
-            ConfigurationError: it is no Celery app, the bridge was made with one, the app has a bridge of this name, no
-                name was given and the app's own cannot serve, or a handler or an outbox cannot work in this app.
+            ConfigurationError: it is not a Celery app, the bridge was made with one, the app has a bridge of this name,
+                no valid name is known, or a handler or an outbox cannot work in this app.
         """
         if self._only is not None:
             raise ConfigurationError(
@@ -106,7 +105,7 @@ class Bridge:
 
     def of(self, app: Celery) -> Bridge:
         """
-        This bridge in one of its apps: what it says and registers is for that one alone, which it keeps alive.
+        Return this bridge bound to one of its apps. It answers and registers for this app only, and keeps it alive.
 
         Raises:
             ConfigurationError: it is not bound to the app.
@@ -119,7 +118,7 @@ class Bridge:
 
     @property
     def wiring(self) -> Wiring:
-        """The context of the bridge's own parts; nothing for users."""
+        """The internal context of the bridge. Do not use it."""
         return self._only or self._find_current() or self._declared
 
     @property
@@ -134,7 +133,7 @@ class Bridge:
 
     @property
     def options(self) -> BridgeOptions:
-        """The validated options, settings included; reading them loads the app's configuration."""
+        """The validated options, including settings. Reading them loads the app's configuration."""
         return self.wiring.options
 
     @property
@@ -143,18 +142,13 @@ class Bridge:
         return self.wiring.url
 
     @property
-    def default_database(self) -> str | None:
-        """The database that the URL names, if it does."""
-        return self.wiring.default_database
-
-    @property
     def handlers(self) -> list[Handler]:
         """The registered handlers, in the order of their names."""
         return self.wiring.handlers
 
     @property
     def client(self) -> MongoClient[dict[str, Any]]:
-        """This process's client: connects lazily, and is made anew after a fork."""
+        """This process's client. It connects at first use, and a forked process gets a new one."""
         return self.wiring.client
 
     @property
@@ -165,93 +159,94 @@ class Bridge:
         return Operations(self.wiring)
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:
-        """A collection of the bridge's cluster by `"db.collection"`, or `"collection"` of the URL's database."""
+        """Return a collection of the bridge's cluster: `"db.collection"`, or `"collection"` of the URL's database."""
         return self.wiring.collection(namespace)
 
     def on_change(self, *sources: object, **options: Unpack[HandlerOptions]) -> OnChange:
         """
-        Register a handler for changes: a Celery task, and its subscription with a position of its own.
+        Register a handler for changes: a Celery task with its own position in the stream.
 
         Afterwards the listener dispatches each matching change to the task, in order within a partition.
-        Not promised: that a change is handled only once (see `Change.fenced` and `transactional`).
+        A change may be handled more than once (see `Change.fenced` and `transactional`).
 
         Args:
-            sources: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
+            sources: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` if the URL names a database, a PyMongo
                 collection, a Django model or a MongoEngine document class.
-            name: of the subscription; by default the function's. Its position is kept under this name.
-            operations: operation types, or `"*"` for all; by default insert, update, replace and delete. `drop`,
-                `rename`, `dropDatabase` and `invalidate`, and with `show_expanded_events` `create`, `modify` ...,
-                come only to handlers that ask for them.
-            fields: an update counts only when it touches one of these paths; inserts, replaces and deletes always.
+            name: the handler's name, by default the function's. Its position is stored under this name.
+            operations: operation types, or `"*"` for all. By default insert, update, replace and delete. A handler gets
+                `drop`, `rename`, `dropDatabase` and `invalidate` only if they are in this list. The same is true of
+                `create`, `modify` ... with `show_expanded_events`.
+            fields: updates count only if they change one of these paths. Inserts, replaces and deletes always count.
             match: an aggregation expression over the event, computed by the server.
-            partition_by: rule of the partition key; by default the bridge's.
-            failure_policy: `halt`, `dead_letter`, `park_key`, `skip` or `discard`; by default the bridge's.
-            transactional: run the handler in a transaction together with the mark that it is done; the
-                session is `change.session`.
-            group: of workers: the runs go to the queues `BRIDGE.GROUP.INDEX`, so that they can have workers of their
-                own, see `celery -A app changes queues --group`. Letters, digits, `_`, `-`, and not digits alone.
-            start_from: where the handler begins while it has no position, as the bridge's option of that name says it;
-                by default that one. It is judged once, when a listener first leads with the handler. With `"snapshot"`
-                it is given the documents that exist then, too, as operation type `snapshot`.
-            commit: `chain`, where a task behind the handler's writes the position, or `inline`, where the execution
-                writes it itself: half the messages; by default the bridge's.
-            coalesce: of several changes of one document in a run, give the last one only: for a handler that needs no
-                more than the latest state.
-            bookkeeping: whether the handler gets what this package keeps in documents (the field of an outbox of the
-                app, a lock, markers of a transaction, stamps of fenced writes): updates that touch nothing else, these
-                fields in the documents of a change, and collections of its own in a database that is watched whole.
+            partition_by: rule of the partition key. By default the bridge's.
+            failure_policy: `halt`, `dead_letter`, `park_key`, `skip` or `discard`. By default the bridge's.
+            transactional: run the handler in a transaction that also records its success. The session is
+                `change.session`.
+            group: name of a worker group. Runs go to the queues `BRIDGE.GROUP.INDEX`, which can have their own workers:
+                see `celery -A app changes queues --group`. Letters, digits, `_`, `-`, and not only digits.
+            start_from: the start of a handler without a position. By default the bridge's `start_from`. It applies
+                once, when a listener first leads with the handler. With `"snapshot"` the handler also gets the
+                documents that exist then, with the operation type `snapshot`.
+            commit: `chain` (a second task writes the position after the handler), or `inline` (the execution writes it,
+                with half the messages). By default the bridge's.
+            coalesce: if a run has several changes of one document, give only the last one. For handlers that need only
+                the latest state.
+            bookkeeping: also give the handler the fields that this package keeps in documents: entries of an outbox,
+                locks, markers of a transaction, stamps of fenced writes. It then gets updates that change only these
+                fields, and the package's collections in a database that is watched as a whole.
             options: also Celery's `bind`, `autoretry_for`, `retry_backoff`, `max_retries`, `rate_limit`,
-                `time_limit`, `soft_time_limit` and the like.
+                `time_limit`, `soft_time_limit` and so on.
 
         Raises:
-            ConfigurationError: when the decorator runs, whatever is wrong with all this.
+            ConfigurationError: an option or source is wrong. It is raised when the decorator runs.
         """
         refuse_function_as_source(sources, "on_change")
 
         def decorate(function: Function) -> Any:
             with LOCK:
-                return self._declare_handler(DeclaredHandler(function, sources, options))
+                return self._declare(DeclaredHandler(function, sources, options))
 
         return decorate
 
     def on_changes(self, *sources: object, batch_size: int = 500, **options: Unpack[HandlerOptions]) -> OnChanges:
         """
-        Register a bulk handler: as `on_change`, but what it is given is a list of consecutive changes of one partition.
+        Register a bulk handler: as `on_change`, but it gets a list of consecutive changes of one partition.
 
-        The list (`Changes`) has at least one change, and is claimed, retried, recorded and replayed like one. Where it
-        fails, the handler may say which change it was, by `raise changes.failed_at(change) from error`; else it is
-        given halves of the list until the change that fails is alone. Retries and failure policy concern that one.
-        Not promised: that a change is given only once, which a list that failed makes likely.
+        The list (`Changes`) has at least one change. It is claimed, retried, recorded and replayed like one change. If
+        it fails, the handler can name the failed change by `raise changes.failed_at(change) from error`. Otherwise it
+        gets halves of the list until the failing change is alone. Retries and failure policy apply to this change.
+        A change may be given more than once, usually after a failed list.
 
         Args:
-            sources: as of `on_change`.
-            batch_size: most changes of one list, which is also bounded by the bridge's `run_bytes`; `run_size` is not
-                for it. With `transactional=True` all of a list are one transaction.
-            options: all others of `on_change`, Celery's among them.
+            sources: as for `on_change`.
+            batch_size: the largest number of changes in a list. The bridge's `run_bytes` also limits a list, `run_size`
+                does not. With `transactional=True` one transaction covers all changes of a list.
+            options: all other options of `on_change`, including Celery's.
 
         Raises:
-            ConfigurationError: when the decorator runs, whatever is wrong with all this.
+            ConfigurationError: an option or source is wrong. It is raised when the decorator runs.
         """
         refuse_function_as_source(sources, "on_changes")
 
         def decorate(function: Function) -> Any:
             with LOCK:
-                return self._declare_handler(DeclaredHandler(function, sources, options, batch_size))
+                return self._declare(DeclaredHandler(function, sources, options, batch_size))
 
         return decorate
 
     def outbox(self, collection: object, *, watch: bool = True, name: str | None = None, **options: Any) -> Outbox:
         """
-        An outbox for a collection of this bridge's cluster, delivered by the listener too.
+        Return an outbox for a collection of this bridge's cluster. The listener delivers its entries too, unless
+        `watch=False`.
 
-        Of a bridge without an app it is the outbox of the app that is meant when it is used: each app has one.
+        If the bridge was made without an app, each app has its own outbox, and calls use that of the current app.
 
         Args:
-            collection: `"db.collection"`, `"collection"` where the URL names a database, or a PyMongo collection
-                (its namespace is what counts; the client is the bridge's).
-            watch: whether the listener delivers; else only the writer and the sweep do.
-            name: of the outbox; by default the namespace as given.
-            options: of `Outbox`.
+            collection: `"db.collection"`, `"collection"` if the URL names a database, or a PyMongo collection
+                (only its namespace counts, the client is the bridge's).
+            watch: True if the listener delivers. With False, only the writer and the sweep deliver.
+            name: the outbox's name. By default the namespace as given.
+            options: those of `Outbox`.
 
         Raises:
             ConfigurationError: an option cannot work, or the bridge or one of its apps has an outbox of this name.
@@ -261,72 +256,54 @@ class Bridge:
             raise ConfigurationError(f"outbox({collection!r}): name the collection as 'db.collection'.")
         declared = DeclaredOutbox(namespace, name or namespace, options, watch)
         with LOCK:
-            if self._only is not None:
-                (made,) = bind_all([(declared, self._only)])
-                return cast("Outbox", made)
-            return self._declare_outbox(declared)
+            return cast("Outbox", self._declare(declared))
 
-    def _declare_outbox(self, declared: DeclaredOutbox) -> Outbox:
-        if declared.name in self._outboxes:
+    def _declare(self, declared: Declared) -> Any:
+        """Register a handler or an outbox in each app. Return it, or a proxy if there may be several apps."""
+        if self._only is not None:
+            return bind_all([(declared, self._only)])[0]
+        key = type(declared), declared.name
+        if isinstance(declared, DeclaredOutbox) and key in self._declarations:
             raise ConfigurationError(
                 f"bridge {self._declared.name} already has an outbox named {declared.name!r}; give this one "
                 "name='...', or make it by bridge.of(app).outbox(...) for the app that is just made.",
             )
-        bind_all([(declared, wiring) for wiring in self._bound])
-        self._outboxes[declared.name] = declared
-        outbox: Any = Proxy(lambda: self._find_made(lambda wiring: wiring.outboxes[declared.name]))
-        return cast("Outbox", outbox)
-
-    def _declare_handler(self, declared: DeclaredHandler) -> HandlerTask[Any, Any]:
-        task: HandlerTask[Any, Any]
-        if self._only is not None:
-            (task,) = bind_all([(declared, self._only)])
-            return task
-        handler = declared.make_handler()
         with self._declared.keep_handlers_on_error():
-            self._declared.add(handler)
+            if isinstance(declared, DeclaredHandler):
+                self._declared.add(declared.make_handler())
             bind_all([(declared, wiring) for wiring in self._bound])
-        self._handlers[handler.name] = declared
-        found: Any = Proxy(lambda: self._find_task(handler))
-        task = found
-        return task
+        self._declarations[key] = declared
+        return Proxy(lambda: self._find_made(declared))
 
-    def _find_task(self, handler: Handler) -> Any:
-        """Return the task of the app that is meant; without any app the function."""
-        if not self._bound:
-            return handler.function
-        return self._find_made(lambda wiring: wiring.app.tasks[wiring.task_name(handler.name)])
-
-    def _find_made(self, find: Callable[[Wiring], Any]) -> Any:
-        """Return what the app has that is meant; without one what can be inspected, and not used."""
+    def _find_made(self, declared: Declared) -> Any:
+        """Return the task or outbox of the app in use. Without an app, return the function or a stand-in."""
+        if not self._bound and isinstance(declared, DeclaredHandler):
+            return declared.function
         try:
             wiring = self.wiring
             _ = wiring.app
         except ConfigurationError as error:
             return NoApp(error)
-        return find(wiring)
+        return declared.find(wiring)
 
     def _bind(self, app: Celery, public: Bridge | None = None) -> Wiring:
-        """Make the bridge known to an app, with all that was declared for it."""
+        """Register the bridge and all its declarations in an app."""
         check_app(app)
         app = _itself(app)
         wiring = self._declared.of(app)
         wiring.public = public or self._in(wiring)
         BRIDGES.refuse(app, wiring.name)
-        handlers = [*self._handlers.values(), *find_shared_handlers(wiring)]
-        declared: list[DeclaredHandler | DeclaredOutbox] = [*handlers, *self._outboxes.values()]
-        bind_all([(each, wiring) for each in declared])
+        bind_all([(each, wiring) for each in self._declarations.values()])
         if BRIDGES.add(app, wiring, wiring.name):
             register_commit(app)
             install(app, make_http_service)
             install_intake(app)
             discover_last()
         self._bound.add(wiring)
-        BOUND.add(wiring)
         return wiring
 
     def _in(self, wiring: Wiring) -> Bridge:
-        """The bridge in one app, as one that was made with it."""
+        """Return the bridge in one app, as if it had been made with this app."""
         bridge = copy(self)
         bridge._only = wiring  # noqa: SLF001 - its own
         return bridge
@@ -337,16 +314,16 @@ class Bridge:
 
     def _find_current(self) -> Wiring | None:
         """
-        Return the bridge in the only app; of several in that of the task that runs, else in Celery's current app.
+        Return the bridge in the only app. With several, use the running task's app or Celery's current one.
 
         Raises:
-            ConfigurationError: there are several apps, and neither says which one is meant.
+            ConfigurationError: there are several apps, and neither a task nor Celery chooses one.
         """
         if len(self._bound) > 1:
             found = (self._find_in(current_task.app) if current_task else None) or self._find_in(current_app)
             if found is not None:
                 return found
-            gc.collect()  # an app is full of cycles: one that nobody can reach any more is not meant
+            gc.collect()  # an app is full of cycles: ignore those that are unreachable but not yet collected
             if len(self._bound) > 1:
                 raise ConfigurationError(
                     f"bridge {self._declared.name} is bound to {len(self._bound)} apps, and Celery's current app is "
@@ -356,24 +333,24 @@ class Bridge:
 
 
 def _itself(app: Celery) -> Celery:
-    """Return the object of a proxy, such as Celery's own `current_app`."""
+    """Return the object behind a proxy, such as Celery's own `current_app`."""
     found: Celery = getattr(app, "_get_current_object", lambda: app)()
     return found
 
 
 def discover_last() -> None:
     """
-    Look for modules when an app imports its own, after all that listens for that so far.
+    Import handler modules when an app imports its own, after all receivers connected so far.
 
-    Celery's fixup sets Django up then, for apps that were made before; until it has, no module with a model can be
-    imported, and it says of no Django application that it is there. To be called for each app that is bound.
+    By then Celery's fixup has set up Django, even for apps made earlier. Before that, modules with models cannot be
+    imported and Django reports no applications. Call it for each app that is bound.
     """
     signals.import_modules.disconnect(_discover)
     signals.import_modules.connect(_discover, weak=False)
 
 
 def _discover(sender: Any = None, **_arguments: Any) -> None:
-    """Import the modules of an app with a bridge that has `autodiscover`, as workers, commands and tests do."""
+    """Import the handler modules of an app if a bridge has `autodiscover`. Workers, commands and tests do this."""
     if not isinstance(sender, Celery) or not any(each.given.get("autodiscover", True) for each in BRIDGES.of(sender)):
         return
     sender.autodiscover_tasks(related_name="changes", force=True)  # Django's applications
@@ -381,6 +358,6 @@ def _discover(sender: Any = None, **_arguments: Any) -> None:
 
 
 def _packages(app: Celery) -> list[str]:
-    """Packages of the modules that the app includes: a module named `changes` may be beside them."""
+    """Return the packages of the modules that the app includes. Each may contain a module named `changes`."""
     modules = (*(app.conf.include or ()), *(app.conf.imports or ()))
     return sorted({package for package in (module.rpartition(".")[0] for module in modules) if package})

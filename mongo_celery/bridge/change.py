@@ -1,28 +1,28 @@
 """
-A change as user code sees it, and where a change belongs.
+A change for user code.
 
-Pure: no client, no Celery, no clock. `raw` is the change event as the server sent it; the attributes
-carry PyMongo's names.
+It needs no client, Celery or clock. `raw` is the change event as the server sent it. The attributes have PyMongo's
+names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import bson
 from bson import ObjectId, Timestamp
 from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.raw_bson import RawBSONDocument
-from pymongo.errors import ConfigurationError as ClientConfigurationError
 
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import HAND_MADE, HAND_MADE_TOKEN, Fence, Origin
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.errors import HandlerUsageError
 from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.opening import find_collection
 from mongo_celery.mongo.verdicts import storable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mongo_celery.outbox import Outbox
 
 FLAGS = "_mongoCelery"
-"""Name of the field under which the pipeline carries the verdicts of `match` expressions."""
+"""Name of the field in which the pipeline returns the results of `match` expressions."""
 
 _KEY_CHARS = 80
 _NAMESPACES = 4096
@@ -44,90 +44,87 @@ _LENIENT: CodecOptions[Any] = CodecOptions(
     datetime_conversion=DatetimeConversion.DATETIME_AUTO,
 )
 
-_UNREAD: Mapping[str, Any] = {}
 _UNREADABLE = "an event that cannot be read"
 
 
 OriginsOf = Callable[["Collection[dict[str, Any]]"], Callable[[Any], Origin | None]]
-"""Of a target, what gives the change that a write to a document is for, by its `_id`."""
+"""Given a target collection, return a function from a document's `_id` to the change that it is written for."""
 
 
 class ChangeView(Protocol):
     """A handler's view of the fields that this package keeps in documents."""
 
     def get_field(self, event: Mapping[str, Any], name: str) -> Any:
-        """Return a field of an event; where it holds fields of a document, without those the handler does not see."""
+        """Return a field of an event, without the document fields that the handler does not see."""
 
     def find_outboxes(self, namespace: str) -> Sequence[Outbox]:
         """Return the app's outboxes that keep their entries in the documents of a collection."""
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Change:
     """
     One change event, given to a handler.
 
-    Documents lack the fields that this package keeps in them (entries of an outbox, stamps, locks, markers), unless the
-    handler has `bookkeeping=True`: copied elsewhere they would count for the copy. `raw` has all of them.
+    Documents come without the fields that this package keeps in them (entries of an outbox, stamps, locks, markers),
+    because a copy of the document must not have them. With `bookkeeping=True` they are included. `raw` has all fields.
 
     Attributes:
-        raw: the event as the server sent it. A handler's is decoded when one of its fields is first read.
         partition: index of the partition that keeps this change's order.
         seq: number of this change within its partition, from 1, without gaps.
-        fencing_token: grows with every claim of the partition; a resource that has seen a
-            larger one should refuse this one; -1 in one that was built by hand.
-        session: the open transaction's session in a handler with `transactional=True`, else None.
-        replayed: whether this is a replayed dead letter: newer changes of its document may have been handled
-            meanwhile. `fenced` refuses to write over what they have written; other effects have to mind it themselves.
+        fencing_token: grows with every claim of the partition. A resource that has seen a larger one should refuse this
+            one. It is -1 in a change from `build`.
+        session: the open transaction's session in a handler with `transactional=True`. Otherwise None.
+        replayed: True for a replayed dead letter. Newer changes of its document may have been handled meanwhile.
+            `fenced` refuses to overwrite their data. Check this attribute before other effects.
     """
 
-    raw: Mapping[str, Any]
+    _event: Mapping[str, Any] | Callable[[], Mapping[str, Any]]
     partition: int = 0
     seq: int = 1
     fencing_token: int = 1
     session: ClientSession | None = None
     replayed: bool = False
-    _fence: Callable[[Change], Fence] | None = field(default=None, compare=False)
-    _named: Callable[[str], Collection[dict[str, Any]]] | None = field(default=None, compare=False)
-    _read: Callable[[], Mapping[str, Any]] | None = field(default=None, compare=False)
-    _view: ChangeView | None = field(default=None, compare=False)
-    _shown: dict[str, Any] | None = field(default=None, compare=False)
+    _fence: Callable[[Change], Fence] | None = field(default=None)
+    _named: Callable[[str], Collection[dict[str, Any]]] | None = field(default=None)
+    _view: ChangeView | None = field(default=None)
+    _shown: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def unread(cls, read: Callable[[], Mapping[str, Any]], **fields: Any) -> Change:
         """
-        A change that is decoded on first use. An error of the decoder is raised there, each time.
+        Make a change that is decoded at first use. If decoding fails, each use raises the error.
 
         Args:
-            read: gives the event.
-            fields: all others.
+            read: returns the event.
+            fields: all other fields.
         """
-        change = cls(_UNREAD, _read=read, **fields)
-        object.__delattr__(change, "raw")
-        return change
+        return cls(cache(read), **fields)
 
-    if not TYPE_CHECKING:  # a checker would take every name for one that is there
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """The event as the server sent it. For a handler it is decoded when one of its fields is first read."""
+        return self._event() if callable(self._event) else self._event
 
-        def __getattr__(self, name: str) -> Any:
-            """Decode the event. Python calls this only for a missing attribute: the event before its first use."""
-            read = self._read if name == "raw" else None
-            if read is None:
-                raise AttributeError(f"'Change' object has no attribute {name!r}")
-            raw = read()
-            object.__setattr__(self, "raw", raw)
-            return raw
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Change):
+            return NotImplemented
+        mine, theirs = ((each.partition, each.seq, each.fencing_token, each.replayed) for each in (self, other))
+        return mine == theirs and self.session is other.session and self.raw == other.raw
+
+    __hash__ = None  # type: ignore[assignment]
 
     @property
     def operation_type(self) -> str:
         """
-        `insert`, `update`, `replace`, `delete`, `drop`, `rename`, `dropDatabase`, `invalidate` ...; `snapshot` of a
-        document that exists, which a snapshot gives.
+        `insert`, `update`, `replace`, `delete`, `drop`, `rename`, `dropDatabase`, `invalidate` ... For a row of a
+        snapshot it is `snapshot`.
         """
         return str(self.raw["operationType"])
 
     @property
     def ns(self) -> Mapping[str, str]:
-        """The namespace as `{"db": ..., "coll": ...}`; empty for `invalidate`."""
+        """The namespace as `{"db": ..., "coll": ...}`. Empty for `invalidate`."""
         return self.raw.get("ns") or {}
 
     @property
@@ -137,21 +134,21 @@ class Change:
 
     @property
     def document_key(self) -> Mapping[str, Any]:
-        """`_id` (and the shard key) of the document; empty for events without a document."""
+        """`_id` (and the shard key) of the document. Empty for events without a document."""
         return self.raw.get("documentKey") or {}
 
     @property
     def full_document(self) -> dict[str, Any] | None:
         """
-        The document, without fields that this package keeps. For an update it is looked up when the event is read: it
-        may be newer than the change, and is None when the document has been deleted since.
+        The document, without the fields of this package. For an update, MongoDB looks it up when the event is read: it
+        may be newer than the change, and is None if the document was deleted meanwhile.
         """
         found: dict[str, Any] | None = self._get("fullDocument")
         return found
 
     @property
     def full_document_before_change(self) -> dict[str, Any] | None:
-        """The document before the change, where the collection records pre-images."""
+        """The document before the change, if the collection records pre-images."""
         found: dict[str, Any] | None = self._get("fullDocumentBeforeChange")
         return found
 
@@ -163,7 +160,7 @@ class Change:
 
     @property
     def to(self) -> Mapping[str, str]:
-        """The new namespace of a `rename`; empty for other events."""
+        """The new namespace of a `rename`. Empty for other events."""
         return self.raw.get("to") or {}
 
     @property
@@ -178,7 +175,7 @@ class Change:
 
     @property
     def cluster_time(self) -> Timestamp | None:
-        """Time of the oplog entry, which changes of one transaction share; T of an existing document."""
+        """Time of the oplog entry, shared by a whole transaction. For a snapshot row, its place in the stream."""
         return self.raw.get("clusterTime")
 
     @property
@@ -188,19 +185,16 @@ class Change:
 
     @property
     def resume_token(self) -> Mapping[str, Any]:
-        """MongoDB's bookmark of this change; of an existing document the bridge's own, which opens no stream."""
+        """MongoDB's resume token of this change. The token of a snapshot row is the bridge's, and opens no stream."""
         token: Mapping[str, Any] = self.raw["_id"]
         return token
 
     def __getitem__(self, name: str) -> Any:
         if self._view is None:
             return self.raw[name]
-        if self._shown is None:
-            object.__setattr__(self, "_shown", {})
-        shown: Any = self._shown
-        if name not in shown:
-            shown[name] = self._view.get_field(self.raw, name)
-        return shown[name]
+        if name not in self._shown:
+            self._shown[name] = self._view.get_field(self.raw, name)
+        return self._shown[name]
 
     def _get(self, name: str) -> Any:
         return self[name] if name in self.raw else None
@@ -211,14 +205,14 @@ class Change:
     @property
     def fence(self) -> Fence:
         """
-        The right of this execution to write, for a store that no fenced view reaches, such as an SQL table.
+        The right of this execution to write, for a store without a fenced view, such as an SQL table.
 
-        Such a store compares it with the newest one it has seen, and takes it down, in the transaction of the effect;
-        see examples/fenced_sql. That of a replay is older than all that its partition has handled since: one stamp for
-        a partition refuses it, one for each row only where that row is newer.
+        In the transaction of the effect, compare it with the newest fence in the store, then store it: see
+        examples/fenced_sql. The fence of a replay is older than all later changes of its partition. So a stamp for each
+        partition always refuses it. A stamp for each row refuses it only if the row is newer.
 
         Raises:
-            HandlerUsageError: the change was built by hand, without a fence.
+            HandlerUsageError: the change comes from `build`, without a fence.
         """
         if self._fence is None:
             raise HandlerUsageError(HAND_MADE)
@@ -226,26 +220,26 @@ class Change:
 
     def fenced(self, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
         """
-        A view of a collection whose writes carry this change's fencing token.
+        Return a view of a collection whose writes carry this change's fencing token.
 
-        A write raises `StaleFencingTokenError` where a newer execution of the partition has already
-        written to the document, and `OutdatedChangeError` where another partition has written there for a later change
-        of the same document. In a handler with `transactional=True` each write is part of its transaction. Not
-        promised: protection of documents that the newer execution has not touched.
+        A write raises `StaleFencingTokenError` if a newer execution of the partition has already
+        written to the document. It raises `OutdatedChangeError` if another partition has written there for a later
+        change of the same document. In a handler with `transactional=True` each write is part of its transaction.
+        Documents that the newer execution has not touched are not protected.
 
         Args:
-            collection: a PyMongo collection, or one of the bridge's cluster by `"db.collection"`, or `"collection"` of
+            collection: a PyMongo collection, `"db.collection"` of the bridge's cluster, or `"collection"` of
                 the URL's database.
 
         Raises:
-            HandlerUsageError: the change was built by hand, without a fence.
+            HandlerUsageError: the change comes from `build`, without a fence.
         """
         return self.fence_collection(collection)
 
     def fence_collection(
         self, collection: Collection[dict[str, Any]] | str, origins: OriginsOf | None = None
     ) -> FencedCollection:
-        """As `fenced`; `origins` gives the changes that writes are for, where these are several."""
+        """Return the view of `fenced`. For several changes, `origins` finds the change of each write."""
         fence, view = self.fence, self._view
         if isinstance(collection, str):
             assert self._named is not None, "it comes with the fence"
@@ -258,19 +252,12 @@ class Change:
         )
 
     def with_session(self, session: ClientSession) -> Change:
-        """The same change, bound to a transaction's session."""
-        return self._with(session=session)
+        """Return the same change, bound to a transaction's session."""
+        return replace(self, session=session)
 
     def with_view(self, view: ChangeView) -> Change:
-        """The same change, as another handler sees it."""
-        return self._with(_view=view)
-
-    def _with(self, **given: Any) -> Change:
-        given["_shown"] = None
-        if self._read is None:
-            return replace(self, **given)
-        others = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in {"raw", "_read"}}
-        return Change.unread(self._read, **{**others, **given})
+        """Return the same change, as another handler sees it."""
+        return replace(self, _view=view, _shown={})
 
     @classmethod
     def build(
@@ -288,22 +275,22 @@ class Change:
         """
         Make a change for a unit test.
 
-        It is no way to deliver documents that exist: `changes snapshot start` does that. The fence of a live change
-        comes from a claim, and one that you make manually keeps nothing from being written over newer data. So without
-        `fence` the change refuses `fence` and `fenced()`.
+        Do not deliver existing documents with it: use `changes snapshot start`. A live change gets its fence from a
+        claim. A manually made fence does not protect newer data, so without `fence` the change refuses `fence` and
+        `fenced()`.
 
         Args:
             operation_type: as in MongoDB's events.
-            ns: `"db.collection"`; empty for `invalidate`, which has none.
+            ns: `"db.collection"`. Empty for `invalidate`, which has none.
             document_key: by default the `_id` of `full_document`.
             full_document: the document, if the event carries one.
-            fencing_token: for a handler that compares tokens itself; by default -1, which no `Fence` takes.
-            fence: what `fenced()` will carry; partition and fencing token of the change are the fence's.
-            client: a MongoClient for `fenced("db.collection")`; given a collection it needs none.
+            fencing_token: for a handler that compares tokens itself. By default -1, which no `Fence` accepts.
+            fence: the fence of `fenced()`. The change takes its partition and fencing token from it.
+            client: a MongoClient for `fenced("db.collection")`. With a collection, `fenced` needs none.
             raw: further fields of the event, such as `updateDescription=...`.
 
         Raises:
-            HandlerUsageError: both a fence and a token.
+            HandlerUsageError: you gave both a fence and a token.
         """
         if fence is not None and fencing_token is not None:
             raise HandlerUsageError("A fence has a token: leave out fencing_token, or give it without fence.")
@@ -340,18 +327,11 @@ def _as_given(fence: Fence, _change: Change) -> Fence:
 def _find_collection(client: Any, namespace: str) -> Collection[dict[str, Any]]:
     if client is None:
         raise HandlerUsageError(f"To write to {namespace!r} by its name, pass Change.build(..., client=...) as well.")
-    database, dot, name = namespace.partition(".")
-    try:
-        named: Collection[dict[str, Any]] = client[database][name] if dot else client.get_default_database()[namespace]
-    except ClientConfigurationError:
-        raise HandlerUsageError(
-            f"{namespace!r} names no database, nor does the client's URL; write 'db.{namespace}'.",
-        ) from None
-    return named
+    return find_collection(client, namespace)
 
 
 def decode_event(event: bytes | memoryview) -> dict[str, Any]:
-    """Decode an event to plain values, even with invalid UTF-8 or times outside of Python's datetime."""
+    """Decode an event to plain values, even if it has invalid UTF-8 or times outside Python's datetime range."""
     return bson.decode(event, _LENIENT)
 
 
@@ -360,13 +340,13 @@ def wrap_event(raw: bytes | memoryview) -> RawEvent:
     Wrap an event. Only the fields that are read are decoded, by `EVENT_TYPES`.
 
     Raises:
-        BSONError: it is no BSON document, now or when a field is read.
+        BSONError: it is not a BSON document. Raised now or when a field is read.
     """
     return RawEvent(raw)
 
 
 def read_token(raw: bytes) -> Mapping[str, Any]:
-    """Return the resume token from an event's bytes, which no handler could touch. The rest is not decoded."""
+    """Return the resume token from an event's bytes, which no handler can change. The rest is not decoded."""
     token = RawEvent(raw).token
     if token is None:
         raise KeyError("_id")
@@ -374,7 +354,7 @@ def read_token(raw: bytes) -> Mapping[str, Any]:
 
 
 def read_namespace(event: Mapping[str, Any]) -> str:
-    """`"db.collection"`, `"db"` or the empty string of an event. `invalidate` and unreadable ones have none."""
+    """Return `"db.collection"`, `"db"` or an empty string. `invalidate` and unreadable events have no namespace."""
     ns = event.get("ns")
     if not isinstance(ns, Mapping):
         return ""
@@ -387,23 +367,24 @@ def _read_name(namespace: bytes) -> str:
 
 
 def token_data(token: Mapping[str, Any]) -> str:
-    """The comparable part of a resume token. Whole tokens never compare: some `_id` types add `_typeBits`."""
+    """Return the comparable part of a resume token. Whole tokens do not compare: some `_id` types add `_typeBits`."""
     return str(token["_data"])
 
 
 def describe(event: Mapping[str, Any] | bytes) -> str:
     """
-    Namespace, operation and key of an event, bounded; never the contents of a document.
+    Return namespace, operation and key of an event, truncated. Document contents are never included.
 
-    Whatever the event holds, also where it is no valid BSON, there is an answer that can be logged and stored.
+    The text can be logged and stored, even if the event is not valid BSON.
     """
     try:
         found = RawEvent(event) if isinstance(event, bytes) else event
-        summary = found.summary if isinstance(found, RawEvent) else None
-        if summary is not None:  # most are changes of a document with an ObjectId
-            return f"{_read_name(summary[0])} {summary[1][:_KEY_CHARS]} ObjectId('{summary[2].hex()}')"
+        if isinstance(found, RawEvent) and found.plain is not None and found.object_id is not None:
+            namespace, object_id = found.object_id  # most changes are of a document with an ObjectId
+            name, operation = _read_name(namespace), found.plain.operation.decode()
+            return f"{name} {operation} ObjectId('{object_id.hex()}')"
         key = found.get("documentKey")
-        text = _brief(key["_id"]) if isinstance(key, Mapping) and "_id" in key else "-"
+        text = _shorten_value(key["_id"]) if isinstance(key, Mapping) and "_id" in key else "-"
         operation = str(found.get("operationType"))[:_KEY_CHARS]
         return storable(f"{read_namespace(found)[:_NAMESPACE_CHARS]} {operation} {text}")
     except Exception:  # noqa: BLE001 - a description must not cost what it describes
@@ -411,32 +392,32 @@ def describe(event: Mapping[str, Any] | bytes) -> str:
 
 
 def describe_change(change: Change) -> str:
-    """Return the description of a change, as `describe`, even if the change cannot be decoded."""
+    """Describe a change, like `describe`, even if it cannot be decoded."""
     try:
         return describe(change.raw)
     except Exception:  # noqa: BLE001 - a decoder's
         return _UNREADABLE
 
 
-def _brief(value: Any) -> str:
-    """The beginning of a value, as Python writes it."""
+def _shorten_value(value: Any) -> str:
+    """Return the beginning of a value's Python representation."""
     if isinstance(value, RawBSONDocument):
         if len(value.raw) > _KEY_CHARS**2:
             return f"(a document of {len(value.raw)} bytes)"
         value = decode_event(value.raw)
     if isinstance(value, str | bytes) and len(value) > _KEY_CHARS:
-        value = value[: _KEY_CHARS + 1]  # a long one is not written out, only to be cut
+        value = value[: _KEY_CHARS + 1]  # do not format a long value only to cut it
     text = repr(value)
     return text[:_KEY_CHARS] + "..." if len(text) > _KEY_CHARS else text
 
 
 class ChangeFailed(Exception):  # noqa: N818 - what a handler says, not an error of its own: see its cause
     """
-    One change of a list has failed, and those before it are finished. `Changes.failed_at` makes it.
+    One change of a list failed, and all changes before it are finished. `Changes.failed_at` makes this exception.
 
     Attributes:
-        place: of the failed change in the list, from 0.
-        changes: that list; empty in a copy that was stored somewhere.
+        place: place of the failed change in the list, from 0.
+        changes: the list. It is empty in a pickled copy.
     """
 
     def __init__(self, message: str, place: int, changes: Sequence[Change] = ()) -> None:
@@ -448,26 +429,26 @@ class ChangeFailed(Exception):  # noqa: N818 - what a handler says, not an error
         return str(self.args[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args  # no documents: a result backend may keep it
+        return type(self), self.args  # no documents: a result backend may store it
 
     @property
     def error(self) -> Exception | None:
-        """The error of the change; a missing `from` is the error that was being handled. None where none is."""
+        """The change's error: that of `from`, or the one being handled. None if there is none."""
         found = self.__context__ if self.__cause__ is None and not self.__suppress_context__ else self.__cause__
         return found if isinstance(found, Exception) else None
 
 
 class Changes(tuple[Change, ...]):
     """
-    Changes of one partition, in order, as a handler of `on_changes` gets them: at least one.
+    Changes of one partition, in order, for a handler of `on_changes`: at least one.
 
-    All of them were claimed together: they have one partition, one session and one fencing token.
+    They were claimed together, so they share one partition, one session and one fencing token.
     """
 
     __slots__ = ()
 
     def __new__(cls, changes: Iterable[Change]) -> Self:
-        """Changes of one execution; a unit test may give a plain list to its handler instead."""
+        """Make the changes of one execution. A unit test may pass its handler a plain list instead."""
         made = super().__new__(cls, changes)
         if not made:
             raise HandlerUsageError("A handler of on_changes gets one change at least.")
@@ -475,22 +456,22 @@ class Changes(tuple[Change, ...]):
 
     @property
     def session(self) -> ClientSession | None:
-        """The open transaction's session in a handler with `transactional=True`, else None."""
+        """The open transaction's session in a handler with `transactional=True`. Otherwise None."""
         return self[0].session
 
     def with_session(self, session: ClientSession) -> Changes:
-        """The same changes, bound to a transaction's session."""
+        """Return the same changes, bound to a transaction's session."""
         return Changes(change.with_session(session) for change in self)
 
     def fenced(self, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
         """
-        A view of a collection whose writes carry the fencing token of these changes, as `Change.fenced` gives it.
+        Return a view of a collection whose writes carry the fencing token of these changes, as `Change.fenced`.
 
         Args:
             collection: a PyMongo collection, or `"db.collection"` on the bridge's cluster.
 
         Raises:
-            HandlerUsageError: a change was built by hand, without a fence, or they have several.
+            HandlerUsageError: a change was made by `build` without a fence, or the changes have several fences.
         """
         if len({(change.partition, change.fencing_token) for change in self}) > 1:
             raise HandlerUsageError(
@@ -500,7 +481,7 @@ class Changes(tuple[Change, ...]):
         return self[0].fence_collection(collection, None if self[0].fence.origin is None else self._origins)
 
     def _origins(self, collection: Collection[dict[str, Any]]) -> Callable[[Any], Origin | None]:
-        """The last change of each document, by its `_id`; of any other `_id` only if all are of one document."""
+        """Return the last change of each document, by its `_id`. Other `_id`s need a list of one document."""
         codec = collection.codec_options
         found = {id_key(change.document_key.get("_id"), codec): change.fence.origin for change in self}
         is_one = len({origin.document for origin in found.values() if origin is not None}) == 1
@@ -511,9 +492,9 @@ class Changes(tuple[Change, ...]):
         """
         Return the exception to raise, `from` the error, if one change failed and all before it are finished.
 
-        Then retries and the failure policy concern that change alone, those before it are done, and those behind it
-        are given again. Whoever raises anything else is given smaller lists until the change that fails is alone; so
-        is who says it of another list than the one that was given.
+        Retries and the failure policy then apply to this change alone. Changes before it are done, and changes after it
+        are given again. If the handler raises any other exception, it gets smaller lists until the failing change is
+        alone.
 
         Args:
             failed: its place in this list, from 0, or the change itself.

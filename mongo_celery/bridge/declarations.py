@@ -1,46 +1,39 @@
 """
-Handlers and outboxes as they were declared, from which those of each app are made.
+Declared handlers and outboxes. From each declaration the bridge makes one for every app.
 
-An application factory makes several apps, and each has tasks, settings and positions of its own. A declaration may come
-before any of them. Shared handlers know neither app nor bridge, in the manner of Celery's `shared_task`: the bridges of
-all apps take them, also those that are bound later.
+An application factory makes several apps, and each has its own tasks, settings and positions. You may declare a handler
+before you make the first app.
 """
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Protocol, TypeVar, overload
 
 from celery import Celery
 
-from mongo_celery.arguments import check_name
-from mongo_celery.bridge.handlers import TASK_OPTIONS, Handler, check_function, make_handler, refuse_function_as_source
+from mongo_celery.bridge.change import Change, Changes
+from mongo_celery.bridge.handlers import TASK_OPTIONS, Handler, check_function, make_handler
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.signatures import Bulk, HandlerOptions, Single
-from mongo_celery.bridge.wiring import BRIDGES, Wiring
+from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.tasks import make_task
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
 from mongo_celery.outbox import Outbox
-from mongo_celery.outbox.options import options_of
-from mongo_celery.outbox.pending import PendingField
+from mongo_celery.outbox.options import parse_options
 from mongo_celery.outbox.registry import OUTBOXES
-from mongo_celery.outbox.watching import OPERATIONS, delivery_handler, handler_name, still_pending, watched_fields
+from mongo_celery.outbox.watching import OPERATIONS, STILL_PENDING, WATCHED_FIELDS, delivery_handler, handler_name
 
-BOUND: weakref.WeakSet[Wiring] = weakref.WeakSet()
-"""All bridges of all apps of this process."""
+Given_contra = TypeVar("Given_contra", contravariant=True)
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
 
 LOCK = threading.RLock()
-"""Held while a bridge is bound or a handler declared: none of them is to miss the other."""
-
-_SHARED: dict[tuple[str, str | None], DeclaredHandler] = {}
-"""By the handler's name and the bridge's, in the order of their declaration."""
+"""Hold it while binding a bridge or declaring a handler, so that neither misses the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +42,10 @@ class DeclaredHandler:
     The arguments of a decorator.
 
     Attributes:
-        function: below the decorator.
+        function: the decorated function.
         sources: the collections to watch.
         given: keyword arguments, Celery's among them.
-        batch_size: most changes of one list; None for a handler of single changes.
-        bridge: the name of the bridge that a shared handler names. None if it names none, or is not shared.
+        batch_size: the largest number of changes in a list. None for a handler of single changes.
 
     Raises:
         ConfigurationError: the function cannot be a handler.
@@ -63,15 +55,19 @@ class DeclaredHandler:
     sources: tuple[object, ...]
     given: Mapping[str, Any]
     batch_size: int | None = None
-    bridge: str | None = None
 
     def __post_init__(self) -> None:
         what = "the change" if self.batch_size is None else "the changes"
         check_function(self.function, bind=bool(self.given.get("bind")), given=what)
 
+    @property
+    def name(self) -> str:
+        """The name of the handler."""
+        return self.given.get("name") or self.function.__name__
+
     def make_handler(self, options: BridgeOptions | None = None, app: Celery | None = None) -> Handler:
         """
-        Make its handler by some options, in an app or without one. Without options, checks that need them are left out.
+        Make the handler for these options, in an app or without one. Without options, skip the checks that need them.
 
         Raises:
             ConfigurationError: the first mistake, and its fix.
@@ -88,15 +84,19 @@ class DeclaredHandler:
 
     def prepare(self, wiring: Wiring) -> Callable[[], Any]:
         """
-        Give its handler to a bridge in its app. What is returned registers the task, and returns it.
+        Add its handler to a bridge in an app. Return a function that registers and returns the task.
 
         Raises:
-            ConfigurationError: it cannot be a handler there.
+            ConfigurationError: it cannot be a handler of this app.
         """
         handler = wiring.build_with_options(partial(self.make_handler, app=wiring.app))
         wiring.add(handler)
         options = {name: value for name, value in self.given.items() if name in TASK_OPTIONS}
         return partial(make_task, wiring, wiring.app, handler, {"bridge": wiring.public, **options})
+
+    def find(self, wiring: Wiring) -> Any:
+        """Return the handler's task in a bridge's app."""
+        return wiring.app.tasks[wiring.task_name(self.name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class DeclaredOutbox:
         namespace: of the collection, as given.
         name: of the outbox.
         options: of `Outbox`.
-        watch: whether the listener delivers.
+        watch: True if the listener delivers.
     """
 
     namespace: str
@@ -117,18 +117,22 @@ class DeclaredOutbox:
     watch: bool
 
     def __post_init__(self) -> None:
-        options_of({"name": self.name, **self.options})
+        parse_options({"name": self.name, **self.options})
 
     def prepare(self, wiring: Wiring) -> Callable[[], Outbox]:
         """
-        Give the handler of its delivery to a bridge in its app. What is returned makes the outbox.
+        Add the delivery handler to a bridge in an app. Return a function that makes the outbox.
 
         Raises:
-            ConfigurationError: the app has an outbox of this name, or the bridge something else for its delivery.
+            ConfigurationError: the app has an outbox of this name, or the bridge has another handler of this name.
         """
         OUTBOXES.refuse(wiring.app, self.name)
         register = self._declare_delivery(wiring).prepare(wiring) if self.watch else None
         return partial(self._make, wiring, register)
+
+    def find(self, wiring: Wiring) -> Outbox:
+        """Return the outbox in a bridge's app."""
+        return wiring.outboxes[self.name]
 
     def _make(self, wiring: Wiring, register: Callable[[], Any] | None) -> Outbox:
         options = {"database": wiring.given.get("database", DEFAULT_DATABASE), **self.options}
@@ -139,24 +143,23 @@ class DeclaredOutbox:
         return made
 
     def _declare_delivery(self, wiring: Wiring) -> DeclaredHandler:
-        field = PendingField()
         options = {
             "name": handler_name(self.namespace),
             "operations": OPERATIONS,
-            "fields": watched_fields(field),
-            "match": still_pending(field),
+            "fields": WATCHED_FIELDS,
+            "match": STILL_PENDING,
             "partition_by": "_id",
             "bind": True,
         }
-        deliver = delivery_handler(lambda: wiring.outboxes[self.name].backing.relay, self.namespace)
+        deliver = delivery_handler(lambda: wiring.outboxes[self.name].runtime.relay, self.namespace)
         return DeclaredHandler(deliver, (self.namespace,), options)
 
 
 class NoApp:
     """
-    Stands for a task or an outbox while no app is meant: each use is the error that says why.
+    A stand-in for a task or an outbox while no app is in use. Each use raises the error that names the reason.
 
-    Python itself and test runners ask for names with underscores, and an object has them or not.
+    Names with underscores raise AttributeError, because Python and test runners look them up.
     """
 
     def __init__(self, error: ConfigurationError) -> None:
@@ -170,15 +173,18 @@ class NoApp:
         raise self._error
 
 
-def bind_all(pairs: Iterable[tuple[DeclaredHandler | DeclaredOutbox, Wiring]]) -> list[Any]:
+Declared = DeclaredHandler | DeclaredOutbox
+
+
+def bind_all(pairs: Iterable[tuple[Declared, Wiring]]) -> list[Any]:
     """
-    Register handlers and outboxes in the apps of bridges: all of them, or none.
+    Register handlers and outboxes in the apps of bridges. If one fails, none is registered.
 
     Returns:
-        The tasks and outboxes, in their order.
+        The tasks and outboxes, in order.
 
     Raises:
-        ConfigurationError: one of them cannot be there.
+        ConfigurationError: one of them cannot be registered.
     """
     with ExitStack() as stack:
         registers = []
@@ -188,94 +194,51 @@ def bind_all(pairs: Iterable[tuple[DeclaredHandler | DeclaredOutbox, Wiring]]) -
         return [register() for register in registers]
 
 
-# -- shared handlers -------------------------------------------------------------------------------
-
-
-def shared_change(
-    *sources: object, bridge: str | None = None, **options: Unpack[HandlerOptions]
-) -> Callable[[Single], Single]:
+class HandlerTask(Protocol[Given_contra, Result_co]):
     """
-    Register a handler for changes without an app or a bridge: as `Bridge.on_change`, in a module that imports neither.
+    The task that `on_change` and `on_changes` return. Call it like the function.
 
-    Each app's bridge takes it, also one that is made later. The decorated function stays what it is: called, it runs,
-    without app and task (with `bind=True` it is called with something for `self`).
-
-    Args:
-        sources: as of `Bridge.on_change`.
-        bridge: the name of the bridge that it is for; by default the app's one bridge. An app that has no bridge of
-            that name, or none at all, does not have the handler.
-        options: all others of `Bridge.on_change`, Celery's among them.
-
-    Raises:
-        ConfigurationError: when the decorator runs, for all mistakes that can be seen then; also where an app has
-            several bridges, and none is named. What only an app's settings or its other handlers forbid is refused
-            when the app's bridge is bound.
+    With `bind=True`, omit `self`. Only the listener dispatches it: `delay` raises.
     """
-    refuse_function_as_source(sources, "shared_change")
-    return lambda function: _share(DeclaredHandler(function, sources, options, bridge=bridge))
+
+    @property
+    def name(self) -> str:
+        """Name of the Celery task."""
+
+    @property
+    def app(self) -> Celery:
+        """The Celery app."""
+
+    @property
+    def max_retries(self) -> int | None:
+        """Retries before the failure policy applies."""
+
+    @property
+    def request(self) -> Any:
+        """Celery's request, inside the handler."""
+
+    def retry(self, *, exc: BaseException | None = ..., countdown: float | None = ..., **options: Any) -> Any:
+        """Retry as in Celery, inside the handler. It always raises."""
+
+    def __call__(self, given: Given_contra, /) -> Result_co:
+        """Run the function, as a unit test does."""
 
 
-def shared_changes(
-    *sources: object, bridge: str | None = None, batch_size: int = 500, **options: Unpack[HandlerOptions]
-) -> Callable[[Bulk], Bulk]:
-    """
-    Register a bulk handler without an app or a bridge: as `shared_change`, of lists as `Bridge.on_changes` gives them.
+class OnChange(Protocol):
+    """The decorator of a handler of single changes. With `bind=True`, its first argument is its task."""
 
-    Args:
-        sources: as of `Bridge.on_change`.
-        bridge: as of `shared_change`.
-        batch_size: as of `Bridge.on_changes`.
-        options: all others of `Bridge.on_changes`, Celery's among them.
+    @overload
+    def __call__(self, function: Callable[[Change], Result], /) -> HandlerTask[Change, Result]: ...
 
-    Raises:
-        ConfigurationError: as `shared_change`.
-    """
-    refuse_function_as_source(sources, "shared_changes")
-    return lambda function: _share(DeclaredHandler(function, sources, options, batch_size, bridge))
+    @overload
+    def __call__(self, function: Callable[[Any, Change], Result], /) -> HandlerTask[Change, Result]: ...
 
 
-def _share(shared: DeclaredHandler) -> Any:
-    """Keep a handler for later bridges, give it to those that exist, and return its function."""
-    if shared.bridge is not None:
-        check_name(shared.bridge, "the name of a bridge")
-    handler = shared.make_handler()
-    with LOCK:
-        known = _SHARED.get((handler.name, shared.bridge), shared).make_handler()
-        if not handler.is_same(known):
-            raise ConfigurationError(f"there is a shared handler {handler.name!r} already; {handler.name_fix(known)}.")
-        gc.collect()  # an app that nobody can reach any more takes no handler
-        bind_all([(shared, wiring) for wiring in BOUND if is_for_bridge(shared, wiring)])
-        _SHARED.setdefault((handler.name, shared.bridge), shared)
-    return shared.function
+class OnChanges(Protocol):
+    """The decorator of a bulk handler."""
 
+    @overload
+    def __call__(self, function: Callable[[Changes], Result], /) -> HandlerTask[Sequence[Change], Result]: ...
 
-def find_shared_handlers(wiring: Wiring) -> Iterator[DeclaredHandler]:
-    """Yield the shared handlers for a bridge."""
-    return (each for each in list(_SHARED.values()) if is_for_bridge(each, wiring))
-
-
-def find_stray_handlers(names: Collection[str]) -> list[tuple[str, str]]:
-    """Return the handlers that name a bridge other than these: the function, and the name."""
-    with LOCK:
-        strays = [each for each in _SHARED.values() if each.bridge is not None and each.bridge not in names]
-    return [(_function_name(each), str(each.bridge)) for each in strays]
-
-
-def is_for_bridge(shared: DeclaredHandler, wiring: Wiring) -> bool:
-    """
-    Return True if a bridge takes a shared handler.
-
-    Raises:
-        ConfigurationError: the app has several bridges, and the handler names none of them.
-    """
-    names = {wiring.name, *(other.name for other in BRIDGES.of(wiring.app))}
-    if shared.bridge is None and len(names) > 1:
-        raise ConfigurationError(
-            f"shared handler {_function_name(shared)} names no bridge, and an app has "
-            f"{len(names)} ({', '.join(sorted(names))}): write shared_change(..., bridge='...').",
-        )
-    return shared.bridge in (None, wiring.name)
-
-
-def _function_name(shared: DeclaredHandler) -> str:
-    return f"{shared.function.__module__}.{shared.function.__qualname__}"
+    @overload
+    def __call__(self, function: Callable[[Any, Changes], Result], /) -> HandlerTask[Sequence[Change], Result]: ...

@@ -1,14 +1,14 @@
 """
-Existing documents as events: what a snapshot gives to handlers beside what the stream does.
+Existing documents as events. A snapshot gives them to handlers beside the changes of the stream.
 
-A document that exists has its place in the stream behind every change up to a cluster time T and before every later
-one. Its event has the operation type `snapshot`, and else what an insert of the document would have: `clusterTime` is
-T, `fullDocument` the document.
+An existing document's place in the stream is after every change up to a cluster time T, and before every later one. Its
+event has the operation type `snapshot`. Its other fields are those of an insert: `clusterTime` is T, `fullDocument` the
+document.
 
-Its token is made by us: ``82``, seconds and increment of T as the server writes them, ``~``, then a number that no
-other has. The tilde sorts behind every digit, so the token lies behind all tokens of events at T whatever follows their
-time, and before those of T + 1. A server refuses it: no stream is ever opened there, so positions that open one (a
-watermark, the place up to which a layout is read) are never made of it.
+We make its token: ``82``, seconds and increment of T as the server writes them, ``~``, then a unique number. The tilde
+sorts after every digit, so the token comes after all tokens of events at T and before those of T + 1. A server refuses
+it, so no stream opens there. Positions that open a stream (a watermark, the place up to which a layout is read) are
+never made from it.
 
 Pure.
 """
@@ -31,17 +31,17 @@ SNAPSHOT = "snapshot"
 """The operation type of an existing document."""
 
 AS = "insert"
-"""The operation type that users' expressions and functions see, so that it goes where its insert would go."""
+"""The operation type that users' expressions and functions see. It leads to the partition of the insert."""
 
 TOKEN_TYPE = "82"  # noqa: S105 - of a token that begins with a cluster time
 END = "~"
-"""The mark after the time in the token of an existing document."""
+"""The mark after the time in an existing document's token."""
 
 PLACE_CHARS = 18
-"""Characters of a token up to there: its type, seconds and increment."""
+"""Length of a token's type, seconds and increment."""
 
 LETTER = "00"
-"""Begins the name of the dead letter of an existing document; before every token."""
+"""Beginning of the dead letter name of an existing document. It sorts before every token."""
 _VERSION_CHARS = 16
 _UNREAD_CHARS = 200
 _PLACE_CHARS = 1024
@@ -64,34 +64,34 @@ def make_token(time: Timestamp, version: int, number: int) -> str:
     Return the comparable part of an existing document's token.
 
     Args:
-        time: behind whose changes it has its place.
-        version: of the term that has read it.
-        number: over all that this term has read.
+        time: the document's place is after all changes of this time.
+        version: the term that read it.
+        number: counts the documents that this term has read.
     """
     return f"{place_after_time(time)}{version:0{_VERSION_CHARS}X}{number:010X}"
 
 
 def is_existing(data: str) -> bool:
-    """Return True if a comparable part of a token is that of an existing document, where no stream can be opened."""
+    """Return True if this is the token of an existing document, where no stream can be opened."""
     return data[PLACE_CHARS : PLACE_CHARS + 1] == END
 
 
 def unread_place(data: str) -> str:
     """
-    Return a replacement for a token that is too large to be kept: its beginning, then `END`.
+    Return a replacement for a token that is too large to store: its beginning, then `END`.
 
-    The beginning has time, place in the transaction and collection, so it compares with other tokens as the whole does.
+    The beginning has time, place in the transaction and collection, so it sorts like the whole token.
     """
     return data[:_UNREAD_CHARS] + END
 
 
 def is_unread(data: str) -> bool:
-    """Return True if a comparable part of a token replaces one that is too large to be kept."""
+    """Return True if this replaces a token that is too large to store."""
     return data.endswith(END) and not is_existing(data)
 
 
 def opens_stream(data: str) -> bool:
-    """Return True if a comparable part of a token is the server's own, so that a stream can be opened there."""
+    """Return True if this is the server's own token, so that a stream can be opened there."""
     return END not in data
 
 
@@ -103,12 +103,12 @@ def extract_time(place: str) -> Timestamp:
 
 
 def previous_time(time: Timestamp) -> Timestamp:
-    """Return the last time before one of a write."""
+    """Return the last cluster time before this one."""
     return Timestamp(time.time, time.inc - 1)
 
 
 def extract_term(data: str) -> int | None:
-    """Return the term that has read an existing document, from its token; None for any other token."""
+    """Return the term that read an existing document, from its token. None for other tokens."""
     try:
         return int(data[PLACE_CHARS + 1 :][:_VERSION_CHARS], 16) if is_existing(data) else None
     except ValueError:
@@ -117,10 +117,10 @@ def extract_term(data: str) -> int | None:
 
 def token_place(data: str) -> str:
     """
-    Return the place of a token within an `_id`, bounded: tokens carry the document's `_id`, which may have megabytes.
+    Return a token's place, short enough for an `_id`: a token contains the document's `_id`, which may have megabytes.
 
-    What is kept of a long one holds cluster time, number and collection, which no two events share: so places have the
-    order of their tokens. The place of a place is itself.
+    The part kept of a long token has cluster time, number and collection, which no two events share. So places sort
+    like their tokens. The place of a place is itself.
     """
     if len(data) <= _PLACE_CHARS:
         return data
@@ -131,8 +131,8 @@ def dead_letter_name(data: str, raw: bytes) -> str:
     """
     Return the name of a change's dead letter, unique in its subscription: its token.
 
-    That of an existing document is named by its key: read again, it has another token, and must not become a second
-    dead letter. A long token is shortened.
+    An existing document's dead letter is named by its key. Read again, the document has another token, but must not
+    become a second dead letter. Long tokens are shortened.
     """
     if not is_existing(data):
         return token_place(data)
@@ -145,23 +145,23 @@ def dead_letter_name(data: str, raw: bytes) -> str:
 
 
 def as_inserted(event: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same event, plain, as users' functions see it: an existing document is where its insert would be."""
+    """Return the event for users' functions, which see an existing document as an insert."""
     return {**event, "operationType": AS} if event.get("operationType") == SNAPSHOT else event
 
 
 def join_documents(*documents: bytes) -> bytes:
-    """Join documents: return one with the fields of all, byte for byte."""
+    """Join documents byte for byte into one with the fields of all."""
     body = b"".join(document[_SIZE_BYTES:-1] for document in documents)
     return (len(body) + _SIZE_BYTES + 1).to_bytes(_SIZE_BYTES, "little") + body + b"\0"
 
 
 def event_bytes(shaped: bytes, data: str) -> bytes:
-    """The event of an existing document, from what the server has made of it, which has no token, type or time."""
+    """Return the event of an existing document: add token, type and time to the part from the server."""
     return join_documents(_head(data), shaped)
 
 
 def move_event(raw: bytes, data: str) -> bytes:
-    """Return the same event at another place."""
+    """Return the same event at another place in the stream."""
     head = _head(data)
     return raw[:_SIZE_BYTES] + head[_SIZE_BYTES:-1] + raw[len(head) - 1 :]
 
@@ -173,7 +173,7 @@ def _head(data: str) -> bytes:
 @dataclass(frozen=True, slots=True)
 class DocumentId:
     """
-    An `_id` byte for byte: no text that is not valid, and no type that a client would change on the way, moves it.
+    An `_id` byte for byte. Invalid text, or a type that a client would convert, arrives unchanged.
 
     Attributes:
         kind: its BSON type.
@@ -185,7 +185,7 @@ class DocumentId:
 
     @classmethod
     def of(cls, document: bytes) -> DocumentId | None:
-        """The value in a document that has one field, or none."""
+        """Return the value of the only field of a document. None if there is no field."""
         start = _SIZE_BYTES + 1
         end = document.find(b"\0", start)
         if len(document) <= start:

@@ -1,9 +1,9 @@
 """
-A handler, as a decorator registers it, checked when the decorator runs.
+A handler that a decorator registers. It is checked when the decorator runs.
 
-Everything that can be known to fail later is refused here, with a sentence that names the fix: options
-that would break the protocol (`queue`, `expires`, `acks_late` ...), misspelt ones, coroutine functions,
-methods, duplicates and stacked decorators.
+Mistakes that would fail later are refused here, with a sentence that names the fix: options that would break the
+protocol (`queue`, `expires`, `acks_late` ...), misspelt ones, coroutine functions, methods, duplicates and stacked
+decorators.
 """
 
 from __future__ import annotations
@@ -11,44 +11,77 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from types import CodeType
-from typing import Any, cast
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypedDict, cast
 
 from celery import Celery, Task
 from celery.local import Proxy
 from celery.utils.time import rate
 
-from mongo_celery.arguments import check_choice, check_count, check_flags, check_name, is_number, nearest
+from mongo_celery.arguments import check_count, check_name, is_number, nearest
 from mongo_celery.bridge.existing import SNAPSHOT
-from mongo_celery.bridge.options import (
-    CHOICES,
-    BridgeOptions,
-    PartitionKey,
-    StartFrom,
-    check_start,
-)
+from mongo_celery.bridge.options import COMMIT, POLICY, BridgeOptions, PartitionKey, Rule, StartFrom, check_start
 from mongo_celery.bridge.partitioning import Partitioner, partitioner, rule_named
-from mongo_celery.bridge.signatures import HandlerOptions, TaskOptions
 from mongo_celery.bridge.stream.filter import Filter, check_are_sent, make_filter
 from mongo_celery.bridge.stream.source import Selector, parse_source
 from mongo_celery.errors import ConfigurationError
 
+
+class TaskOptions(TypedDict, total=False):
+    """Options of Celery's task that a handler may have."""
+
+    autoretry_for: tuple[type[BaseException], ...]
+    base: Any
+    bind: bool
+    default_retry_delay: float
+    dont_autoretry_for: tuple[type[BaseException], ...]
+    max_retries: int | None
+    rate_limit: str | float | None
+    retry_backoff: bool | int
+    retry_backoff_max: int
+    retry_jitter: bool
+    retry_kwargs: dict[str, Any]
+    send_events: bool
+    soft_time_limit: float | None
+    throws: tuple[type[BaseException], ...]
+    time_limit: float | None
+    track_started: bool
+
+
+class HandlerOptions(TaskOptions, total=False):
+    """Keyword arguments of all decorators. `Bridge.on_change` explains them. This is their only list."""
+
+    name: str | None
+    operations: Iterable[str] | None
+    fields: Iterable[str] | None
+    match: Mapping[str, Any] | None
+    partition_by: PartitionKey | None
+    failure_policy: str | None
+    transactional: bool
+    group: str | None
+    start_from: StartFrom | None
+    commit: str | None
+    coalesce: bool
+    bookkeeping: bool
+
+
 TASK_OPTIONS = frozenset(TaskOptions.__annotations__)
 _OWN_OPTIONS = frozenset(HandlerOptions.__annotations__) - TASK_OPTIONS
 _OF_BRIDGE = frozenset(each.name for each in fields(BridgeOptions)) - TASK_OPTIONS - _OWN_OPTIONS
+_QUEUE = "the bridge chooses the queue of the change's partition"
 _REFUSED = {
     "batch_size": "it is given one change at a time; write @bridge.on_changes(..., batch_size=...) for lists of them",
-    "queue": "the bridge chooses the queue of the change's partition; group='...' gives a handler queues of its own",
-    "exchange": "the bridge chooses the queue of the change's partition",
-    "routing_key": "the bridge chooses the queue of the change's partition",
+    "queue": f"{_QUEUE}; group='...' gives a handler queues of its own",
+    **dict.fromkeys(("exchange", "routing_key"), _QUEUE),
     "priority": "a priority would reorder changes",
-    "eta": "the listener dispatches a change when its turn comes",
-    "countdown": "the listener dispatches a change when its turn comes",
+    **dict.fromkeys(("eta", "countdown"), "the listener dispatches a change when its turn comes"),
     "expires": "an expired message would be dropped silently; the failure policy decides instead",
     "acks_late": "the bridge needs late acknowledgement",
-    "acks_on_failure": "the claim in MongoDB decides, not the broker",
-    "acks_on_timeout": "the claim in MongoDB decides, not the broker",
-    "acks_on_failure_or_timeout": "the claim in MongoDB decides, not the broker",
+    **dict.fromkeys(
+        ("acks_on_failure", "acks_on_timeout", "acks_on_failure_or_timeout"),
+        "the claim in MongoDB decides, not the broker",
+    ),
     "reject_on_worker_lost": "the listener dispatches again, sooner and in order",
     "ignore_result": "a chain has no result",
     "serializer": "the envelope is JSON and carries exact BSON",
@@ -78,7 +111,7 @@ _FLAG = (lambda value: isinstance(value, bool)), "True or False"
 _LIMIT = (lambda value: value is None or (is_number(value) and value > 0)), "None or a number of seconds above 0"
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("autoretry_for", "dont_autoretry_for", "throws"), _EXCEPTIONS),
-    **dict.fromkeys(("retry_jitter", "send_events", "track_started"), _FLAG),
+    **dict.fromkeys(("coalesce", "retry_jitter", "send_events", "track_started", "transactional"), _FLAG),
     **dict.fromkeys(("soft_time_limit", "time_limit"), _LIMIT),
     **dict.fromkeys(("default_retry_delay", "retry_backoff_max"), (_is_duration, "a number of seconds")),
     "max_retries": (
@@ -92,7 +125,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "retry_kwargs": (lambda value: isinstance(value, Mapping), "a dictionary, such as {'max_retries': 5}"),
 }
-"""Celery checks none of them: a wrong value fails at the first retry, and halts the partition."""
+"""Celery does not check its own options. A wrong value would fail at the first retry and halt the partition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +134,15 @@ class Handler:
     One registered handler.
 
     Attributes:
-        name: the subscription's name.
+        name: its name, under which its positions are stored.
         task_name: the Celery task's name.
-        targets: the sources as given; resolved when the listener starts, since models come later.
-        partition_by: the handler's own rule, or None for the bridge's.
-        group: of workers, whose queues its runs go to; None for the bridge's own queues.
-        start_from: where it begins while it has no position; None for the bridge's.
-        commit: who writes its positions, `"chain"` or `"inline"`; None for the bridge's.
-        batch_size: most changes of one list; None for a handler of single changes.
-        coalesce: whether it is given only the last of several changes of one document that are there together.
+        targets: the sources as given. They are resolved when the listener starts, because models are loaded later.
+        partition_by: the handler's partition rule. None for the bridge's.
+        group: the group of workers that runs it. None for the bridge's own queues.
+        start_from: the start without a position. None for the bridge's.
+        commit: how positions are written, `"chain"` or `"inline"`. None for the bridge's.
+        batch_size: the largest number of changes in a list. None for a handler of single changes.
+        coalesce: True if a run gives it only the last of several changes of one document.
     """
 
     name: str
@@ -128,57 +161,57 @@ class Handler:
 
     @property
     def is_parted(self) -> bool:
-        """Return True if it does not simply get the next change of a run."""
+        """Return True if one call may cover several changes of a run."""
         return self.batch_size is not None or self.coalesce
 
     def run_size(self, options: BridgeOptions, *, is_rate_limited: bool = False) -> int:
-        """Most changes of one of its runs; a list is a run."""
+        """Return the largest number of changes in one of its runs. For a bulk handler, a list is a run."""
         if self.batch_size is not None:
             return self.batch_size
         return options.run_size if self.takes_runs(is_rate_limited=is_rate_limited) else 1
 
     def takes_runs(self, *, is_rate_limited: bool = False) -> bool:
         """
-        Return True if `run_size` counts: the handler is called for each change, in no transaction.
+        Return True if `run_size` applies: the handler is called for each change, outside a transaction.
 
-        Nor under a rate limit, which users set for changes: Celery counts messages.
+        It does not apply under a rate limit: users set it for changes, but Celery counts messages.
         """
         return self.batch_size is None and not self.transactional and not is_rate_limited
 
     def selector(self, default_database: str | None) -> Selector:
-        """Sources and filter, with the sources resolved."""
+        """Return sources and filter, with the sources resolved."""
         sources = tuple(parse_source(target, default_database) for target in self.targets)
         return Selector(self.name, sources, self.filter)
 
     def policy(self, options: BridgeOptions) -> str:
-        """Return the policy after the last attempt: the handler's own, or the bridge's."""
+        """Return the policy after the last attempt: the handler's or the bridge's."""
         return self.failure_policy or options.failure_policy
 
     def commits_inline(self, options: BridgeOptions) -> bool:
-        """Return True if its executions write the position themselves: by its own option, or the bridge's."""
+        """Return True if its executions write the position themselves, by the handler's option or the bridge's."""
         return (self.commit or options.commit) == "inline"
 
     def start(self, options: BridgeOptions) -> StartFrom:
-        """Return the start of a handler without a position: its own, or the bridge's."""
+        """Return the start of a handler without a position: the handler's or the bridge's."""
         return options.start_from if self.start_from is None else self.start_from
 
     def begins_with_snapshot(self, options: BridgeOptions) -> bool:
-        """Return True if it begins with a snapshot while it has no position, and asks for documents at all."""
+        """Return True if it begins with a snapshot while it has no position, and subscribes to documents."""
         return self.start(options) == SNAPSHOT and self.filter.takes_documents
 
     def partitioner(self, options: BridgeOptions) -> Partitioner:
-        """The rule by which this subscription's changes are spread."""
+        """Return the rule that assigns this handler's changes to partitions."""
         return self._partitioner(self.partition_by if self.partition_by is not None else options.partition_by, options)
 
     def partitioner_named(self, name: str, options: BridgeOptions, handlers: Iterable[Handler]) -> Partitioner:
         """
-        Return the rule by which changes were spread under another option, by the name that is stored.
+        Return the rule of an earlier partitioning by its stored name.
 
         Args:
-            handlers: all of the bridge; of functions only theirs, and the bridge's own, are known.
+            handlers: all handlers of the bridge. Only their functions, and the bridge's, are known.
 
         Raises:
-            ConfigurationError: the rule is not among them, or might give another key with the present options.
+            ConfigurationError: the rule is unknown, or could give another key with the present options.
         """
         registered = (options.partition_by, *(each.partition_by for each in handlers))
         return self._partitioner(rule_named(name, registered), options)
@@ -192,34 +225,48 @@ class Handler:
         )
 
     def is_same(self, other: Handler) -> bool:
-        """Return True if both are one definition that was registered, or whose module was loaded, twice."""
+        """Return True if both are the same definition, registered or loaded twice."""
         mine, theirs = inspect.unwrap(self.function), inspect.unwrap(other.function)
-        if self.task_name != other.task_name or _place(mine) != _place(theirs):
+        if self.task_name != other.task_name or _find_source(mine) != _find_source(theirs):
             return False
         if mine.__code__ is not theirs.__code__:
-            return True  # of a module that was loaded again
+            return True  # its module was loaded again
         is_closure = mine is not theirs and mine.__closure__
         names = {each.name for each in fields(self)} - {"function"}
         return not is_closure and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def name_fix(self, known: Handler) -> str:
-        """Return the fix for another handler of this name, in an error's words."""
-        if _place(self.function) != _place(known.function):
+        """Return an error's advice for a second handler of this name."""
+        if _find_source(self.function) != _find_source(known.function):
             return "give one of them another name with name='...'"
         return (
             f"import its module by one name everywhere (now {known.function.__module__} and "
-            f"{self.function.__module__}), and define it once, at module level or with @bridge.of(app).on_change(...); "
-            "for several sources write one decorator, such as "
+            f"{self.function.__module__}), and define it once, at module level or with @bridge.of(app).on_change(...). "
+            "For several sources write one decorator, such as "
             '@bridge.on_change("shop.orders", "shop.invoices")'
         )
 
 
+def _check_group(name: str, group: Any) -> str:
+    """Refuse an invalid group, and a number, which looks like the index of a queue: `shop.3` has no group."""
+    if check_name(group, name).isdigit():
+        raise ConfigurationError(f"{name} {group!r} must not be a number: numbers name queues. Use a word.")
+    return str(group)
+
+
+_RULES: Mapping[str, Rule] = {
+    "failure_policy": POLICY,
+    "commit": COMMIT,
+    "group": _check_group,
+    "start_from": check_start,
+}
+"""Rules of the options that may be None."""
 _OF_FILTER = frozenset(each.name for each in fields(Filter))
 _KEPT = (_OWN_OPTIONS & {each.name for each in fields(Handler)}) - {"name"}
 
 
 def token_seconds(app: Celery, task_name: str) -> float:
-    """Return how long a worker waits between two runs of a task with a rate limit; 0 without one."""
+    """Return the seconds between two runs of a rate-limited task in a worker. 0 without a limit."""
     limit: Any = getattr(app.tasks.get(task_name), "rate_limit", None)
     per_second = rate(limit) if limit else 0.0
     return 1 / per_second if per_second > 0 else 0.0
@@ -235,22 +282,21 @@ def make_handler(
     batch_size: int | None = None,
 ) -> Handler:
     """
-    Check a registration, and make its handler.
+    Check a registration, and make the handler.
 
     Args:
-        function: below the decorator.
+        function: the decorated function.
         targets: the sources.
-        options: the bridge's options; None while they are unknown. Checks that need them come later.
+        options: the bridge's options. None while they are unknown: checks that need them come later.
         task_name: name of the Celery task.
-        given: the decorator's keyword arguments, those of `HandlerOptions` and unchecked others.
-        batch_size: most changes of one list; None for a handler of single changes.
+        given: the decorator's keyword arguments, including unchecked ones outside `HandlerOptions`.
+        batch_size: the largest number of changes in a list. None for a handler of single changes.
 
     Raises:
         ConfigurationError: the first mistake, and its fix.
     """
-    check_flags(**{name: given.get(name, False) for name in ("coalesce", "transactional")})
-    _check_batch(given, batch_size, options)
     check_task_options(given)
+    _check_batch(given, batch_size, options)
     if not targets:
         raise ConfigurationError("on_change needs at least one source, such as 'shop.orders'.")
     name = check_name(given.get("name") or function.__name__, "handler name")
@@ -263,12 +309,9 @@ def make_handler(
         batch_size=batch_size,
         **{option: given[option] for option in _KEPT & given.keys()},
     )
-    for option in ("failure_policy", "commit"):
+    for option, rule in _RULES.items():
         if given.get(option) is not None:
-            check_choice(option, given[option], CHOICES[option])
-    _check_group(handler.group)
-    if handler.start_from is not None:
-        check_start(handler.start_from)
+            rule(option, given[option])
     if handler.start_from == SNAPSHOT and not handler.filter.takes_documents:
         raise ConfigurationError(
             f"start_from='snapshot' gives handler {name} the documents that exist, and it asks for none of insert, "
@@ -284,66 +327,49 @@ def make_handler(
 
 
 def _check_batch(given: Mapping[str, Any], batch_size: int | None, options: BridgeOptions | None) -> None:
-    """Refuse a size that is none, and `coalesce` for a handler that gets its changes one by one."""
+    """Refuse an invalid size, and `coalesce` for a handler that gets changes one by one."""
     if batch_size is not None:
         check_count("batch_size", batch_size)
-    elif not given.get("coalesce"):
         return
-    elif given.get("transactional"):
+    alone = [name for name in ("transactional", "rate_limit") if given.get(name)]
+    if options is not None and options.run_size == 1:
+        alone.append("run_size=1")
+    if given.get("coalesce") and alone:
         raise ConfigurationError(
-            "coalesce=True does nothing beside transactional=True, which gives on_change its changes one by one; "
-            "write @bridge.on_changes, whose lists are one transaction each.",
+            f"coalesce=True does nothing beside {alone[0]}, with which a handler gets its changes one by one. Write "
+            "@bridge.on_changes. Without transactional and rate_limit, Bridge(..., run_size=200) also works.",
         )
-    elif options is not None and options.run_size == 1:
-        raise ConfigurationError(
-            "coalesce=True does nothing in runs of one change, which run_size=1 makes: write Bridge(..., "
-            "run_size=200), or @bridge.on_changes.",
-        )
-    elif given.get("rate_limit"):
-        raise ConfigurationError(
-            "coalesce=True does nothing beside a rate_limit, for which on_change sends its changes one by one; write "
-            "@bridge.on_changes, whose lists count as one call each.",
-        )
-
-
-def _check_group(group: str | None) -> None:
-    """Refuse a number too, which could be taken for the index of a queue: `shop.3` has no group."""
-    if group is not None and check_name(group, "group").isdigit():
-        raise ConfigurationError(f"group {group!r} must not be a number, which names a queue; give it a word.")
 
 
 def _is_complete(target: object) -> bool:
     """
     Return True if a source can be checked now.
 
-    A bare collection waits for the URL's database, and a model class for its framework.
+    A bare collection name needs the URL's database, and a model class needs its framework.
     """
     if isinstance(target, str):
         return "." in target or target == "*"
     return not isinstance(target, type)
 
 
+_FUNCTIONS = (FunctionType, MethodType, partial, Proxy, Task)
+
+
 def refuse_function_as_source(sources: Iterable[object], decorator: str) -> None:
     """
-    A decorator without parentheses takes the function for a source, and would register nothing.
+    Refuse a decorator without parentheses. It would take the function for a source, and register nothing.
 
-    Judged by the type alone: a collection has every attribute, and a task's proxy may not be ready to be asked.
-    A model is a class, and PyMongo's collections, and those that others derive of them, are callable only to say that
-    they are not.
+    Check only the type: a collection has every attribute, and a task's proxy may not be ready.
     """
-    for source in sources:
-        kind = type(source)
-        of_pymongo = any(each.__module__.startswith("pymongo.") for each in kind.__mro__)
-        if callable(source) and not issubclass(kind, type) and not of_pymongo:
-            written = decorator if decorator.startswith("shared") else f"bridge.{decorator}"
-            raise ConfigurationError(
-                f"{decorator} was given a function, and needs a source: write "
-                f'@{written}("db.collection") above the function.',
-            )
+    if any(issubclass(type(source), _FUNCTIONS) for source in sources):
+        raise ConfigurationError(
+            f"{decorator} was given a function, and needs a source: write "
+            f'@bridge.{decorator}("db.collection") above the function.',
+        )
 
 
 def check_task_options(given: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that are unknown or that the bridge decides."""
+    """Refuse keyword arguments that are unknown, or that the bridge sets itself."""
     for option in given:
         if option in _REFUSED:
             raise ConfigurationError(f"option {option!r} cannot be set on a change handler: {_REFUSED[option]}.")
@@ -363,15 +389,16 @@ def check_task_options(given: Mapping[str, Any]) -> None:
 
 
 def check_function(function: object, *, bind: bool, given: str = "the change") -> None:
-    """Refuse what cannot be a handler."""
-    if _is_task(function):
+    """Refuse a function that cannot be a handler."""
+    if type(function) is Proxy or hasattr(function, "apply_async"):  # a proxy comes from a bridge without an app
         raise ConfigurationError(
             "on_change stands on a Celery task; put it on the plain function, once: it makes the task itself.",
         )
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigurationError("a change handler must be a plain function; Celery does not await coroutines.")
-    if inspect.isgeneratorfunction(function):
-        raise ConfigurationError("a change handler must be a plain function; nobody runs what a generator yields.")
+    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
+    if any(is_kind(function) for is_kind in kinds):
+        raise ConfigurationError(
+            "a change handler must be a plain function; Celery neither awaits a coroutine nor runs a generator."
+        )
     if not inspect.isfunction(function):
         raise ConfigurationError(f"on_change needs a function, not {type(function).__name__}.")
     parameters = list(inspect.signature(function).parameters.values())
@@ -391,11 +418,6 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
         raise ConfigurationError("a change handler must be defined with def: Celery cannot make a task of a lambda.")
 
 
-def _is_task(function: object) -> bool:
-    """Return True for a task, and for what a bridge without an app gives in its place."""
-    return type(function) is Proxy or hasattr(function, "apply_async")
-
-
-def _place(function: Callable[..., Any]) -> tuple[str, int]:
+def _find_source(function: Callable[..., Any]) -> tuple[str, int]:
     code: CodeType = inspect.unwrap(function).__code__
     return code.co_filename, code.co_firstlineno

@@ -1,43 +1,46 @@
 """
-The identity of a bridge: app, broker, and for each handler its databases. The lease keeps that of its last term.
+The identity of a bridge: app, broker, and the databases of each handler. The lease stores that of the last term.
 
-The state of a bridge is found by its name. Two environments with the same code have the same name, so on one MongoDB
-each would lead with the other's positions, and the other's changes would be lost. A listener therefore compares first.
+The name of a bridge finds its state. Two environments with the same code have the same name. On one MongoDB, each would
+use the other's positions and lose the other's changes. So a listener compares identities first.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from bson import json_util
 
 from mongo_celery.app import app_name
-from mongo_celery.broker.address import Address, describe_broker, is_same_broker, read_address
+from mongo_celery.broker.connection import Address, describe_broker, is_same_broker, read_address
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.options import BridgeOptions
     from mongo_celery.bridge.stream.source import Selector
     from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.command_line import CommandLine
 
 _EVERY_DATABASE = "*"
 _DIGEST_CHARS = 16
 _SHOWN = 4
+_DEFINING = ("task_name", "transactional", "group", "batch_size", "coalesce")
+"""Fields of a handler that its definition includes unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
     """
-    The use that a process would make of a bridge's state.
+    A process's use of a bridge's state.
 
     Attributes:
-        app: name of its app; None for one without a name.
-        broker: address to which it publishes; None where the URL of that cannot be read.
-        handlers: by name: the `task`, the `databases` to which it listens (`"*"` for all), and a `digest` of its
-            definition, to see whether two processes run the same code.
+        app: name of its app. None if it has no name.
+        broker: address to which it publishes. None if its URL cannot be read.
+        handlers: by name: the `task`, the `databases` that it watches (`"*"` for all), and a `digest` of its
+            definition, to compare the code of two processes.
     """
 
     app: str | None
@@ -45,26 +48,35 @@ class Identity:
     handlers: Mapping[str, Mapping[str, Any]]
 
     def plain(self) -> dict[str, Any]:
-        """Return it as the lease keeps it."""
+        """Return the identity as the lease stores it."""
         return {"app": self.app, "broker": self.broker, "handlers": dict(self.handlers)}
 
     def difference(self, stored: Mapping[str, Any] | None) -> str | None:
         """
-        Compare it with the identity that a lease keeps.
+        Compare this identity with the one in a lease.
 
         Returns:
-            Why the two are different apps or environments, naming both; None where they are the same, or none is
-            stored. Different handlers of one app in one environment are a deploy.
+            A reason that names both, if they are different apps or environments. None if they are the same, or if none
+            is stored. Different handlers of one app in one environment mean a deploy.
         """
         if not stored:
             return None
-        return self._other_app(stored) or self._other_broker(stored) or self._other_databases(stored["handlers"])
+        moved, broker = self.find_moved_handlers(stored["handlers"]), stored["broker"]
+        if other := self._find_other_app(stored):
+            return other
+        if broker is not None and self.broker is not None and not is_same_broker(self.broker, broker):
+            here, there = describe_broker(self.broker), describe_broker(broker)
+            return f"its listener publishes to {there}, and this process to {here}"
+        if moved:
+            theirs, mine = (", ".join(each[moved[0]]["databases"]) for each in (stored["handlers"], self.handlers))
+            return f"handler {moved[0]} watches database {theirs} in the listener, but {mine} in this process"
+        return None
 
-    def _other_app(self, stored: Mapping[str, Any]) -> str | None:
+    def _find_other_app(self, stored: Mapping[str, Any]) -> str | None:
         theirs = {name: each["task"] for name, each in stored["handlers"].items()}
         mine = {name: each["task"] for name, each in self.handlers.items()}
         is_renamed = stored["app"] and self.app and stored["app"] != self.app
-        # Code is renamed and moved, but rarely all of it at the same time.
+        # Code is renamed and moved, but rarely all of it together.
         has_none = theirs and mine and not (theirs.keys() & mine.keys() or _modules(theirs) & _modules(mine))
         if not (is_renamed or has_none):
             return None
@@ -74,30 +86,14 @@ class Identity:
             f"{self.app or 'without a name'}"
         )
 
-    def _other_broker(self, stored: Mapping[str, Any]) -> str | None:
-        theirs = stored["broker"]
-        if theirs is None or self.broker is None or is_same_broker(self.broker, theirs):
-            return None
-        return (
-            f"its listener publishes to {describe_broker(theirs)}, and this process to {describe_broker(self.broker)}"
-        )
-
-    def _other_databases(self, stored: Mapping[str, Mapping[str, Any]]) -> str | None:
-        for name in self.find_moved_handlers(stored):
-            return (
-                f"its listener listens to database {', '.join(stored[name]['databases'])} for handler {name}, and this "
-                f"process to {', '.join(self.handlers[name]['databases'])}"
-            )
-        return None
-
     def find_moved_handlers(self, stored: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Return the handlers that both have, and that have no database in common."""
+        """Return the handlers in both identities that have no database in common."""
         shared = sorted(stored.keys() & self.handlers.keys())
         both = ((name, {*stored[name]["databases"]}, {*self.handlers[name]["databases"]}) for name in shared)
         return [name for name, theirs, mine in both if _EVERY_DATABASE not in theirs | mine and not theirs & mine]
 
     def find_changed_handlers(self, stored: Mapping[str, Any]) -> list[str]:
-        """Return the handlers that both have, with different definitions."""
+        """Return the handlers in both identities whose definitions differ."""
         theirs = stored["handlers"]
         shared = theirs.keys() & self.handlers.keys()
         return sorted(name for name in shared if theirs[name]["digest"] != self.handlers[name]["digest"])
@@ -105,7 +101,7 @@ class Identity:
 
 def build_identity(wiring: Wiring) -> Identity:
     """
-    Return the identity of a bridge in this process. Connects to nothing.
+    Return the identity of a bridge in this process, without opening a connection.
 
     Raises:
         ConfigurationError: a source cannot work.
@@ -122,11 +118,12 @@ def build_identity(wiring: Wiring) -> Identity:
     return Identity(app_name(wiring.app), read_address(wiring.app), handlers)
 
 
-def ways_out(command: str = "celery -A APP listener --take-over") -> str:
-    """Return what to do about a difference."""
+def ways_out(line: CommandLine) -> str:
+    """Return the fix for a difference."""
     return (
         "Another environment or app needs a bridge of its own: give this Bridge another name='...' or database='...'. "
-        f"Run `{command}` only if the broker or the collection has moved, or the app has another name."
+        "Only if the broker or the collection has moved, or the app has another name, take this one over: "
+        f"`{line.celery('listener', '--take-over')}`."
     )
 
 
@@ -135,23 +132,17 @@ def _modules(tasks: Mapping[str, str]) -> set[str]:
 
 
 def _definition(handler: Handler, selector: Selector, options: BridgeOptions) -> list[Any]:
-    filter_ = selector.filter
+    filters = ((each.name, getattr(selector.filter, each.name)) for each in fields(selector.filter))
     return [
-        handler.task_name,
-        sorted(str(source) for source in selector.sources),
-        sorted(filter_.operations),
-        sorted(filter_.fields) if filter_.fields is not None else None,
-        filter_.match,
-        filter_.bookkeeping,
+        sorted(map(str, selector.sources)),
+        {name: sorted(value) if isinstance(value, frozenset) else value for name, value in filters},
+        {name: getattr(handler, name) for name in _DEFINING},
         handler.partitioner(options).name,
         handler.policy(options),
-        handler.transactional,
-        handler.group,
-        [handler.batch_size, handler.coalesce],
     ]
 
 
 def _digest(value: object) -> str:
-    # What JSON does not know counts by its type: an address in its text would make each process another.
+    # For a value outside JSON use its type: the address in its text would make each process differ.
     text = json_util.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARS]

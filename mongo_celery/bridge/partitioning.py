@@ -1,19 +1,18 @@
 """
 The partition of a change: the key, and its stable hash.
 
-The key must come out the same whenever a change is read again, in every process and every Python
-version; else a change that is read twice could count as done in a partition that it never passed.
-So a key is made only of what the oplog fixes: namespace and document key, or fields of the document
-for inserts and replaces, or of an image with mode `required`. A key from an `updateLookup` is refused
-when the handler is registered.
+The key must be the same at every reading of a change, in every process and Python version. Otherwise a change that is
+read twice could count as done in another partition. So a key uses only data that the oplog fixes: namespace and
+document key, or document fields of inserts, replaces and images with mode `required`. Registration refuses a key from
+an `updateLookup`.
 
-The hash is BLAKE2b over the key's BSON, which is the same everywhere; golden vectors are in
-`tests/unit/test_partitioning.py`. A key that is missing or null hashes like any other value: all such
-changes of a subscription share one partition. Numbers that MongoDB holds equal (1, 1.0, Int64 1) hash
-alike, since `_id: 1` and `_id: 1.0` are the same document.
+The hash is BLAKE2b over the key's BSON, which is the same everywhere. Golden vectors are in
+`tests/unit/test_partitioning.py`. A missing or null key hashes like any other value, so these changes of a subscription
+share one partition. Numbers that MongoDB considers equal (1, 1.0, Int64 1) hash alike, since `_id: 1` and `_id: 1.0`
+are the same document.
 
-By document key every event has a hash, also one that cannot be decoded. A user's rule may fail; what the listener
-does then is in `listener/admission.py`.
+By document key every event has a hash, even if it cannot be decoded. A user's rule may fail: `listener/admission.py`
+handles that.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from mongo_celery.mongo.identity import canonical
 HASH_NAME = "blake2b-64"
 _NAMESPACES = 4096
 _PLACE_BYTES = 48
-"""Of a token: its time, its place among the operations of a transaction, and all of an existing document's."""
+"""Bytes of a token: its time and its place in a transaction. For an existing document, all of it."""
 _ANY_ID = bson.ObjectId(bytes(12))
-_ENDS = b"\0\0"  # of the array, and of the document around it
+_ENDS = b"\0\0"  # ends of the array and its document
 _WITH_DOCUMENT = {"insert", "replace"}
 _KEYS: CodecOptions[Any] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
-"""A function's UUID is the same binary value that a document has for it."""
+"""Encodes a function's UUID as the binary value that documents contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partitioner:
     """
-    The partition rule of one subscription: how its key is called, and how it is taken.
+    The partition rule of one subscription: its name and its key function.
 
     Attributes:
-        name: stored with the layout; under another name the layout is another one.
-        key: from an event to a BSON value.
+        name: stored with the partitioning. Another name means another partitioning.
+        key: returns an event's BSON key.
     """
 
     name: str
@@ -63,7 +62,7 @@ class Partitioner:
 
     @property
     def layout_key(self) -> str:
-        """Hash and name of the rule, as a layout has them."""
+        """Hash and name of the rule, as the partitioning stores them."""
         return f"{HASH_NAME}:{self.name}"
 
     @property
@@ -73,10 +72,10 @@ class Partitioner:
 
     def hash(self, event: Mapping[str, Any]) -> int:
         """
-        Stable hash of an event's key, from 0 to 2^64 - 1; modulo the number of partitions it is the index.
+        Return the stable hash of an event's key, from 0 to 2^64 - 1. Modulo the partition count, it is the index.
 
         Raises:
-            Exception: of a user's function, or since its value has no BSON; never by document key.
+            Exception: from a user's function, or because BSON cannot encode its value. Never by document key.
         """
         if self.is_by_document:
             return document_hash(event)
@@ -84,19 +83,19 @@ class Partitioner:
 
 
 def partition_hash(key: Any) -> int:
-    """Stable hash of a key, from 0 to 2^64 - 1."""
+    """Return the stable hash of a key, from 0 to 2^64 - 1."""
     digest = hashlib.blake2b(bson.encode({"": canonical(key)}, codec_options=_KEYS), digest_size=8).digest()
     return int.from_bytes(digest, "big")
 
 
 def document_hash(event: Mapping[str, Any]) -> int:
     """
-    Stable hash of an event's document key, of every event whatsoever.
+    Return the stable hash of an event's document key. Every event has one.
 
-    By namespace and `_id`, as MongoDB compares them; by the key's raw bytes where it cannot be decoded; all events
-    without any key share one. Each is the same at every reading of an event.
+    It uses namespace and `_id`, as MongoDB compares them. If the key cannot be decoded, it uses its raw bytes. All
+    events without a key share one hash. An event has the same hash at every reading.
     """
-    plain = event.plain_key if isinstance(event, RawEvent) else None
+    plain = event.object_id if isinstance(event, RawEvent) else None
     if plain is not None:
         begun = _begin_hash(plain[0])
         if begun is not None:
@@ -110,14 +109,14 @@ def document_hash(event: Mapping[str, Any]) -> int:
 
 
 def make_origin(raw: bytes, token: Mapping[str, Any], since: int) -> Origin:
-    """Return what a fence says of a change if others of its document may be in other partitions; see `Origin`."""
+    """Return the origin of a change. A fence needs it if one document's changes may be in several partitions."""
     place = token_data(token).encode()[:_PLACE_BYTES].ljust(_PLACE_BYTES)
     return Origin(document_hash(wrap_event(raw)) % 2**63, place, since)
 
 
 @lru_cache(maxsize=_NAMESPACES)
 def _begin_hash(namespace: bytes) -> hashlib.blake2b | None:
-    """Begin the hash of keys in a namespace, up to the bytes of their ObjectId, as `partition_hash` takes it."""
+    """Begin the hash of keys in a namespace, up to the bytes of their ObjectId, like `partition_hash`."""
     try:
         ns = RawEvent(namespace)
         encoded = bson.encode({"": canonical([ns.get("db"), ns.get("coll"), _ANY_ID])}, codec_options=_KEYS)
@@ -141,23 +140,23 @@ def partitioner(
     operations: Collection[str] | None = None,
 ) -> Partitioner:
     """
-    The partition rule from the option `partition_by`.
+    Return the partition rule for the option `partition_by`.
 
     Args:
-        rule: None or `"_id"` for namespace and document key; a path such as `"fullDocument.customer"`
-            (or, short, `"customer"`), `"fullDocumentBeforeChange.customer"` or `"documentKey.region"`;
-            or a callable on the event, which must read only what the oplog fixes.
+        rule: None or `"_id"` for namespace and document key; a path such as `"fullDocument.customer"` (or, short,
+            `"customer"`), `"fullDocumentBeforeChange.customer"` or `"documentKey.region"`; or a function of the event
+            that reads only data that the oplog fixes.
         full_document: the bridge's option.
         before_change: the bridge's option.
-        operations: what the handler asks for; inserts and replaces carry their document in the oplog.
+        operations: of the handler. Inserts and replaces carry their document in the oplog.
 
     Raises:
-        ConfigurationError: when the key could change between two readings.
+        ConfigurationError: the key could change between two readings.
     """
     if rule is None or rule == "_id":
         return Partitioner("_id", document_key)
     if callable(rule):
-        return Partitioner(_callable_name(rule), lambda event: rule(_plain(event)))
+        return Partitioner(_callable_name(rule), lambda event: rule(_decode_for_users(event)))
     if not isinstance(rule, str) or not all(rule.split(".")):
         raise ConfigurationError(f"partition_by={rule!r} must be '_id', a field path or a function of the event.")
     path = rule.split(".")
@@ -171,9 +170,9 @@ def partitioner(
 
 def rule_named(name: str, registered: Iterable[PartitionKey | None]) -> PartitionKey:
     """
-    Return the rule of a stored name: the name itself, or a registered function that has it.
+    Return the rule of a stored name: the name itself, or the registered function with this name.
 
-    Whoever can write the state chooses the name, so nothing else is looked up by it.
+    A writer to the state chooses the name, so it selects only from registered functions.
 
     Args:
         registered: rules that are in use in this process.
@@ -190,7 +189,7 @@ def rule_named(name: str, registered: Iterable[PartitionKey | None]) -> Partitio
 
 
 def document_key(event: Mapping[str, Any]) -> Any:
-    """The default key: namespace and `_id`; the namespace alone for events without a document."""
+    """Return the default key: namespace and `_id`. Events without a document have the namespace alone."""
     ns = event.get("ns") or {}
     key = event.get("documentKey")
     return [ns.get("db"), ns.get("coll"), key.get("_id") if key else None]
@@ -210,13 +209,13 @@ def _refuse_volatile(rule: str, root: str, full_document: str | None, before_cha
         )
 
 
-def _plain(event: Mapping[str, Any]) -> Mapping[str, Any]:
+def _decode_for_users(event: Mapping[str, Any]) -> Mapping[str, Any]:
     """
-    Users' functions get plain values; the listener's own events decode only the fields that are read.
+    Return plain values for users' functions. The listener's own events decode only the fields that are read.
 
-    An existing document is shown as its insert, so that it has the key that all changes of it have.
+    Present an existing document as an insert, so that it gets the key of its changes.
     """
-    return as_inserted(decode_event(event.raw) if isinstance(event, RawBSONDocument) else event)
+    return as_inserted(decode_event(event.raw) if isinstance(event, RawEvent) else event)
 
 
 def _callable_name(rule: Callable[..., Any]) -> str:

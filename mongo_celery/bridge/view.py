@@ -1,9 +1,8 @@
 """
-A handler's view of what this package keeps in users' documents: which outboxes there are, and what stays out of sight.
+A handler's view of documents without this package's own fields, and the app's outboxes.
 
-Fields of ours are not in the documents of a change, unless the handler asks for them (`bookkeeping=True`, or `fields=`
-with their names). Names are compared first, since most documents have none of them: an outbox whose collection nobody
-needs is not opened.
+Documents of a change come without these fields, unless the handler requests them (`bookkeeping=True`, or `fields=` with
+their names). Most documents have none, so names are compared first. An outbox's collection is opened only if needed.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ from mongo_celery.bridge.stream.bookkeeping import (
 from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox import Outbox
-from mongo_celery.outbox.outbox import OUTBOXES
-from mongo_celery.outbox.registry import AnyOutbox
+from mongo_celery.outbox.idempotency import IDEMPOTENCY_STORES, IdempotencyStore
+from mongo_celery.outbox.pending import FIELD
+from mongo_celery.outbox.registry import OUTBOXES, BaseOutbox
+from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit, list_namespaces
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -38,7 +39,7 @@ class AppOutboxes:
     The outboxes of an app, by the collections in which they keep entries.
 
     Args:
-        app: the Celery app; outboxes may be added to it at any time.
+        app: the Celery app. It may get more outboxes at any time.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -46,16 +47,27 @@ class AppOutboxes:
         self._names: dict[int, Sequence[str]] = {}
         self._failed: set[int] = set()
 
-    def bookkeeping(self) -> Bookkeeping:
-        """Return what the outboxes keep; one whose collection cannot be had is logged, and left out."""
+    def bookkeeping(self, *, watches_databases: bool = False) -> Bookkeeping:
+        """
+        Return the fields and collections that this package maintains for the app.
+
+        If an outbox's collection cannot be opened, log that and leave it out.
+
+        Args:
+            watches_databases: True if a handler watches a whole database. Then include the collections of `once` and of
+                two-phase commit.
+        """
         fields: dict[str, set[str]] = {}
         collections: set[str] = set()
         for outbox in OUTBOXES.of(self._app):
-            for name in self._collection_names(outbox):
+            for name in self._read_names(outbox):
                 if isinstance(outbox, Outbox):
-                    fields.setdefault(name, set()).add(outbox.field.name)
-                else:  # its entries lie in collections of their own
+                    fields.setdefault(name, set()).add(FIELD)
+                else:  # its entries are in separate collections
                     collections.add(name)
+        if watches_databases:
+            keepers: list[IdempotencyStore | TwoPhaseCommit] = [*IDEMPOTENCY_STORES, *TWO_PHASE_COMMITS.of(self._app)]
+            collections.update(*map(self._read_names, keepers))
         return Bookkeeping({name: frozenset(found) for name, found in fields.items()}, frozenset(collections))
 
     def on(self, namespace: str, fields: Container[str] | None = None) -> list[Outbox]:
@@ -64,50 +76,57 @@ class AppOutboxes:
 
         Args:
             namespace: full name of the collection.
-            fields: only those with one of these fields; none of the others is opened. None for all.
+            fields: include an outbox only if its field is among these. None for all outboxes.
         """
+        if fields is not None and FIELD not in fields:
+            return []
         found = [outbox for outbox in OUTBOXES.of(self._app) if isinstance(outbox, Outbox)]
-        asked = [outbox for outbox in found if fields is None or outbox.field.name in fields]
-        return [outbox for outbox in asked if namespace in self._collection_names(outbox)]
+        return [outbox for outbox in found if namespace in self._read_names(outbox)]
 
-    def _collection_names(self, outbox: AnyOutbox) -> Sequence[str]:
-        """Return the full names of its collections, asked for until they are known."""
-        key = id(outbox)  # the app keeps it
+    def _read_names(self, keeper: BaseOutbox | IdempotencyStore | TwoPhaseCommit) -> Sequence[str]:
+        """Return the full names of a keeper's collections. Look them up until they are known."""
+        key = id(keeper)  # the app holds a reference to it
         if key not in self._names:
             try:
-                self._names[key] = [outbox.collection.full_name]
+                self._names[key] = _list_namespaces(keeper)
             except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
                 if key not in self._failed:
                     self._failed.add(key)
                     logger.warning(
-                        "the collection of %r cannot be had (%s): handlers run for what it keeps there, too",
-                        outbox, short(error),
-                        extra={"event": "outbox_unknown"},
+                        "the collection of %r cannot be opened (%s): handlers run for its bookkeeping, too",
+                        keeper, short(error),
+                        extra={"event": "bookkeeping_unknown"},
                     )  # fmt: skip
                 return ()
         return self._names[key]
 
 
+def _list_namespaces(keeper: BaseOutbox | IdempotencyStore | TwoPhaseCommit) -> Sequence[str]:
+    if isinstance(keeper, TwoPhaseCommit):
+        return list_namespaces(keeper)
+    return keeper.full_names if isinstance(keeper, IdempotencyStore) else [keeper.collection.full_name]
+
+
 @dataclass(frozen=True, slots=True)
 class HandlerView:
     """
-    A handler's view of the fields that this package keeps.
+    A handler's view of documents without this package's own fields.
 
     Args:
-        outboxes: of the app.
-        filter: of the handler.
+        outboxes: the app's outboxes.
+        filter: the handler's filter.
     """
 
     outboxes: AppOutboxes
     filter: Filter
 
     def get_field(self, event: Mapping[str, Any], name: str) -> Any:
-        """Return a field of an event; where it holds fields of a document, without those the handler does not see."""
+        """Return a field of an event, without the document fields that the handler does not see."""
         value = event[name]
         if self.filter.bookkeeping or name not in DOCUMENTS or not isinstance(value, Mapping):
             return value
         fields, namespace = find_touched_fields(value) if name == DESCRIPTION else value, read_namespace(event)
-        outboxes = [outbox.field.name for outbox in self.outboxes.on(namespace, fields)]
+        outboxes = [FIELD for _ in self.outboxes.on(namespace, fields)]
         if not outboxes and KNOWN_BY_FORM.isdisjoint(fields):
             return value
         return hide_fields(event, name, outboxes, self.filter.asks_for_field)

@@ -1,30 +1,27 @@
 """
-The window of a subscription: what has been read and is not yet done.
+The window of a subscription: the changes that were read and are not yet done.
 
 Pure: no client, no clock, no threads. One window belongs to one subscription in one term.
 
 Two views of the same changes:
 
-- `order`, in stream order, decides the low watermark: the last token of the completed *prefix*. A
-  maximum over what is done would pass a change that is not (invariant P5).
-- a `Queue` for each partition decides what may run next. Its head is what is in flight.
+- `order`, in stream order, decides the low watermark: the last token of the completed *prefix*. The largest completed
+  token could be after an unfinished change (invariant P5).
+- a `Queue` for each partition decides what may run next. Its head is in flight.
 
-A change that the subscription does not match, or that its partition has already committed, is a
-completed item; neighbours fold into one, so that a quiet subscription beside a busy one moves on and
-costs nothing. Changes that are done behind one that is not fold too, from time to time, so that a partition
-that is blocked beside busy ones does not make the window grow. A post-batch token is an item too, at its
-place in the stream; read as a variable beside the window it would pass changes that are still under way.
+A change counts as completed if the subscription does not match it or its partition has already committed it. Completed
+neighbours fold into one, so a quiet subscription beside a busy one advances at no cost. From time to time, completed
+changes after an unfinished one fold too, so a blocked partition beside busy ones does not make the window grow. A
+post-batch token is an item at its place in the stream. As a separate variable it would overtake changes in flight.
 
-Changes are known by their token, never by a number given at reading: numbers are given at dispatch,
-against what is committed then.
+A token identifies a change, never a number from reading. Dispatch assigns numbers, after the committed ones.
 
-What is stored in the state database, and marked there, is completed here like what is committed: nothing but its
-partition waits for it any more.
+Changes that are stored and marked in the state database count as completed here. Only their partition still waits for
+them.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,14 +38,14 @@ _CHARS = 1000
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """
-    The reason for which one change is refused. Make it with `because`.
+    The reason why one change is refused. Make it with `because`.
 
     Attributes:
-        reason: a sentence for people, bounded and storable.
-        halts: whether the partition halts under every failure policy, since the cause is the bridge's configuration
-            and not the change: to move to the dead letters or to skip would drop every change that the
-            configuration spoils.
-        lasts: whether the event was read with less than was asked for: its bytes are never judged again.
+        reason: a sentence for people, short enough to store.
+        halts: True if the partition halts under every failure policy. The cause is then the bridge's configuration, not
+            the change. Skipping it, or moving it to the dead letters, would drop every change that the configuration
+            affects.
+        lasts: True if the event was read incomplete. Its bytes are never judged again.
     """
 
     reason: str
@@ -57,69 +54,33 @@ class Refusal:
 
     @classmethod
     def because(cls, reason: str, *, halts: bool = False, lasts: bool = False) -> Refusal:
-        """A refusal with as much of a reason as can be stored."""
+        """Return a refusal whose reason is short enough to store."""
         return cls(storable(reason[:_CHARS]), halts, lasts)
 
 
 OVERHEAD_BYTES = 200
-"""The memory that a change takes beside its own bytes."""
+"""Memory of a change in addition to its bytes."""
 
-_two_numbers = struct.Struct("<II").unpack
 _FOLD_FACTOR = 4
 _FOLD_SLACK = 1000
 
 
+@dataclass(slots=True)
 class Mark:
-    """
-    A place in the stream: a resume token, its comparable part, and its cluster time.
+    """A place in the stream: a resume token, its comparable part, and the cluster time if known."""
 
-    There are as many as changes, and of most only the comparable part is ever read. So the rest may be given as
-    what it is made of.
-
-    Args:
-        token: whole; None for one that has nothing but its comparable part.
-        data: its comparable part.
-        cluster_time: as such, or as the eight bytes that BSON has for it.
-    """
-
-    __slots__ = ("_time", "_token", "data")
-
-    def __init__(self, token: Mapping[str, Any] | None, data: str, cluster_time: Timestamp | bytes | None) -> None:
-        self.data = data
-        self._token = token
-        self._time = cluster_time
-
-    @property
-    def token(self) -> Mapping[str, Any]:
-        """The whole token."""
-        return {"_data": self.data} if self._token is None else self._token
-
-    @property
-    def cluster_time(self) -> Timestamp | None:
-        """The cluster time; None where it is not known."""
-        if isinstance(self._time, bytes):
-            increment, seconds = _two_numbers(self._time)
-            self._time = Timestamp(seconds, increment)
-        return self._time
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mark):
-            return NotImplemented
-        return (self.data, self.token, self.cluster_time) == (other.data, other.token, other.cluster_time)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"Mark({dict(self.token)!r}, {self.cluster_time!r})"
+    token: Mapping[str, Any]
+    data: str
+    cluster_time: Timestamp | None
 
 
 @dataclass(slots=True, eq=False)
 class PendingChange:
     """
-    One change of one partition that is not yet committed; a refused one is not given to its handler.
+    One change of one partition that is not yet committed. A refused one is not given to its handler.
 
     Attributes:
-        hash: of its partition key; the index follows from it, unless the change is stored in another partition.
+        hash: of its partition key. It determines the index, unless another partition stores the change.
     """
 
     mark: Mark
@@ -131,17 +92,17 @@ class PendingChange:
 
     @property
     def data(self) -> str:
-        """Comparable part of its token."""
+        """Comparable part of the token."""
         return self.mark.data
 
     @property
     def token(self) -> Mapping[str, Any] | None:
-        """The whole token of a refused change, whose bytes may not give it; None for all others."""
+        """The whole token of a refused change, if its bytes lack it. None for all others."""
         return self.mark.token if self.refusal is not None else None
 
     @property
     def weight(self) -> int:
-        """Bytes that it takes in memory."""
+        """Bytes that the change takes in memory."""
         return len(self.raw) + OVERHEAD_BYTES
 
 
@@ -153,10 +114,10 @@ class _Completed:
 
 class Queue:
     """
-    The changes of one partition that were read and are not done, in stream order.
+    The unfinished changes of one partition, in stream order.
 
     Attributes:
-        changes: to be read alone.
+        changes: for reading only.
         size: bytes that they take in memory.
     """
 
@@ -171,7 +132,7 @@ class Queue:
 
     @property
     def first(self) -> PendingChange | None:
-        """The first change; None if there is none."""
+        """The first change. None if there is none."""
         return self.changes[0] if self.changes else None
 
     def add(self, change: PendingChange) -> None:
@@ -182,7 +143,7 @@ class Queue:
         self.size += len(change.raw) + OVERHEAD_BYTES
 
     def head(self, limit: int, max_bytes: int) -> list[PendingChange]:
-        """Return the next changes: at least one if there is one, within both limits."""
+        """Return the next changes within both limits, but at least one if there is one."""
         taken: list[PendingChange] = []
         size = 0
         for change in self.changes:
@@ -196,13 +157,13 @@ class Queue:
 @dataclass(slots=True)
 class Window:
     """
-    The changes that a subscription has read and not finished.
+    The unfinished changes that a subscription has read.
 
     Attributes:
-        watermark: the last place before which everything is done; None until the first.
+        watermark: the last place before which everything is done. None before the first.
         count: changes that are not done.
         size: bytes that they take in memory.
-        seen: comparable part of the last place that was taken in; empty before the first.
+        seen: comparable part of the last place that was added. Empty before the first.
     """
 
     watermark: Mark | None = None
@@ -217,7 +178,7 @@ class Window:
 
     @property
     def oldest(self) -> PendingChange | None:
-        """The first change that is not done, which holds the watermark; None when nothing is left to do."""
+        """The first unfinished change, which holds the watermark. None if all are done."""
         head = self._order[0] if self._order else None
         return head if isinstance(head, PendingChange) else None
 
@@ -231,21 +192,21 @@ class Window:
 
     def add_existing(self, change: PendingChange, queue: Queue) -> None:
         """
-        Append an existing document: its token is none of the stream's, and lies behind all that was read.
+        Append an existing document. Its token is not in the stream, and comes after everything that was read.
 
-        It holds no watermark, which cannot be there; whoever has appended it knows by its partition when it is done.
+        It does not hold the watermark, which cannot be there. The caller learns from its partition when it is done.
         """
         queue.add(change)
         self.count += 1
         self.size += len(change.raw) + OVERHEAD_BYTES
 
     def pass_over(self, mark: Mark) -> None:
-        """Record a place at which nothing is owed: an unmatched change or a post-batch token."""
+        """Record a place without a change for the handler: an unmatched change or a post-batch token."""
         if mark.data <= self.seen:
             return
         self.seen = mark.data
         if not opens_stream(mark.data):
-            return  # the next place counts
+            return  # wait for the next place
         if not self._order:
             self.watermark = mark
         elif isinstance(self._order[-1], _Completed):
@@ -255,10 +216,10 @@ class Window:
 
     def complete(self, queue: Queue, data: str) -> int:
         """
-        Everything of a partition up to this token is committed, or stored and marked.
+        Record that everything of a partition up to this token is committed, or stored and marked.
 
         Returns:
-            How many changes that took out of its queue. The watermark has moved as far as the prefix allows.
+            The number of changes removed from the queue. The watermark has advanced as far as the prefix allows.
         """
         count, size, changes = 0, 0, queue.changes
         while changes and changes[0].mark.data <= data:
@@ -278,7 +239,7 @@ class Window:
         return count
 
     def _fold(self) -> None:
-        """Of neighbours that are done only the last place counts: what is left is at most twice what is not done."""
+        """Keep only the last place of completed neighbours, so the window is at most twice the unfinished places."""
         folded: deque[PendingChange | _Completed] = deque()
         for item in self._order:
             if not item.done:

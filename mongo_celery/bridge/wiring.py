@@ -1,14 +1,13 @@
 """
-The context of all parts of a bridge: app, options, handlers, and the clients of one process.
+The context of all parts of a bridge: app, options, handlers and this process's clients.
 
-Parts take the wiring, never the `Bridge`: that is what users see of it, and it is above all parts.
+Parts use the wiring, never the `Bridge`, which is the public view above all parts.
 """
 
 from __future__ import annotations
 
 import _thread
 import contextlib
-import logging
 import os
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -36,14 +35,10 @@ from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
-from mongo_celery.mongo.opening import ping, to_user_error
+from mongo_celery.mongo.opening import find_collection, ping, to_user_error
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
 from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.outbox import Outbox
-from mongo_celery.outbox.idempotency import IDEMPOTENCY_STORES, IdempotencyStore
-from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS, TwoPhaseCommit
-
-logger = logging.getLogger("mongo_celery.listener")
 
 T = TypeVar("T")
 
@@ -60,15 +55,15 @@ _EVENT_TYPES: dict[str, Any] = {
 
 _SETTINGS = (*OPTION_NAMES, "database_url")
 _CLOSING_SECONDS = 1.0
-_CHANGED_ELSEWHERE = ("_url", "_options", "_handlers", "_parts", "_per_process")
-"""The attributes of a `Wiring` that belong to one cluster."""
+_CHANGED_ELSEWHERE = ("_url", "_options", "_handlers", "_per_process")
+"""The attributes of a `Wiring` that differ in another cluster."""
 
 _CLIENT_DEFAULTS: dict[str, Any] = {
     "appname": "mongo_celery",
-    "connecttimeoutms": 2000,  # also bounds how long a frozen primary goes unnoticed
+    "connecttimeoutms": 2000,  # also limits the time until a frozen primary is noticed
     "heartbeatfrequencyms": 2000,
-    "serverselectiontimeoutms": 30_000,  # outlasts an election; what has to end sooner has a limit of its own
-    "datetime_conversion": "DATETIME_AUTO",  # a year 10000 must not stop a partition
+    "serverselectiontimeoutms": 30_000,  # longer than an election: shorter operations have their own limit
+    "datetime_conversion": "DATETIME_AUTO",  # the year 10000 must not block a partition
 }
 
 BRIDGES: Registry[Wiring] = Registry(
@@ -76,23 +71,23 @@ BRIDGES: Registry[Wiring] = Registry(
     create="mongo_celery.Bridge(app, 'mongodb://...') where the app is made",
     rename="give this one another name",
 )
-"""Of all apps."""
+"""The bridges of all apps."""
 
 
 class Wiring:
     """
-    One bridge as its own parts see it. Thread-safe; nothing connects before it is needed.
+    One bridge for its own parts. Thread-safe. It connects at first use.
 
     Attributes:
         given: the options as given, without the name.
-        given_name: the bridge's name as given; None where it is the app's.
-        bound: the Celery app; None for one that only knows what was declared before there is an app.
-        public: the `Bridge` in that app, which its tasks have as `self.bridge`; the bridge's parts do without.
-        outboxes: of the bridge in that app, by their names.
+        given_name: the bridge's name as given. None for the app's name.
+        bound: the Celery app. None for declarations without an app.
+        public: the `Bridge` in that app, which tasks see as `self.bridge`. The bridge's parts do not use it.
+        outboxes: the outboxes of the bridge in that app, by their names.
 
     Args:
-        name: of the bridge; None for the app's own.
-        url: of MongoDB; None for the app's setting.
+        name: name of the bridge. None for the app's own.
+        url: URL of MongoDB. None for the app's setting.
         given: the options as given.
 
     Raises:
@@ -110,27 +105,26 @@ class Wiring:
         self._early = early(given if name is None else {"name": name, **given})
         self._options: BridgeOptions | None = None
         self._handlers: dict[str, Handler] = {}
-        self._parts: dict[object, PerProcess[Any]] = {}
         self._clients_elsewhere: dict[str, PerProcess[MongoClient[dict[str, Any]]]] = {}
 
     def __repr__(self) -> str:
         return f"<Wiring of bridge {self.name}>"
 
     def of(self, app: Celery) -> Wiring:
-        """The same bridge in an app, without handlers yet; the app does not know of it."""
+        """Return the same bridge in another app, without handlers. The app is not informed."""
         wiring = Wiring(self.given_name, self._url, self.given)
         wiring.bound = app
         return wiring
 
-    # -- what was configured -----------------------------------------------------------------------
+    # -- configuration -------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
         """
-        Of the bridge: its own, or the app's; `UNNAMED` while neither a name nor an app was given.
+        The bridge's own name, or the app's. `UNNAMED` while it has neither.
 
         Raises:
-            ConfigurationError: no name was given, and the app's own cannot serve.
+            ConfigurationError: no name was given, and the app's name is not valid.
         """
         if self.given_name is not None:
             return self.given_name
@@ -139,8 +133,8 @@ class Wiring:
         name = app_name(self.bound)
         if name is None or not NAME.fullmatch(name):
             raise ConfigurationError(
-                f"the app's own name, {self.bound.main!r}, cannot name its bridge; give Bridge a name='...' of "
-                "letters, digits, '_' and '-', which no other app on this MongoDB or broker uses, and keep it: the "
+                f"the app's own name, {self.bound.main!r}, cannot name its bridge. Give Bridge a name='...' of "
+                "letters, digits, '_' and '-' that no other app on this MongoDB or broker uses. Keep it, because the "
                 "positions are stored under it.",
             )
         return name
@@ -154,13 +148,13 @@ class Wiring:
 
     @property
     def options(self) -> BridgeOptions:
-        """The validated options, settings included; reading them loads the app's configuration."""
+        """The validated options, settings included. Reading them loads the app's configuration."""
         if self._options is None:
             self._options = merge_options({**self.given, "name": self.name}, _settings(self.app))
         return self._options
 
     def build_with_options(self, make: Callable[[BridgeOptions], T]) -> T:
-        """Build with the options known so far; load the app's settings only if validation failed without them."""
+        """Build from the options known so far. Load the app's settings only if validation fails without them."""
         try:
             return make(self._options or self._early or self.options)
         except ConfigurationError:
@@ -172,12 +166,12 @@ class Wiring:
         return [self._handlers[name] for name in sorted(self._handlers)]
 
     def task_name(self, handler: str) -> str:
-        """Return the name of the Celery task of one of its handlers."""
+        """Return the name of a handler's Celery task."""
         return self._handlers[handler].task_name
 
     @property
     def groups(self) -> list[str | None]:
-        """The groups that handlers are in, in the order of their names; None, which is first, means no group."""
+        """The groups of the handlers, in order. None comes first and means no group."""
         used = {handler.group for handler in self._handlers.values()} or {None}
         return sorted(used, key=lambda group: group or "")
 
@@ -188,10 +182,10 @@ class Wiring:
 
     def add(self, handler: Handler) -> None:
         """
-        Register a handler, or once more the same one.
+        Register a handler. Registering the same one again is allowed.
 
         Raises:
-            ConfigurationError: there is another one of its name, or its task belongs to another subscription.
+            ConfigurationError: another one has its name, or its task belongs to another subscription.
         """
         known = self._handlers.get(handler.name)
         if known is not None and not handler.is_same(known):
@@ -204,7 +198,7 @@ class Wiring:
 
     @contextlib.contextmanager
     def keep_handlers_on_error(self) -> Iterator[None]:
-        """Register no handler of a block that raises."""
+        """If the block raises, undo the registration of its handlers."""
         before = {**self._handlers}
         try:
             yield
@@ -213,7 +207,7 @@ class Wiring:
             raise
 
     def _refuse_shared_task(self, handler: Handler) -> None:
-        """Celery keeps the first task of a name: a second subscription would run the first one's function."""
+        """Refuse a second subscription for one task name: Celery keeps the first task and would run its function."""
         others = BRIDGES.of(self.bound) if self.bound is not None else []
         for bridge in [self, *(other for other in others if other is not self)]:
             for other in bridge.handlers:
@@ -235,9 +229,9 @@ class Wiring:
 
     @property
     def default_database(self) -> str | None:
-        """The database that the URL names, if it does."""
+        """The database in the URL. None if it has none."""
         try:
-            if self.url.startswith("mongodb+srv"):  # parsing it would ask the name server
+            if self.url.startswith("mongodb+srv"):  # parsing this URL queries the name server
                 return self.url.partition("://")[2].partition("/")[2].partition("?")[0] or None
             database: str | None = parse_uri(self.url, validate=False)["database"]
             return database
@@ -246,7 +240,7 @@ class Wiring:
 
     def stream(self, without: Container[str] = ()) -> tuple[list[Selector], Scope]:
         """
-        Return the selector of each handler, in their order, and the one stream that serves them all.
+        Return the handlers' selectors, in order, and the one stream that serves them all.
 
         Args:
             without: names of handlers to leave out.
@@ -258,9 +252,8 @@ class Wiring:
         selectors = [
             handler.selector(self.default_database) for handler in self.handlers if handler.name not in without
         ]
-        bookkeeping = AppOutboxes(self.app).bookkeeping()
-        if any(source.collection is None for selector in selectors for source in selector.sources):
-            bookkeeping = replace(bookkeeping, collections=bookkeeping.collections | _own_collections(self.app))
+        watches_databases = any(source.collection is None for selector in selectors for source in selector.sources)
+        bookkeeping = AppOutboxes(self.app).bookkeeping(watches_databases=watches_databases)
         scope = make_scope(
             selectors,
             state_database=options.database,
@@ -277,11 +270,11 @@ class Wiring:
             self._app_outboxes = AppOutboxes(self.app)
         return HandlerView(self._app_outboxes, handler.filter)
 
-    # -- what this process has ---------------------------------------------------------------------
+    # -- this process's clients and parts ------------------------------------------------------------
 
     @per_process
     def client(self) -> MongoClient[dict[str, Any]]:
-        """This process's client: connects lazily, and is made anew after a fork."""
+        """This process's client. It connects at first use, and a forked process gets a new one."""
         keep_commands_out_of_logs()
         try:
             return _open_client(weakref.ref(self), self.url)
@@ -290,18 +283,18 @@ class Wiring:
 
     @per_process
     def store(self) -> Store:
-        """The bridge's state, by this process's client."""
+        """The bridge's state, read through this process's client."""
         return Store(self.client, self.options)
 
     @property
     def line(self) -> CommandLine:
-        """The beginning of the commands about this bridge, for a process that was not given `-A`."""
+        """The beginning of this bridge's commands for a process without `-A`."""
         several = self.bound is not None and len(BRIDGES.of(self.bound)) > 1
         return CommandLine.of(self.bound, self.name if several else None)
 
     @property
     def state_concern(self) -> ErrorContext:
-        """Whom an error of the state database concerns, for the sentences about it."""
+        """The error context of the state database."""
         return ErrorContext(
             f"the state database {self.options.database} of bridge {self.name}",
             f"readWrite there, or the role that {self.line.changes('grants')} prints",
@@ -309,7 +302,7 @@ class Wiring:
 
     def reach(self) -> MongoClient[dict[str, Any]]:
         """
-        This process's client for one command, after the primary has answered once.
+        Return this process's client for one command, after the primary has answered.
 
         Raises:
             ServerUnavailableError: no primary answered within `ANSWER_SECONDS`.
@@ -324,48 +317,40 @@ class Wiring:
         return client
 
     def of_process(self, make: Callable[[Wiring], T]) -> T:
-        """Return a part's value for this process: made at its first use, and anew after a fork."""
-        part: PerProcess[T] | None = self._parts.get(make)
-        if part is None:
-            part = self._parts.setdefault(make, PerProcess(partial(make, self)))
-        return part.get()
+        """Return a part's value for this process. It is made at first use, and again after a fork."""
+        parts: dict[object, PerProcess[T]] = self.__dict__.setdefault("_per_process", {})
+        return (parts.get(make) or parts.setdefault(make, PerProcess(partial(make, self)))).get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
         """
-        A client of its own for one change stream, with a socket timeout in seconds; it repeats no reads.
+        Return a new client for one change stream, with a socket timeout in seconds. It does not repeat reads.
 
-        It reads events by `EVENT_TYPES`, whatever the URL says of types: that is meant for handlers.
+        It reads events by `EVENT_TYPES`. Types in the URL are for handlers.
         """
         keep_commands_out_of_logs()
         options = _client_options(self.url)
-        # A shorter time of the URL would end each wait for an event. The reader alone opens the stream again.
+        # A shorter timeout in the URL would end each wait for an event. Only the reader reopens the stream.
         options |= {"sockettimeoutms": int(timeout * 1000), "timeoutms": None, "retryreads": False}
         return MongoClient(self.url, **{**options, **_EVENT_TYPES})
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:
-        """A collection of the bridge's cluster by `"db.collection"`, or `"collection"` of the URL's database."""
-        database, dot, name = namespace.partition(".")
-        if not dot:
-            default = self.default_database
-            if default is None:
-                raise ConfigurationError(f"{namespace!r} names no database; write 'db.{namespace}'.")
-            database, name = default, namespace
-        return self.client[database][name]
+        """Return a collection of the bridge's cluster: `"db.collection"`, or `"collection"` of the URL's database."""
+        return find_collection(self.client, namespace)
 
     @contextlib.contextmanager
     def elsewhere(
         self, url: str, change: Callable[[BridgeOptions, Handler], Handler], **options: Any
     ) -> Iterator[BridgeOptions]:
         """
-        Until the end of the block, and for a test alone, the bridge works on another cluster, with other options.
+        In the block, use another cluster and other options. For tests only.
 
-        What this process has made for it is put away meanwhile. Clients stay open as long as the bridge is there:
-        whoever was given one, such as an outbox of the bridge, keeps it for longer than a block.
+        The block hides the bridge's clients and parts of this process. New clients stay open as long as the bridge
+        exists, because an outbox may keep one longer than the block.
 
         Args:
-            url: of the cluster.
-            change: gives a handler as it is to be meanwhile, from the options of the block and the handler.
-            options: in the place of those in force.
+            url: URL of the cluster.
+            change: returns the handler for the block, from the options of the block and the handler.
+            options: options that replace the current ones.
         """
         kept = {name: self.__dict__.get(name, {}) for name in _CHANGED_ELSEWHERE}
         changed = replace(self.options, **options)
@@ -374,7 +359,6 @@ class Wiring:
             _url=url,
             _options=changed,
             _handlers={name: change(changed, handler) for name, handler in self._handlers.items()},
-            _parts={},
             _per_process={"client": client},
         )
         try:
@@ -386,25 +370,8 @@ class Wiring:
         return ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}")
 
 
-def _own_collections(app: Celery) -> set[str]:
-    """Return the collections of `once` and of two-phase commit, which a source that names none of them leaves out."""
-    found: set[str] = set()
-    keepers: list[IdempotencyStore | TwoPhaseCommit] = [*IDEMPOTENCY_STORES, *TWO_PHASE_COMMITS.of(app)]
-    for keeper in keepers:
-        try:
-            found.update(keeper.full_names)
-        except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
-            logger.warning(
-                "the collection of %r cannot be opened (%s): handlers run for its bookkeeping, too",
-                keeper,
-                short(error),
-                extra={"event": "bookkeeping_unknown"},
-            )
-    return found
-
-
 def _open_client(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, Any]]:
-    """Open a client that is closed when its bridge is gone."""
+    """Open a client that closes when its bridge is garbage-collected."""
     client: MongoClient[dict[str, Any]] = MongoClient(url, **_client_options(url))
     owner = wiring()
     assert owner is not None, "it asks for its client"
@@ -414,24 +381,24 @@ def _open_client(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str,
 
 def _close_elsewhere(client: MongoClient[dict[str, Any]], pid: int) -> None:
     """
-    Close a client of which the garbage collector has found that its bridge is gone.
+    Close a client after the garbage collector has removed its bridge.
 
-    By a thread of its own: the collector may have interrupted one that holds a lock of this very client, such as its
-    monitor, and would wait for it for ever. A child leaves what its parent has made to the parent.
+    A new thread closes it. The collector may have interrupted a thread that holds a lock of this client, such as its
+    monitor, and would wait for it forever. A forked child does not touch its parent's clients.
     """
     if pid == os.getpid():
-        with contextlib.suppress(RuntimeError):  # the interpreter ends
-            _thread.start_new_thread(_close, (client,))  # one of `threading` is waited for when it starts
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+            _thread.start_new_thread(_close, (client,))  # `threading` would wait for its thread to start
 
 
 def _close(client: MongoClient[dict[str, Any]]) -> None:
-    """Without waiting long for a server that may be gone."""
+    """Close a client without waiting long for a server that may be gone."""
     with contextlib.suppress(Exception), pymongo.timeout(_CLOSING_SECONDS):
         client.close()
 
 
 def _settings(app: Celery) -> dict[str, Any]:
-    """Our settings; keys read with a namespace, such as Django's `CELERY`, keep it and are in capitals."""
+    """Return our settings. A namespace, such as Django's `CELERY`, stays in the keys, in capitals."""
     keys = [key for key in app.conf if isinstance(key, str)]
     namespace: str = app.conf.prefix or ""
     found = {}
@@ -450,6 +417,6 @@ def _settings(app: Celery) -> dict[str, Any]:
 
 
 def _client_options(url: str) -> Any:
-    """Return our defaults, but for the options that the URL has."""
+    """Return our defaults for options that are not in the URL."""
     given = {part.partition("=")[0].lower() for part in url.partition("?")[2].split("&")}
     return {name: value for name, value in _CLIENT_DEFAULTS.items() if name not in given}

@@ -1,1 +1,1 @@
-"""The broker: bounded connections, and the queues that an app knows."""
+"""The broker: bounded connections, and an app's queues."""

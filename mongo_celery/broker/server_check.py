@@ -1,26 +1,39 @@
-"""Check that the broker answers, and, for Redis, whether it keeps its queues."""
+"""Check that the broker answers, and that Redis keeps its queues."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kombu import Connection
 
-from mongo_celery.broker.connection import demand_answer
+from mongo_celery.broker.connection import bounded_connection, demand_answer
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.redaction import short
 
+if TYPE_CHECKING:
+    from celery import Celery
+
 BROKER_SECONDS = 3
-"""How long a preflight waits for the broker's answer."""
+"""Seconds that a preflight waits for the broker's answer."""
 
 _REDIS = "redis"
 _NEVER_EVICT = "noeviction"
 
 
+def check_broker(app: Celery) -> list[Finding]:
+    """Return findings about the broker: whether it answers within some seconds, and whether Redis keeps queues."""
+    try:
+        with bounded_connection(app, BROKER_SECONDS) as connection:
+            return [*check_server(connection)]
+    except (ConfigurationError, KeyError, ImportError, ValueError) as failure:
+        return [failing("broker", f"Its URL is not usable ({short(failure)}); correct broker_url.")]
+
+
 def check_server(connection: Connection) -> Iterator[Finding]:
-    """The server behind a bounded connection."""
-    where = connection.as_uri()  # masks the password
+    """Check the server of a bounded connection."""
+    where = connection.as_uri()  # without the password
     try:
         demand_answer(connection, BROKER_SECONDS)
     except Exception as failure:  # noqa: BLE001 - every transport raises its own
@@ -48,7 +61,7 @@ def _check_redis(connection: Connection) -> Iterator[Finding]:
 
 
 def judge_eviction(policy: object) -> Finding:
-    """Redis must refuse writes, not throw messages away."""
+    """Judge the eviction policy. Redis must refuse writes, not drop messages."""
     if policy == _NEVER_EVICT:
         return ok("redis_eviction", "maxmemory-policy is noeviction.")
     if policy is None:
@@ -61,7 +74,7 @@ def judge_eviction(policy: object) -> Finding:
 
 
 def judge_persistence(*, is_kept: bool) -> Finding:
-    """Judge the loss by a restart of Redis: of a bridge only time, of other tasks everything."""
+    """Judge persistence. A restart of Redis costs a bridge only time, but other tasks everything."""
     if is_kept:
         return ok("redis_persistence", "Redis keeps its queues on disk.")
     return degraded(

@@ -1,4 +1,4 @@
-"""Answers of the workers that run now, by remote control."""
+"""Answers of running workers by remote control."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from mongo_celery.broker.server_check import BROKER_SECONDS
 @dataclass(frozen=True, slots=True)
 class WorkerReplies:
     """
-    Answers of workers, by worker. One that answered only one of the questions is in one of them.
+    Answers by worker. A worker that answered only one question is in only one of them.
 
     Attributes:
-        queues: names of those that it consumes.
-        tasks: names of those that it knows.
-        slots: how many tasks it can run at a time. None if it does not say so.
+        queues: names of the queues that it consumes.
+        tasks: names of the tasks that it knows.
+        slots: number of concurrent tasks. None if it does not report it.
     """
 
     queues: Mapping[str, set[str]]
@@ -31,14 +31,14 @@ class WorkerReplies:
 
 def ask_workers(app: Celery, seconds: float) -> WorkerReplies:
     """
-    Ask the workers that run now; a solo pool that is busy does not answer.
+    Query the running workers. A busy solo pool does not answer.
 
     Args:
         app: the Celery app, for its broker.
-        seconds: how long the questions wait, all at the same time, since nobody knows how many will answer.
+        seconds: the time for answers. All questions wait concurrently, because the number of workers is unknown.
 
     Raises:
-        Exception: what the transport raises; some have no remote control.
+        Exception: the transport's error. Some transports have no remote control.
     """
     with ThreadPoolExecutor(3) as threads:
         queues = threads.submit(ask_for_queues, app, seconds)
@@ -49,13 +49,13 @@ def ask_workers(app: Celery, seconds: float) -> WorkerReplies:
 
 
 def ask_for_queues(app: Celery, seconds: float) -> dict[str, set[str]]:
-    """Ask the workers that run now for the queues that they consume; as `ask_workers`."""
+    """Query the running workers for their queues, like `ask_workers`."""
     found = _ask(app, "active_queues", seconds)
     return {worker: {str(queue["name"]) for queue in queues} for worker, queues in found.items()}
 
 
 def count_slots(replies: WorkerReplies, workers: Iterable[str]) -> int | None:
-    """Return how many tasks these workers can run at a time; None where one of them does not say so."""
+    """Return the total of concurrent tasks of these workers. None if one does not report it."""
     sizes = [replies.slots.get(worker) for worker in workers]
     known = [size for size in sizes if isinstance(size, int)]
     return sum(known) if len(known) == len(sizes) else None

@@ -1,1 +1,1 @@
-"""The command line. Modules here import nothing heavy at the top: `celery` loads them at every start."""
+"""The command line. Its modules import nothing heavy at the top, because `celery` loads them at every start."""

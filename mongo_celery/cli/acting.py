@@ -1,4 +1,4 @@
-"""The one way by which commands change something: they show a plan, ask, run it, and report the result."""
+"""The common form of commands that change state: show a plan, ask, run it, and report the result."""
 
 from __future__ import annotations
 
@@ -17,22 +17,41 @@ if TYPE_CHECKING:
 
 JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on one line: the plan, or what was done.")
 HANDLER = click.argument("handler")
-PARTITION = click.argument("partition", type=click.IntRange(min=0), required=False)
+
+
+class PartitionIndex(click.IntRange):
+    """The number of a partition."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Convert a typed value."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            from mongo_celery.command_line import CommandLine
+
+            app = ctx.find_root().params.get("app") if ctx is not None else None
+            line = CommandLine(app) if isinstance(app, str) else CommandLine()
+            listed = line.changes("status", "--all")
+            text = f"{value!r} is not a partition: they are numbered from 0. To see them, run: {listed}"
+            raise click.BadParameter(text, ctx, param) from None
+
+
+PARTITION = click.argument("partition", type=PartitionIndex(min=0), required=False)
 
 
 def acting_on(
     name: str, option: Callable[[Any], Any], choose: Callable[[click.Context, str | None], Any]
 ) -> Callable[[Callable[..., Plan]], Callable[..., None]]:
     """
-    Return a decorator that makes a function a command with `--yes`, `--dry-run`, `--json` and the option that chooses.
+    Return a decorator for commands with `--yes`, `--dry-run`, `--json`, and an option that selects the target.
 
-    The function takes what is chosen and its own options, and returns a plan. The command ends with status 1 if
-    something was refused.
+    The function takes the target and its own options, and returns a plan. The command ends with status 1 if something
+    was refused.
 
     Args:
-        name: of the option that chooses what the command acts on.
-        option: that one.
-        choose: returns that.
+        name: of the option that selects the target.
+        option: the option.
+        choose: returns the target.
     """
 
     def decorate(make_plan: Callable[..., Plan]) -> Callable[..., None]:
@@ -64,7 +83,7 @@ def _choose_operations(ctx: click.Context, name: str | None) -> Operations:
 
 
 def acting(make_plan: Callable[..., Plan]) -> Callable[..., None]:
-    """Make a function from a bridge's operations and options to a plan a command, with `--reason` and `--bridge`."""
+    """Make a command of a function that plans bridge operations. Add `--reason` and `--bridge`."""
     return REASON(acting_on("bridge", BRIDGE, _choose_operations)(make_plan))
 
 
@@ -77,9 +96,9 @@ def carry_out(
     as_json: bool,
 ) -> None:
     """
-    Show a plan, ask, run it and print the result; end with status 1 if something was refused.
+    Show a plan, ask, run it and print the result. End with status 1 if something was refused.
 
-    What is asked about goes to standard error, also with `--yes`: it may be the only trace of what is given up.
+    The plan goes to standard error, even with `--yes`: it may be the only record of abandoned data.
     """
     is_run = plan.act is not None and not dry_run
     if not is_run and as_json:

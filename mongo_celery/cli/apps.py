@@ -1,4 +1,4 @@
-"""What the commands share: the user's app and what belongs to it, options, the console, errors in one sentence."""
+"""The common parts of commands: the user's app, its bridges and outboxes, options, console and short errors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="Named")
 
 _PIPE_WIDTH = 100_000
-"""What is piped to grep does not wrap."""
+"""Lines for a pipe, such as to grep, do not wrap."""
 
 
 class _Unpadded:
-    """A file that drops the blanks by which the cells of a table are filled, at the ends of lines."""
+    """A file that removes the padding of table cells at the ends of lines."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -40,10 +40,10 @@ class _Unpadded:
 
 
 class FiniteRange(click.FloatRange):
-    """A number within bounds; NaN, which no bound refuses, and infinity are none."""
+    """A number within bounds. Refuses infinity, and NaN, which passes every comparison with a bound."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert what was typed."""
+        """Convert a typed value."""
         found = super().convert(value, param, ctx)
         if not math.isfinite(found):
             self.fail(f"{value!r} is not a finite number.", param, ctx)
@@ -51,12 +51,12 @@ class FiniteRange(click.FloatRange):
 
 
 def say(text: object, *, err: bool = False) -> None:
-    """Print one line, in which whatever is foreign is made visible; `err` prints it on standard error."""
+    """Print one line with foreign control characters made visible. `err` prints to standard error."""
     click.echo(visible(text), err=err)
 
 
 def json_option(each: str) -> Callable[[Any], Any]:
-    """The option `--json`; the help says what has a line of its own."""
+    """Return the option `--json`. The help names the content of a line."""
     return click.option("--json", "as_json", is_flag=True, help=f"One JSON object on one line for each {each}.")
 
 
@@ -64,18 +64,19 @@ BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the ap
 JSON = json_option("bridge")
 YES = click.option("--yes", is_flag=True, help="Skip the confirmation prompt.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
+SOURCE = click.option("--source", metavar="DB.COLLECTION", help="That of the key, if the handler has several.")
 REASON = click.option("--reason", metavar="TEXT", help="Why, for the audit record in `changes history`.")
 
 
 def bridges_of(ctx: click.Context, name: str | None) -> list[Wiring]:
-    """Return the bridge of that name, or all of the app."""
+    """Return the bridge with this name, or all of the app."""
     from mongo_celery.bridge.wiring import BRIDGES
 
     return all_of(ctx, BRIDGES, name)
 
 
 def line_of(ctx: click.Context, wiring: Wiring) -> CommandLine:
-    """Return the beginning of a command of the same bridge, as whoever typed this one would type it."""
+    """Return the beginning of a command for the same bridge, like the typed one."""
     from mongo_celery.bridge.wiring import BRIDGES
     from mongo_celery.command_line import CommandLine
 
@@ -85,7 +86,7 @@ def line_of(ctx: click.Context, wiring: Wiring) -> CommandLine:
 
 
 def one_bridge(ctx: click.Context, name: str | None) -> Wiring:
-    """Return the bridge that a command acts on."""
+    """Return the bridge for a command."""
     from mongo_celery.bridge.wiring import BRIDGES
 
     return one_of(ctx, BRIDGES, name, "--bridge")
@@ -93,10 +94,10 @@ def one_bridge(ctx: click.Context, name: str | None) -> Wiring:
 
 def app_of(ctx: click.Context, registry: Registry[Any]) -> Celery:
     """
-    The app that `-A` names, with its task modules imported.
+    Return the app that `-A` names, with its task modules imported.
 
     Raises:
-        click.ClickException: without `-A`, or when nothing of this kind belongs to the app.
+        click.ClickException: `-A` is missing, or nothing of this kind belongs to the app.
     """
     app: Celery = ctx.obj.app
     if not ctx.find_root().params.get("app") and not registry.of(app):
@@ -105,19 +106,19 @@ def app_of(ctx: click.Context, registry: Registry[Any]) -> Celery:
     with one_sentence_errors():
         app.loader.import_default_modules()
         app.finalize()
-        registry.named(app, [])
+        registry.select(app, [])
     return app
 
 
 def all_of(ctx: click.Context, registry: Registry[T], name: str | None) -> list[T]:
-    """The one of that name, or all of the app that `-A` names; errors as of `app_of`."""
+    """Return the one with this name, or all of the app that `-A` names. Errors as in `app_of`."""
     app = app_of(ctx, registry)
     with one_sentence_errors():
-        return registry.named(app, [name] if name else [])
+        return registry.select(app, [name] if name else [])
 
 
 def one_of(ctx: click.Context, registry: Registry[T], name: str | None, option: str = "--name") -> T:
-    """The one that a command acts on; an app with several has to name one."""
+    """Return the one for a command. If the app has several, the command must name one."""
     found = all_of(ctx, registry, name)
     if len(found) > 1:
         names = ", ".join(sorted(each.name for each in found))
@@ -126,7 +127,7 @@ def one_of(ctx: click.Context, registry: Registry[T], name: str | None, option: 
 
 
 def console_of(ctx: click.Context, *, err: bool = False) -> Console:
-    """Where a command shows what people read; what is no answer, such as a question, on standard error."""
+    """Return the console for people. Text other than the answer, such as a question, goes to standard error."""
     from rich.console import Console
 
     console = Console(no_color=ctx.obj.no_color or None, highlight=False, stderr=err)
@@ -138,10 +139,10 @@ def console_of(ctx: click.Context, *, err: bool = False) -> Console:
 
 class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phrase
     """
-    Turn errors that users can cure into one sentence without a traceback, and status 1.
+    Turn errors that users can fix into one sentence without traceback, and status 1.
 
     Args:
-        concern: gives whom an error of MongoDB concerns; it is asked only after the server has answered.
+        concern: returns the error context of MongoDB errors. Called only after the server has answered.
     """
 
     def __init__(self, concern: Callable[[], ErrorContext] | None = None) -> None:
@@ -157,7 +158,7 @@ class one_sentence_errors:  # noqa: N801 - a context manager that reads as a phr
 
 
 def sentence_for(error: BaseException | None, concern: Callable[[], ErrorContext] | None = None) -> str | None:
-    """What to tell the user about an error; None where it has to go its own way. Arguments as above."""
+    """Return the sentence for an error, or None if it must be raised. Arguments as above."""
     if error is None or isinstance(error, click.ClickException):
         return None
     from pymongo.errors import OperationFailure, PyMongoError
@@ -168,7 +169,7 @@ def sentence_for(error: BaseException | None, concern: Callable[[], ErrorContext
     from mongo_celery.mongo.verdicts import ErrorContext
 
     if isinstance(error, PyMongoError):
-        # Whatever else is raised may come from opening what the concern would name.
+        # Other errors may come from opening the error context.
         if concern is not None and isinstance(error, OperationFailure):
             known = to_user_error(error, concern())
         else:

@@ -1,4 +1,4 @@
-"""`celery -A app changes`: show the bridges of an app, and steer them."""
+"""`celery -A app changes`: show and steer the bridges of an app."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from celery.bin.base import handle_preload_options
 from mongo_celery.cli import steering
 from mongo_celery.cli.dead_letters import dead_letters
 from mongo_celery.cli.grants import grants
-from mongo_celery.cli.show import queues, show, where
+from mongo_celery.cli.show import queues, show
 from mongo_celery.cli.status import check, status
 
 
@@ -22,5 +22,5 @@ def changes(ctx: click.Context, **_: Any) -> None:
     del ctx
 
 
-for _command in (status, check, show, where, *steering.COMMANDS, dead_letters, queues, grants):
+for _command in (status, check, show, *steering.COMMANDS, dead_letters, queues, grants):
     changes.add_command(_command)

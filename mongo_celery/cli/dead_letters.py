@@ -1,4 +1,4 @@
-"""`celery -A app changes dead-letters`: show, replay and discard changes that failed for good."""
+"""`celery -A app changes dead-letters`: list, replay and discard changes that failed permanently."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _LISTED, _CHANGED = 50, 1000
 
 
-def _moment(_ctx: click.Context, _option: click.Parameter, value: str | None) -> datetime | None:
-    """ISO 8601; without an offset it is UTC."""
+def _parse_time(_ctx: click.Context, _option: click.Parameter, value: str | None) -> datetime | None:
+    """Parse an ISO 8601 time. Without an offset it is UTC."""
     if value is None:
         return None
     try:
@@ -34,13 +34,13 @@ def _moment(_ctx: click.Context, _option: click.Parameter, value: str | None) ->
 
 
 def _selecting(limit: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The options by which dead letters are chosen."""
+    """Return the options that select dead letters."""
     options = (
         click.argument("handler", required=False),
         click.option("--id", "ids", multiple=True, metavar="ID", help="This one: the beginning of its id is enough."),
         click.option("--key", metavar="JSON|TEXT", help="Those of this document: its _id, as JSON or as text."),
-        click.option("--since", callback=_moment, metavar="TIME", help="Since this time (ISO 8601, UTC)."),
-        click.option("--until", callback=_moment, metavar="TIME", help="Before this time."),
+        click.option("--since", callback=_parse_time, metavar="TIME", help="Since this time (ISO 8601, UTC)."),
+        click.option("--until", callback=_parse_time, metavar="TIME", help="Before this time."),
         click.option("--limit", type=click.IntRange(min=1), default=limit, show_default=True, help="N at most."),
     )
 
@@ -54,73 +54,46 @@ def _selecting(limit: int) -> Callable[[Callable[..., None]], Callable[..., None
 
 @click.group("dead-letters")
 def dead_letters() -> None:
-    """Show, replay and discard changes that failed for good."""
+    """List, replay and discard changes that failed permanently."""
 
 
 @dead_letters.command("list")
 @_selecting(_LISTED)
+@click.option("--full", is_flag=True, help="Show them whole, with traceback and change, as those of --id.")
 @BRIDGE
 @JSON
 @click.pass_context
-def list_dead_letters(ctx: click.Context, /, *, bridge: str | None, as_json: bool, **given: Any) -> None:
+def list_dead_letters(ctx: click.Context, /, *, bridge: str | None, as_json: bool, full: bool, **given: Any) -> None:
     """
-    List dead letters: by handler, then in the order of the stream.
+    List dead letters by handler and stream order.
 
-    Those of one HANDLER, or of all.
+    Without HANDLER it lists all. With --id it shows one in full, including the change's document, so mind who can see
+    it.
     """
-    from mongo_celery.bridge.operations.letter_commands import plain
-    from mongo_celery.bridge.operations.operations import Operations
+    from mongo_celery.bridge.operations.dead_letter_commands import change_of, find, plain
 
-    wiring = one_bridge(ctx, bridge)
+    wiring, full = one_bridge(ctx, bridge), full or bool(given["ids"])
     with one_sentence_errors():
-        found = Operations(wiring).find_dead_letters(**given)
-    letters = [plain(each, found.key_of(each)) for each in found.letters]
+        found = find(wiring, **given)
+        letters = [plain(each, found.key_of(each)) for each in found.letters]
+        if full:
+            whole = [{"traceback": each.traceback, **change_of(wiring, each)} for each in found.letters]
+            letters = [letter | more for letter, more in zip(letters, whole, strict=True)]
     if as_json:
-        answer = {"bridge": wiring.name, "count": found.count, "leads": found.leads, "letters": letters}
+        answer = {"bridge": wiring.name, "count": found.count, "leads": found.leads, "dead_letters": letters}
         click.echo(json.dumps(answer))
         return
-    from mongo_celery.cli.dead_letters_view import list_lines
+    from mongo_celery.cli.dead_letters_view import list_lines, show_lines
 
-    for line in list_lines(wiring.name, found, letters):
+    lines = (line for letter in letters for line in show_lines(letter, letter, leads=found.leads))
+    for line in lines if full else list_lines(wiring.name, found, letters):
         say(line)
-
-
-@dead_letters.command()
-@_selecting(1)
-@BRIDGE
-@JSON
-@click.pass_context
-def show(ctx: click.Context, /, *, bridge: str | None, as_json: bool, **given: Any) -> None:
-    """
-    Show dead letters with traceback and change.
-
-    The change is a document's contents: mind who sees it.
-    """
-    from mongo_celery.bridge.operations.letter_commands import change_of, plain
-    from mongo_celery.bridge.operations.operations import Operations
-
-    wiring = one_bridge(ctx, bridge)
-    with one_sentence_errors():
-        found = Operations(wiring).find_dead_letters(**given)
-        letters = [
-            ({**plain(each, found.key_of(each)), "traceback": each.traceback}, change_of(wiring, each))
-            for each in found.letters
-        ]
-    if as_json:
-        whole = [letter | change for letter, change in letters]
-        click.echo(json.dumps({"bridge": wiring.name, "count": found.count, "leads": found.leads, "letters": whole}))
-        return
-    from mongo_celery.cli.dead_letters_view import show_lines
-
-    for letter, change in letters:
-        for line in show_lines(letter, change, leads=found.leads):
-            say(line)
-    if found.count > len(letters):
+    if full and found.count > len(letters):
         say(f"and {found.count - len(letters)} more: --limit")
 
 
 def _checking_choice(command: Callable[..., None]) -> Callable[..., None]:
-    """Refuse a command that names nothing, before the app is looked for."""
+    """Refuse a command without a selection, before looking for the app."""
 
     @functools.wraps(command)
     def checked(*, everything: bool, **given: Any) -> None:
@@ -136,7 +109,9 @@ def _checking_choice(command: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-ALL = click.option("--all", "everything", is_flag=True, help="All of the bridge.")
+ALL = click.option(
+    "--all", "everything", is_flag=True, help="All dead letters of the bridge. Required if nothing else selects some."
+)
 
 
 @dead_letters.command()
@@ -151,14 +126,16 @@ ALL = click.option("--all", "everything", is_flag=True, help="All of the bridge.
 @acting
 def replay(operations: Operations, **given: Any) -> Plan:
     """
-    Run the handler again for dead letters.
+    Run the handler again for dead letters. Fix the cause first.
 
-    The listener dispatches them, those of one key in their order, between the changes of their partition. A dead letter
-    goes when its handler has succeeded; else it stays, with the new error. Fix the cause first.
+    The listener dispatches them between the changes of their partition, and keeps the order within a key. If the
+    handler succeeds, the dead letter is removed. If it fails, the dead letter stays with the new error, and
+    `dead-letters list` shows it.
 
-    Of a parked key all that wait are replayed, from the first one on, whichever is named; then the key is released.
+    For a parked key, all waiting dead letters are replayed from the first one, whichever you name. Then the key is
+    released.
 
-    Ends with status 1 if any of them cannot be replayed.
+    Ends with status 1 if one of them cannot be replayed.
     """
     return operations.replay_dead_letters(**given)
 
@@ -170,11 +147,11 @@ def replay(operations: Operations, **given: Any) -> Plan:
 @acting
 def discard(operations: Operations, **given: Any) -> Plan:
     """
-    Throw dead letters away.
+    Discard dead letters.
 
-    Their changes will never be handled. One whose replay has not begun is not replayed either; one that is being
-    replayed stays, and the command ends with status 1.
+    Their changes will never be handled. A requested replay that has not begun is cancelled. A dead letter whose replay
+    is running stays, and the command ends with status 1.
 
-    If the first of a parked key goes, those after it that stay are replayed.
+    If you discard the first one of a parked key, the remaining ones after it are replayed.
     """
     return operations.discard_dead_letters(**given)

@@ -1,52 +1,54 @@
-"""How the dead letters of a bridge look on a terminal: some lines each, none of which needs a wide one."""
+"""Dead letters of a bridge on a narrow terminal, with some lines for each."""
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.quantities import moment, number, size
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.operations.letter_commands import Found
+    from mongo_celery.bridge.operations.dead_letter_commands import Found
 
 _LINE = 72
+_ERROR_LINES = 4
 
 
 def list_lines(bridge: str, found: Found, plain: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """
-    The lines that list dead letters.
+    Return the lines that list dead letters.
 
     Args:
-        plain: the letters as JSON has them.
+        plain: the dead letters in their JSON form.
     """
-    from mongo_celery.bridge.operations.letter_commands import short_ids
+    from mongo_celery.bridge.operations.dead_letter_commands import short_ids
 
     yield f"{bridge}: {number(found.count, 'dead letter', 'dead letters')}"
     for id_, each in zip(short_ids([each["id"] for each in plain]), plain, strict=True):
         yield f"{id_}  {each['cause'].replace('_', ' ')} {moment(each['at'])}"
-        yield "  " + _cut(f"{each['subscription']}: {each['key']}")
-        yield f"  {_cut(each['error'])}"
-        again = replay_line(each, leads=found.leads)
+        yield "  " + _cut(f"{each['handler']}: {each['key']}")
+        yield from (f"  {line}" for line in _wrap(each["error"]))
+        again = describe_replay(each, leads=found.leads)
         if again is None and each["replays"]:
             again = f"its last replay has failed ({number(each['replays'], 'start', 'starts')})"
-        for line in (passed_line(each), parked_line(each), again):
+        for line in (describe_passed(each), describe_parked(each), again):
             if line:
                 yield f"  {line}"
     if found.count > len(plain):
         yield f"and {found.count - len(plain)} more: --limit"
 
 
-def passed_line(plain: Mapping[str, Any]) -> str | None:
-    """Which changes it stands for, where its handler coalesces; None where it stands for none."""
+def describe_passed(plain: Mapping[str, Any]) -> str | None:
+    """Describe the changes that it replaces, if its handler coalesces. None if it replaces none."""
     count = plain["passed"]
     return f"stands for {number(count, 'earlier change', 'earlier changes')} of its document" if count else None
 
 
-def parked_line(plain: Mapping[str, Any]) -> str | None:
-    """What waits behind what for a parked key; None where nothing does."""
-    from mongo_celery.bridge.operations.letter_commands import short_ids
+def describe_parked(plain: Mapping[str, Any]) -> str | None:
+    """Describe the changes that wait for its parked key, or the one that it waits for. None if there are none."""
+    from mongo_celery.bridge.operations.dead_letter_commands import short_ids
 
     if plain["behind"] is not None:
         return f"waits behind {short_ids([plain['behind']])[0]}"
@@ -56,8 +58,8 @@ def parked_line(plain: Mapping[str, Any]) -> str | None:
     return "its key is parked" + (f", {number(count, 'change waits', 'changes wait')} behind it" if count else "")
 
 
-def replay_line(plain: Mapping[str, Any], *, leads: bool) -> str | None:
-    """Return what happens to the replay of a dead letter; None where none is asked for."""
+def describe_replay(plain: Mapping[str, Any], *, leads: bool) -> str | None:
+    """Describe the state of a dead letter's replay. None if no replay was requested."""
     state = plain["replay"]
     if state is None:
         return None
@@ -70,13 +72,13 @@ def replay_line(plain: Mapping[str, Any], *, leads: bool) -> str | None:
 
 
 def show_lines(plain: Mapping[str, Any], change: Mapping[str, Any], *, leads: bool) -> Iterator[str]:
-    """The lines that tell all of one dead letter."""
-    yield f"{plain['subscription']}: {plain['key']}"
+    """Return the lines with all details of one dead letter."""
+    yield f"{plain['handler']}: {plain['key']}"
     yield f"  id: {plain['id']}"
     yield f"  {plain['cause'].replace('_', ' ')} {moment(plain['at'])}"
     tried = number(plain["attempts"], "attempt", "attempts")
     yield f"  {tried}, {number(plain['replays'], 'start', 'starts')} by replays"
-    for line in (passed_line(plain), parked_line(plain), replay_line(plain, leads=leads)):
+    for line in (describe_passed(plain), describe_parked(plain), describe_replay(plain, leads=leads)):
         if line:
             yield f"  {line}"
     for id_ in plain["passed_over"]:
@@ -91,6 +93,11 @@ def show_lines(plain: Mapping[str, Any], change: Mapping[str, Any], *, leads: bo
         yield "  its change cannot be read as a document; --json has its bytes in base64"
     else:
         yield "  its change was too large to be kept"
+
+
+def _wrap(text: str) -> list[str]:
+    """Return a few lines of an error's first line. The action is at its end."""
+    return textwrap.wrap(text.partition("\n")[0], _LINE, max_lines=_ERROR_LINES, placeholder="...") or [""]
 
 
 def _cut(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The findings of a bridge or an outbox on a terminal: problems first, each with the command that fixes it."""
+"""The findings of a bridge or an outbox on a terminal: problems first, each with the commands that fix it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _WORDS = {"ok": "healthy", "degraded": "DEGRADED", "failing": "FAILING"}
 
 def findings_view(name: str, findings: Sequence[Finding], *, folded: bool = False) -> RenderableType:
     """
-    Show one line with the worst severity, the problems, the worst first, and what is well.
+    Show the worst severity, then the problems, the worst first, then the healthy findings.
 
-    A command has a line of its own that is not broken, so that you can copy it; print it with `crop=False`.
+    Each command has its own unbroken line, so you can copy it. Print it with `crop=False`.
 
     Args:
-        folded: break it all the same at the terminal's edge, for a view that is drawn over itself.
+        folded: True to break commands at the terminal's edge, for a view that redraws itself.
     """
     return Group(headline(name, findings), *problems(findings, folded=folded), *_well(findings))
 
@@ -38,15 +38,16 @@ def headline(name: str, findings: Sequence[Finding]) -> Text:
 
 
 def problems(findings: Sequence[Finding], *, folded: bool = False) -> Iterator[RenderableType]:
-    """Show each finding that is not ok, the worst first, with its command."""
+    """Show each finding that is not ok, with its commands, the worst first."""
     found = [each for each in findings if each.severity != "ok"]
     for each in sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)):
         words = Text.assemble((f"{each.severity} {each.code}", COLORS[each.severity]), f": {visible(each.sentence)}")
         yield Padding(words, (0, 0, 0, 2), expand=False)
-        if each.command is not None and folded:
-            yield Padding(Text(visible(each.command), "bold", overflow="fold"), (0, 0, 0, 4), expand=False)
-        elif each.command is not None:
-            yield Text(f"    {visible(each.command)}", style="bold", no_wrap=True, overflow="ignore")
+        for command in map(visible, each.commands):
+            if folded:
+                yield Padding(Text(command, "bold", overflow="fold"), (0, 0, 0, 4), expand=False)
+            else:
+                yield Text(f"    {command}", style="bold", no_wrap=True, overflow="ignore")
 
 
 def _well(findings: Sequence[Finding]) -> Iterator[RenderableType]:

@@ -1,4 +1,4 @@
-"""`celery -A app changes grants`: the roles that a bridge's users need in MongoDB, ready for mongosh."""
+"""`celery -A app changes grants`: the MongoDB roles for a bridge's users, ready for mongosh."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 from mongo_celery.cli.apps import all_of, json_option, one_sentence_errors, say
 
-_ROLES = ("listener", "worker", "operator", "viewer")  # as in operations.grants, which the help need not import
+_ROLES = ("listener", "worker", "operator", "viewer")  # as in operations.grants, which the help must not import
 
 
 @click.command()
@@ -29,22 +29,22 @@ def grants(
     as_json: bool,
 ) -> None:
     """
-    Print the least rights that bridges need in MongoDB.
+    Print the minimal MongoDB roles for a bridge's users.
 
-    A role each for listeners, for workers, for the people who run `changes` and for those who only look, on the
-    databases and collections that the bridge really uses. Paste it into mongosh as a user who may create roles. Nothing
-    is asked of MongoDB and nothing is changed.
+    There is a role for listeners, for workers, for operators of `changes`, and for viewers, limited to the databases
+    and collections that the bridge uses. Paste the output into mongosh as a user who may create roles. The command does
+    not connect to MongoDB and changes nothing.
 
-    A process that does two things (`worker --listener`) needs both roles. What handlers themselves read and write is
-    not in them.
+    A process that does two things (`worker --listener`) needs both roles. Add the rights for your handlers' own reads
+    and writes.
     """
-    from mongo_celery.bridge.operations.grants import ROLES, grant_command, rights_of, role_command
+    from mongo_celery.bridge.operations.grants import ROLES, grant_command, list_rights, role_command
     from mongo_celery.bridge.wiring import BRIDGES
 
     for each in all_of(ctx, BRIDGES, bridge):
         for role in roles or _ROLES:
             with one_sentence_errors():
-                rights = rights_of(each, role)
+                rights = list_rights(each, role)
             if without_optional:
                 rights = [right for right in rights if right.without is None]
             commands = [role_command(each.name, role, rights, update=update)]

@@ -1,4 +1,4 @@
-"""`celery -A app listener`: the process that leads a bridge, or stands by."""
+"""`celery -A app listener`: the process that leads a bridge or is its standby."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What this start was asked for."""
+    """The options of this start."""
 
     bridges: tuple[str, ...]
     on_history_lost: str | None
@@ -32,7 +32,7 @@ class _Start:
     metavar="NAME",
     cls=CeleryOption,
     help_group="Listener Options",
-    help="Listen for this bridge only; may be repeated. By default for all bridges of the app.",
+    help="Listen for this bridge only. May be repeated. Default: all bridges of the app.",
 )
 @click.option(
     "--on-history-lost",
@@ -46,7 +46,7 @@ class _Start:
     is_flag=True,
     cls=CeleryOption,
     help_group="Listener Options",
-    help="For this start: lead also where the bridge has another broker, database or app, which has moved. Never "
+    help="For this start: lead even if the bridge's broker, database or app has changed. Never use it "
     "for a second environment.",
 )
 @click.option(
@@ -95,8 +95,8 @@ def listener(
     """
     Listen to MongoDB and dispatch changes to the workers.
 
-    Any number may run; one leads and the others stand by. SIGTERM steps down at once, also while long
-    handlers run: the next listener adopts them.
+    You may run several: one leads and the others are standbys. On SIGTERM the leader steps down immediately, even while
+    long handlers run, and the next listener adopts them.
     """
     from celery.platforms import detached, maybe_drop_privileges
 
@@ -114,7 +114,7 @@ def listener(
 
 
 def _serving(ctx: click.Context, given: str | None) -> Beside | None:
-    """What serves HTTP beside the listeners, where that was asked for."""
+    """Return the HTTP service beside the listeners, if requested."""
     if given is None:
         return None
     from mongo_celery.bridge.http import make_http_service

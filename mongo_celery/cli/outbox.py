@@ -1,10 +1,9 @@
-"""`celery -A app outbox`: look at outboxes, deliver what was left behind, decide on dead letters."""
+"""`celery -A app outbox`: show outboxes, deliver pending entries, and handle dead letters."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,18 +14,17 @@ from mongo_celery.cli.apps import FiniteRange, all_of, console_of, json_option, 
 
 if TYPE_CHECKING:
     from mongo_celery.outbox.plans import Letters
-    from mongo_celery.outbox.registry import AnyOutbox
+    from mongo_celery.outbox.registry import BaseOutbox
     from mongo_celery.plan import Plan
 
 _LIMIT = 50
-_DOCUMENTS = 1000
 
 NAME = click.option("--name", metavar="NAME", help="The outbox, where the app has several.")
 JSON = json_option("outbox or dead letter")
 IDS = click.argument("ids", metavar="[ID]...", nargs=-1)
 
 
-def _outboxes(ctx: click.Context, name: str | None) -> list[AnyOutbox]:
+def _outboxes(ctx: click.Context, name: str | None) -> list[BaseOutbox]:
     from mongo_celery.outbox.registry import OUTBOXES
 
     return all_of(ctx, OUTBOXES, name)
@@ -44,73 +42,38 @@ def outbox(ctx: click.Context, **_: Any) -> None:
 
 
 @outbox.command()
+@click.option("--check", is_flag=True, help="Check everything that an outbox needs, for some seconds.")
 @NAME
 @JSON
 @click.pass_context
-def status(ctx: click.Context, name: str | None, as_json: bool) -> None:
+def status(ctx: click.Context, name: str | None, *, check: bool, as_json: bool) -> None:
     """
-    Show what is pending, for how long, and the broker.
+    Show pending entries, problems and fixes.
 
-    Ends with status 0 however long things have waited and however many dead letters there are, as long as
-    MongoDB answers: what is pending is a state, and no failure of this command. Scripts look at --json.
-    With several outboxes, one that cannot be read is named with the reason, and the status is 1.
-    """
+    \b
+    Exit status:
+      0  healthy
+      1  degraded: it ends automatically, or can wait
+      2  failing: blocked until a person acts, or not readable
+
+    With --check it takes some seconds longer, and also checks rights, collection, validator and workers. It changes
+    nothing.
+    """  # noqa: D301 - \b is click's, and no part of the text
+    from mongo_celery.cli.findings_view import findings_view
+    from mongo_celery.cli.outbox_view import health_view, plain_health
+    from mongo_celery.findings import EXIT_CODES, verdict_of
     from mongo_celery.outbox.health import read_health
 
     chosen = _outboxes(ctx, name)
     with one_sentence_errors():
-        found, unread = read_health(ctx.obj.app, chosen)
-    from mongo_celery.cli.outbox_view import advice_view, health_view, plain_health, unread_view
-    from mongo_celery.mongo.redaction import short
-
-    if as_json:
-        for health in found:
-            click.echo(json.dumps(plain_health(health)))
-        for each, error in unread.items():
-            click.echo(json.dumps({"outbox": each, "error": short(error)}))
-    else:
-        console = console_of(ctx)
-        console.print(health_view(found))
-        for sentence in (*unread_view(unread), *advice_view(found)):
-            console.print(sentence)
-    if unread:
-        ctx.exit(1)
-
-
-# -- check -----------------------------------------------------------------------------------------
-
-
-@outbox.command()
-@NAME
-@JSON
-@click.pass_context
-def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
-    """
-    Look at everything that an outbox needs, and at how it is.
-
-    MongoDB, rights, index, validator, shard key, models, what is pending and for whom, whether beat and a
-    worker sweep it, broker and workers. Takes some seconds, changes nothing, and ends with status 1 if
-    anything is an error.
-    """
-    from mongo_celery.outbox.check import check as preflight
-    from mongo_celery.outbox.check import look_around
-
-    chosen = _outboxes(ctx, name)
-    facts = look_around(ctx.obj.app)
-    failed = False
-    for each in chosen:
-        with one_sentence_errors():
-            findings = preflight(each, facts)
-        wrong = any(finding.severity == "failing" for finding in findings)
-        failed = failed or wrong
-        if as_json:
-            found = [asdict(finding) for finding in findings]
-            click.echo(json.dumps({"outbox": each.name, "ok": not wrong, "findings": found}))
-        else:
-            from mongo_celery.cli.findings_view import findings_view
-
-            console_of(ctx).print(findings_view(each.name, findings), crop=False)
-    ctx.exit(1 if failed else 0)
+        found = read_health(ctx.obj.app, chosen, thorough=check)
+    for health in found if as_json else ():
+        click.echo(json.dumps(plain_health(health)))
+    if not as_json:
+        views = [findings_view(each.name, each.findings) for each in found] if check else [health_view(found)]
+        for view in views:
+            console_of(ctx).print(view, crop=False)
+    ctx.exit(max(EXIT_CODES[verdict_of(health.findings)] for health in found))
 
 
 # -- sweep -----------------------------------------------------------------------------------------
@@ -123,21 +86,13 @@ def check(ctx: click.Context, name: str | None, as_json: bool) -> None:
     metavar="SECONDS",
     help="How long the oldest entry of a document has waited; by default what the outbox says, 0 for everything.",
 )
-@click.option(
-    "--limit",
-    type=click.IntRange(min=1),
-    default=_DOCUMENTS,
-    show_default=True,
-    help="Documents of each outbox at most; turns in which nothing is delivered are not counted.",
-)
 @acting_on("name", NAME, _outboxes)
-def sweep(outboxes: list[AnyOutbox], **given: Any) -> Plan:
+def sweep(outboxes: list[BaseOutbox], **given: Any) -> Plan:
     """
-    Deliver now what was left behind.
+    Deliver pending entries now.
 
-    As the sweep that beat starts; both may run at once. Outboxes have their turns one after the other, and
-    one that MongoDB does not answer for keeps no other waiting. Ends with status 1 if something could not be
-    delivered.
+    It does the same as the sweep that beat starts, and both may run at the same time. Outboxes take turns. If MongoDB
+    does not answer for one, the others do not wait. Ends with status 1 if something could not be delivered.
     """
     from mongo_celery.outbox.plans import plan_sweep
 
@@ -149,55 +104,47 @@ def sweep(outboxes: list[AnyOutbox], **given: Any) -> Plan:
 
 @outbox.group("dead-letters")
 def dead_letters() -> None:
-    """Show, replay and discard entries that were never published."""
+    """List, replay and discard entries that were never published."""
 
 
 @dead_letters.command("list")
+@IDS
+@click.option("--payload", is_flag=True, help="Also show their arguments, which may contain secrets.")
 @click.option("--limit", type=click.IntRange(min=1), default=_LIMIT, show_default=True, help="Of each outbox.")
 @NAME
 @JSON
 @click.pass_context
-def list_dead_letters(ctx: click.Context, limit: int, name: str | None, as_json: bool) -> None:
-    """List dead letters, the oldest first."""
-    from mongo_celery.outbox import replay as commands
-    from mongo_celery.outbox.plans import reached
+def list_dead_letters(
+    ctx: click.Context, ids: Sequence[str], limit: int, name: str | None, *, payload: bool, as_json: bool
+) -> None:
+    """List dead letters, the oldest first. With an ID it shows them in full, with traceback."""
+    from mongo_celery.cli.outbox_view import dead_letter_view, dead_letters_view
+    from mongo_celery.outbox.plans import find_letters, reach_first
 
-    for each in _outboxes(ctx, name):
-        with one_sentence_errors(), reached(each):
-            found, count = commands.dead_letters(each, limit), each.dead_letters.count()
-        if as_json:
-            plain = [dead_letter.plain(payload=False) for dead_letter in found]
-            click.echo(json.dumps({"outbox": each.name, "count": count, "letters": plain}))
-        else:
-            from mongo_celery.cli.outbox_view import dead_letters_view
-
-            console_of(ctx).print(dead_letters_view(each.name, found, count))
-
-
-@dead_letters.command()
-@click.argument("id", metavar="ID")
-@click.option("--payload", is_flag=True, help="Show the arguments too; they may hold what is secret.")
-@NAME
-@JSON
-@click.pass_context
-def show(ctx: click.Context, id: str, payload: bool, name: str | None, as_json: bool) -> None:  # noqa: A002
-    """Show one dead letter with its traceback."""
-    from mongo_celery.outbox.plans import find_letters
-
-    with one_sentence_errors():
-        ((chosen, found),) = find_letters(_outboxes(ctx, name), [id])
-    if as_json:
-        click.echo(json.dumps({"outbox": chosen.name, **found.plain(payload=payload)}))
+    chosen = _outboxes(ctx, name)
+    if ids:
+        with one_sentence_errors():
+            letters = find_letters(chosen, ids)
+        for outbox, letter in letters:
+            if as_json:
+                click.echo(json.dumps({"outbox": outbox.name, **letter.plain(payload=payload)}))
+            else:
+                console_of(ctx).print(dead_letter_view(outbox.name, letter, payload=payload), soft_wrap=True)
         return
-    from mongo_celery.cli.outbox_view import dead_letter_view
-
-    console_of(ctx).print(dead_letter_view(chosen.name, found, payload=payload), soft_wrap=True)
+    for each in chosen:
+        with one_sentence_errors(), reach_first(each):
+            found, count = each.runtime.dead_letters.find(limit), each.runtime.dead_letters.count()
+        if as_json:
+            plain = [letter.plain(payload=False) for letter in found]
+            click.echo(json.dumps({"outbox": each.name, "count": count, "dead_letters": plain}))
+        else:
+            console_of(ctx).print(dead_letters_view(each.name, found, count))
 
 
 ALL = click.option("--all", "everything", is_flag=True, help="All dead letters of the chosen outboxes.")
 
 
-def _choose(outboxes: list[AnyOutbox], ids: Sequence[str], *, everything: bool) -> Letters:
+def _choose(outboxes: list[BaseOutbox], ids: Sequence[str], *, everything: bool) -> Letters:
     from mongo_celery.outbox.plans import find_letters
 
     if bool(ids) == everything:
@@ -208,16 +155,16 @@ def _choose(outboxes: list[AnyOutbox], ids: Sequence[str], *, everything: bool) 
 @dead_letters.command()
 @IDS
 @ALL
-@click.option("--without-document", is_flag=True, help="If the document is gone, publish all the same.")
-@click.option("--sign", is_flag=True, help="Vouch for entries that the outbox has not signed: they run what they say.")
+@click.option("--without-document", is_flag=True, help="Publish even if the document no longer exists.")
+@click.option("--sign", is_flag=True, help="Accept entries that the outbox has not signed. Check them first.")
 @acting_on("name", NAME, _outboxes)
-def replay(outboxes: list[AnyOutbox], ids: Sequence[str], *, everything: bool, sign: bool, **given: Any) -> Plan:
+def replay(outboxes: list[BaseOutbox], ids: Sequence[str], *, everything: bool, sign: bool, **given: Any) -> Plan:
     """
-    Put dead letters back into their documents.
+    Put dead letters back into their documents. Fix the cause first.
 
-    They come last there, with no attempts counted, and are delivered by the next sweep. Fix the cause first. If a
-    document is gone its dead letter stays, and the command ends with status 1. So does one that the outbox has not
-    signed, unless --sign vouches for it, which takes ids.
+    They go to the end, with no attempts counted, and the next sweep delivers them. If a document is gone, its dead
+    letter stays, and the command ends with status 1. The same happens if the outbox has not signed it. Use --sign with
+    its ID to vouch for it.
     """
     from mongo_celery.outbox.plans import plan_replay
 
@@ -230,8 +177,8 @@ def replay(outboxes: list[AnyOutbox], ids: Sequence[str], *, everything: bool, s
 @IDS
 @ALL
 @acting_on("name", NAME, _outboxes)
-def discard(outboxes: list[AnyOutbox], ids: Sequence[str], *, everything: bool) -> Plan:
-    """Throw dead letters away. Their tasks and events will never be published."""
+def discard(outboxes: list[BaseOutbox], ids: Sequence[str], *, everything: bool) -> Plan:
+    """Discard dead letters. Their tasks and events will never be published."""
     from mongo_celery.outbox.plans import plan_discard
 
     return plan_discard(_choose(outboxes, ids, everything=everything))

@@ -1,95 +1,70 @@
-"""How outboxes and their dead letters look, on a terminal and as JSON."""
+"""Views of outboxes and their dead letters, on a terminal and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from mongo_celery.mongo.redaction import short
+from mongo_celery.cli.findings_view import headline, problems
+from mongo_celery.findings import verdict_of
 from mongo_celery.quantities import duration, number
 from mongo_celery.visible import visible, visible_lines
 
 if TYPE_CHECKING:
-    from mongo_celery.outbox.health import Health
-    from mongo_celery.outbox.replay import DeadLetter
+    from mongo_celery.outbox.dead_letters import DeadLetter
+    from mongo_celery.outbox.health import OutboxHealth
+    from mongo_celery.outbox.runtime import OutboxStatus
 
 _CHARACTERS = 200
+_COUNTS = ("documents", "pending", "failing", "stuck", "other_brokers", "dead_letters", "unsigned")
 
 
-def health_view(found: Iterable[Health]) -> RenderableType:
-    """Some words on each outbox, on lines of its own: a table of so many figures fits no terminal."""
-    return Group(*map(_health, found))
+def health_view(found: Iterable[OutboxHealth]) -> RenderableType:
+    """Show each outbox with its counts, and its problems with their commands."""
+    return Group(*(part for health in found for part in _show_health(health)))
 
 
-def _health(health: Health) -> RenderableType:
-    status = health.status
-    text = Text.assemble((health.name, "bold"), ": ")
+def _show_health(health: OutboxHealth) -> Iterator[RenderableType]:
+    yield headline(health.name, health.findings)
+    if health.status is not None:
+        yield Padding(_show_counts(health.status), (0, 0, 0, 2), expand=False)
+    yield from problems(health.findings)
+
+
+def _show_counts(status: OutboxStatus) -> Text:
+    text = Text("nothing pending")
     if status.pending:
-        entries = number(status.pending, "entry", "entries")
-        text.append(f"{entries} pending in {number(status.documents, 'document', 'documents')}, the oldest for ")
-        text.append(duration(status.oldest_seconds), style="red" if health.late else "")
-    else:
-        text.append("nothing pending")
-    if status.failing:
-        failing = number(status.failing, "document has an entry", "documents have entries")
-        text.append(f", {failing} that failed", style="yellow")
-    if status.stuck:
-        text.append(f", {number(status.stuck, 'of them is', 'of them are')} stuck", style="red")
-    letters = number(status.dead_letters, "dead letter", "dead letters")
-    text.append(", ").append(letters, style="red" if status.dead_letters else "")
-    answers = health.broker_error is None
-    return text.append(", the broker ").append(
-        "answers" if answers else "does not answer", style="green" if answers else "red"
-    )
+        entries, documents = (
+            number(status.pending, "entry", "entries"),
+            number(status.documents, "document", "documents"),
+        )
+        text = Text(f"{entries} pending in {documents}, the oldest for {duration(status.oldest_seconds)}")
+    return text.append(f", {number(status.dead_letters, 'dead letter', 'dead letters')}")
 
 
-def advice_view(found: Iterable[Health]) -> Sequence[Text]:
-    """What to do: each sentence once, after the outboxes that it is about."""
-    about: dict[str, list[str]] = {}
-    for health in found:
-        for sentence in health.advice():
-            about.setdefault(sentence, []).append(health.name)
-    return [Text.assemble((", ".join(names), "bold"), ": ", visible(sentence)) for sentence, names in about.items()]
-
-
-def unread_view(unread: Mapping[str, Exception]) -> Sequence[Text]:
-    """Say which outboxes could not be read, and why."""
-    return [Text.assemble((name, "bold"), ": ", (short(error), "red")) for name, error in unread.items()]
-
-
-def plain_health(health: Health) -> dict[str, Any]:
-    """As JSON: what this process has counted itself is left out, since it has just begun."""
+def plain_health(health: OutboxHealth) -> dict[str, Any]:
+    """Return the health as JSON, without the counts of this process, which has just started."""
     status = health.status
-    return {
-        "outbox": health.name,
-        "collection": status.outbox,
-        "documents": status.documents,
-        "pending": status.pending,
-        "oldest_seconds": None if status.oldest_seconds is None else round(status.oldest_seconds, 3),
-        "failing": status.failing,
-        "stuck": status.stuck,
-        "other_apps": status.other_apps,
-        "dead_letters": status.dead_letters,
-        "unsigned": status.unsigned,
-        "sweep_after": health.sweep_after,
-        "late": health.late,
-        "scheduled": health.scheduled,
-        "swept_seconds": None if health.swept_seconds is None else round(health.swept_seconds, 3),
-        "indexed": health.indexed,
-        "broker": {"answers": health.broker_error is None, "error": health.broker_error},
-        "advice": health.advice(),
-    }
+    counts = {} if status is None else {name: getattr(status, name) for name in _COUNTS}
+    if status is not None:
+        counts |= {
+            "collection": status.outbox,
+            "oldest_seconds": None if status.oldest_seconds is None else round(status.oldest_seconds, 3),
+        }
+    findings = {"verdict": verdict_of(health.findings), "findings": [asdict(each) for each in health.findings]}
+    return {"outbox": health.name, **findings, **counts}
 
 
 def dead_letters_view(outbox: str, found: Sequence[DeadLetter], count: int) -> RenderableType:
-    """Some lines for each dead letter, with its whole id, and how many are not shown."""
+    """Show some lines for each dead letter, with its whole id, and the number of hidden ones."""
     lines: list[RenderableType] = [Text.assemble((outbox, "bold"), f": {number(count, 'dead letter', 'dead letters')}")]
     for each in found:
-        lines.append(Text(f"{visible(each.id)}  {_moment(each)}"))
+        lines.append(Text(f"{visible(each.id)}  {_show_time(each)}"))
         lines.append(_below(f"{each.entry.get('name', '?')} of document {each.document!r}"))
         lines.append(_below(each.error))
     if count > len(found):
@@ -98,8 +73,8 @@ def dead_letters_view(outbox: str, found: Sequence[DeadLetter], count: int) -> R
 
 
 def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> RenderableType:
-    """One dead letter with everything that is known."""
-    from mongo_celery.outbox.failures import attempts_of
+    """Show one dead letter with all details."""
+    from mongo_celery.outbox.entries import read_attempts
 
     entry = found.entry
     facts = {
@@ -110,8 +85,8 @@ def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> Render
         "name": entry.get("name", "?"),
         "arguments": entry.get("argsrepr", ""),
         "written": entry.get("at", "?"),
-        "set aside": _moment(found),
-        "failed before": number(attempts_of(entry), "time", "times"),
+        "set aside": _show_time(found),
+        "failed before": number(read_attempts(entry), "time", "times"),
         "error": found.error,
         **({"payload": entry.get("payload")} if payload else {}),
     }
@@ -122,12 +97,12 @@ def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> Render
     return Group(*lines, Text(visible_lines(found.traceback.rstrip(), "  ")))
 
 
-def _moment(found: DeadLetter) -> str:
+def _show_time(found: DeadLetter) -> str:
     return "-" if found.at is None else f"{found.at:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _below(text: str) -> RenderableType:
-    """Its first line, some characters of it; on more lines of a narrow terminal."""
+    """Return the first line, shortened. A narrow terminal wraps it."""
     line = text.splitlines()[0] if text else ""
     shown = visible(line if len(line) <= _CHARACTERS else line[: _CHARACTERS - 3] + "...")
     return Padding(Text(shown), (0, 0, 0, 2), expand=False)

@@ -1,4 +1,4 @@
-"""`mongo-celery services`: the servers alone, for development."""
+"""`mongo-celery services`: only the servers, for development."""
 
 from __future__ import annotations
 
@@ -69,10 +69,11 @@ def services(
 
     They listen on 127.0.0.1 only, without passwords: for development, not for production.
     """
-    from contextlib import ExitStack
+    from contextlib import ExitStack, suppress
 
-    from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
-    from mongo_celery.embedded.ending import ended_by_signals
+    from mongo_celery.embedded import MongoReplicaSet, RedisServer
+    from mongo_celery.embedded.processes import end_by_signals
+    from mongo_celery.embedded.server import find_binary
 
     if directory:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,8 +81,8 @@ def services(
     small: dict[str, Any] = {"oplog_mb": oplog_mb, "sync_delay": 1.0} if oplog_mb else {}
     urls = {}
     if only != "mongodb":
-        find_binary("redis-server")  # said before three seconds are spent on the other one
-    with ended_by_signals(), ExitStack() as stack:
+        find_binary("redis-server")  # fail before spending three seconds on the other one
+    with suppress(SystemExit), end_by_signals(), ExitStack() as stack:
         say(f"Starting {_NAMES.get(only, 'MongoDB and Redis')} ...", err=True)
         if only != "redis":
             urls["mongodb"] = stack.enter_context(MongoReplicaSet(port=mongo_port, directory=under[0], **small)).url

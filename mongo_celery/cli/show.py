@@ -1,20 +1,19 @@
-"""`celery -A app changes show`, `where` and `queues`: a blocked change, the changes of a document, and the queues."""
+"""`celery -A app changes show` and `queues`: a blocked change, the changes of a document, and the queues."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import click
 
-from mongo_celery.cli.apps import BRIDGE, JSON, bridges_of, line_of, one_bridge, one_sentence_errors, say
+from mongo_celery.cli.acting import HANDLER, PARTITION
+from mongo_celery.cli.apps import BRIDGE, JSON, SOURCE, bridges_of, line_of, one_bridge, one_sentence_errors, say
 from mongo_celery.quantities import duration, moment, number, size
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.operations.heads import Head
-    from mongo_celery.bridge.operations.whereabouts import Whereabouts
+    from mongo_celery.bridge.operations.lookups import BlockedChange, Whereabouts
     from mongo_celery.bridge.wiring import Wiring
     from mongo_celery.command_line import CommandLine
 
@@ -22,8 +21,10 @@ _SHOWN = 3
 
 
 @click.command()
-@click.argument("handler")
-@click.argument("partition", type=click.IntRange(min=0))
+@HANDLER
+@PARTITION
+@click.option("--key", metavar="K", help="A document's _id, as text or JSON; with partition_by its key.")
+@SOURCE
 @click.option(
     "--bytes",
     "most",
@@ -36,110 +37,98 @@ _SHOWN = 3
 @BRIDGE
 @JSON
 @click.pass_context
-def show(ctx: click.Context, handler: str, partition: int, most: int, bridge: str | None, as_json: bool) -> None:
+def show(
+    ctx: click.Context,
+    handler: str,
+    partition: int | None,
+    key: str | None,
+    source: str | None,
+    most: int,
+    bridge: str | None,
+    as_json: bool,
+) -> None:
     """
-    Show the change that blocks a partition.
+    Show the change that blocks a partition, or find a document.
 
-    The one that halted it, or the first one that is stored: with its error, its attempts, and its bytes as extended
-    JSON. These are a document's contents: mind who sees them.
+    With PARTITION it shows the change that halted it, or the first stored change, with error, attempts and bytes as
+    extended JSON. This includes the document, so mind who can see it.
+
+    With --key it shows how far that document has been handled: its partition, the partition's position, and which of
+    its changes are running, blocked, stored, parked or dead letters.
     """
-    from mongo_celery.bridge.operations.heads import read_head
+    from mongo_celery.bridge.operations.bridge_snapshot import to_plain
+    from mongo_celery.bridge.operations.lookups import find_whereabouts, read_blocked_change
 
+    if (partition is None) == (key is None):
+        raise click.UsageError("name a PARTITION, or a document with --key.")
     chosen = one_bridge(ctx, bridge)
     with one_sentence_errors():
-        found = read_head(chosen, handler, partition)
+        if partition is not None:
+            change = read_blocked_change(chosen, handler, partition)
+            plain, lines = to_plain(change), describe_blocked_change(change, most or None)
+        else:
+            where = find_whereabouts(chosen, handler, str(key), source)
+            plain, lines = to_plain(where), _where_lines(where, line_of(ctx, chosen))
     if as_json:
-        click.echo(json.dumps({"bridge": chosen.name, **asdict(found)}))
+        click.echo(json.dumps({"bridge": chosen.name, **plain}))
         return
-    for line in head_lines(found, most or None):
+    for line in lines:
         say(line)
 
 
-def head_lines(head: Head, most: int | None) -> Iterator[str]:
+def describe_blocked_change(found: BlockedChange, most: int | None) -> Iterator[str]:
     """
     Return the lines that show a change.
 
     Args:
-        most: characters of its event; None for all of them.
+        most: largest number of its event's characters. None for all.
     """
-    change = head.key or "its change is not known here"
-    yield f"{head.subscription}/{head.index} is {head.state} at change {head.committed + 1}: {change}"
-    if head.token is not None:
-        yield f"  resume token: {head.token}"
-    if head.error or head.state == "halted":
-        yield f"  error: {head.error or 'unknown'}"
-    counts = [
-        number(count, *words)
-        for count, words in ((head.retries, ("retry", "retries")), (head.crashes, ("crash", "crashes")))
-        if count
-    ]
-    if head.due_seconds:
-        counts.append(f"due in {duration(head.due_seconds)}")
-    if counts:
-        yield f"  {', '.join(counts)}"
-    since = f" since {moment(head.since)}" if head.since else ""
-    if head.bytes is None:
-        yield f"  its bytes are not stored{since and f'; it waits{since}'}"
+    status = found.status
+    change = found.key or "its change is not known here"
+    state = status.state.replace("_", " ")
+    yield f"{found.handler}/{status.partition} is {state} at change {status.committed + 1}: {change}"
+    if found.token is not None:
+        yield f"  resume token: {found.token}"
+    if found.error or status.state == "halted":
+        yield f"  error: {found.error or 'unknown'}"
+    facts = [f"since {moment(found.since)}"] if found.since else []
+    facts += [number(found.attempts, "attempt", "attempts")] if found.attempts else []
+    facts += [f"due in {duration(status.due_seconds)}"] if status.due_seconds else []
+    if facts:
+        yield f"  {', '.join(facts)}"
+    yield from (f"    {line}" for line in found.traceback.rstrip().splitlines())
+    if found.bytes is None:
+        yield "  its bytes are not stored"
         return
-    yield f"  stored{since}, {size(head.bytes)}:"
-    if head.event is None:
+    yield f"  stored, {size(found.bytes)}:"
+    if found.event is None:
         yield "  these cannot be read as a document; --json has them in base64"
         return
-    text = json.dumps(head.event, indent=2, ensure_ascii=False)
+    text = json.dumps(found.event, indent=2, ensure_ascii=False)
     yield from text[:most].split("\n")
     if most is not None and len(text) > most:
         yield f"... and {len(text) - most} characters more"
 
 
-@click.command()
-@click.argument("handler")
-@click.option(
-    "--key", required=True, metavar="K", help="The document's _id, as text or JSON; with partition_by its key."
-)
-@click.option("--source", metavar="DB.COLLECTION", help="The document's collection, where the handler has several.")
-@BRIDGE
-@JSON
-@click.pass_context
-def where(ctx: click.Context, handler: str, key: str, source: str | None, bridge: str | None, as_json: bool) -> None:
-    """
-    Show whether a document has reached a handler.
-
-    Its partition, up to when that is handled, and what of the document is running, blocked, stored, parked or a dead
-    letter.
-    """
-    from mongo_celery.bridge.operations.bridge_snapshot import to_plain
-    from mongo_celery.bridge.operations.whereabouts import find_whereabouts
-
-    chosen = one_bridge(ctx, bridge)
-    with one_sentence_errors():
-        found = find_whereabouts(chosen, handler, key, source)
-    if as_json:
-        click.echo(json.dumps({"bridge": chosen.name, **to_plain(found)}))
-        return
-    for line in _where_lines(found, line_of(ctx, chosen)):
-        say(line)
-
-
 def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
-    partition, name = found.partition, f"{found.handler}/{found.partition.index}"
-    state = partition.state.replace("_", " ")
-    yield f"{found.key} of {found.handler} is in partition {partition.index}, which is {state}."
+    status, name = found.status, f"{found.handler}/{found.status.partition}"
+    state = status.state.replace("_", " ")
+    yield f"{found.key} of {found.handler} is in partition {status.partition}, which is {state}."
     waits = found.blocked or found.running or found.stored != 0 or found.parked or found.dead_letters
     until = moment(found.handled_until)
-    but = ", but for these:" if waits else "."
     if found.handled_until is None:
-        yield f"No change of {name} is handled yet{but}"
+        yield f"No change of {name} is handled yet{':' if waits else '.'}"
     else:
-        yield f"All its changes are handled that were written before {until}{but}"
-    if found.running and partition.claim is not None:
-        numbers = f"{partition.claim.first} to {partition.claim.last}"
-        yield f"  running: changes {numbers} of {name}, perhaps one of this key ({partition.claim.process})"
+        yield f"All its changes that were written before {until} are handled{', except these:' if waits else '.'}"
+    if found.running and status.claim is not None:
+        numbers = f"{status.claim.first} to {status.claim.last}"
+        yield f"  running: changes {numbers} of {name}, perhaps one of this key ({status.claim.process})"
     if found.blocked:
-        due = f", due in {duration(partition.due_seconds)}" if partition.due_seconds else ""
-        yield f"  {state}: {partition.key}{due}: {partition.error or 'no error is recorded'}"
-        yield f"    {line.changes('show', found.handler, str(partition.index))}"
-    elif partition.is_blocked:
-        at = f" at {partition.key}" if partition.key else ""
+        due = f", due in {duration(status.due_seconds)}" if status.due_seconds else ""
+        yield f"  {state}: {status.key}{due}: {status.error or 'no error is recorded'}"
+        yield f"    {line.changes('show', found.handler, str(status.partition))}"
+    elif status.is_blocked:
+        at = f" at {status.key}" if status.key else ""
         yield f"  {name} is {state}{at}: later changes wait"
     if found.stored != 0:
         count = "more changes are stored than were looked through"
@@ -147,7 +136,7 @@ def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
     if found.parked:
         yield "  parked: its later changes become dead letters until you replay or discard these"
     for each in found.dead_letters[:_SHOWN]:
-        yield f"  dead letter: {line.changes('dead-letters', 'show', found.handler, '--id', each)}"
+        yield f"  dead letter: {line.changes('dead-letters', 'list', found.handler, '--id', each)}"
     if more := found.dead_letters[_SHOWN:]:
         yield f"  and {number(len(more), 'more dead letter', 'more dead letters')}"
 
@@ -155,7 +144,7 @@ def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
 @click.command()
 @BRIDGE
 @JSON
-@click.option("--group", "groups", multiple=True, metavar="NAME", help="Only those of this group; may be repeated.")
+@click.option("--group", "groups", multiple=True, metavar="NAME", help="Only those of this group. May be repeated.")
 @click.option("--without-group", is_flag=True, help="Only, or also, those of handlers without a group.")
 @click.option("--with-default", is_flag=True, help="Add the app's default queue.")
 @click.pass_context
@@ -173,10 +162,10 @@ def queues(
     \b
     celery -A shop worker -Q "$(celery -A shop changes queues)"
 
-    A worker without -Q consumes these queues and the default queue; so do workers that get --with-default. Without it
-    the app's default queue is left out, because -Q is for workers that keep changes and other tasks apart.
+    A worker without -Q consumes these queues and the default queue, like a worker with the queues of --with-default.
+    Otherwise the default queue is left out, because -Q is for workers that separate changes from other tasks.
 
-    Handlers with group="slow" have queues of their own, and so may have workers of their own:
+    Handlers with group="slow" have their own queues, and can have their own workers:
 
     \b
     celery -A shop worker -Q "$(celery -A shop changes queues --group slow)"
@@ -197,7 +186,7 @@ def queues(
 
 
 def _check_groups(bridges: Sequence[Wiring], groups: Collection[str | None]) -> None:
-    """Refuse a group without handlers: with nothing after its -Q a worker would consume everything."""
+    """Refuse a group without handlers: with an empty -Q a worker would consume everything."""
     known = {group for each in bridges for group in each.groups}
     for group in groups:
         if group not in known:
@@ -207,7 +196,7 @@ def _check_groups(bridges: Sequence[Wiring], groups: Collection[str | None]) -> 
 
 
 def _queues_of(wiring: Wiring, groups: Collection[str | None]) -> list[str]:
-    """Return the bridge's queues of these groups; of all where none is named."""
+    """Return the bridge's queues of these groups, or of all groups if none is given."""
     if not groups:
         return wiring.queue_names
     return [queue for group in wiring.groups if group in groups for queue in wiring.options.queue_names(group)]

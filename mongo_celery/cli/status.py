@@ -1,4 +1,4 @@
-"""`celery -A app changes status` and `check`: how bridges are, what is wrong, and what to type."""
+"""`celery -A app changes status` and `check`: the state of bridges, their problems, and commands to fix them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from mongo_celery.cli.apps import BRIDGE, JSON, FiniteRange, bridges_of, console_of, line_of, sentence_for
+from mongo_celery.cli.apps import (
+    BRIDGE,
+    JSON,
+    FiniteRange,
+    bridges_of,
+    console_of,
+    line_of,
+    one_sentence_errors,
+    sentence_for,
+)
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot
@@ -24,16 +33,16 @@ _WATCH_SECONDS = 2.0
 
 
 class UnreadableError(click.ClickException):
-    """A bridge that cannot be read: one sentence, and the exit status of what is failing."""
+    """A bridge that cannot be read: one sentence, and the exit status for failing."""
 
     exit_code = 2
 
 
 class failing_errors:  # noqa: N801 - a context manager that reads as a phrase
     """
-    End a command whose exit status is a verdict with 2 after any error: 1 would be "degraded".
+    For a command whose exit status is a verdict, end with 2 after any error, because 1 means "degraded".
 
-    An unexpected one, such as an ImportError of a task module, keeps its traceback.
+    An unexpected error, such as an ImportError of a task module, keeps its traceback.
     """
 
     def __enter__(self) -> None:
@@ -55,7 +64,7 @@ class failing_errors:  # noqa: N801 - a context manager that reads as a phrase
 @BRIDGE
 @JSON
 @click.option("--all", "everything", is_flag=True, help="Show all handlers and partitions.")
-@click.option("--ask", is_flag=True, help="Ask broker and workers, too, for some seconds.")
+@click.option("--ask", is_flag=True, help="Also ask broker and workers. Takes some seconds.")
 @click.option(
     "--watch",
     is_flag=False,
@@ -72,28 +81,37 @@ def status(
     """
     Show health, problems and fixes.
 
-    The lag is the age of the oldest change that is not handled, also of what is blocked.
+    The lag is the age of the oldest unhandled change, including blocked ones.
 
     \b
     Exit status:
       0  healthy
-      1  degraded: it ends automatically, was asked for, or can wait
-      2  failing: blocked until somebody acts, about to be lost, or not readable
+      1  degraded: it ends automatically, was requested, or can wait
+      2  failing: blocked until a person acts, about to be lost, or not readable
     With --watch it is 0.
     """  # noqa: D301 - \b is click's, and no part of the text
     with failing_errors():
-        bridges = bridges_of(ctx, bridge)
+        bridges = _list_configured(ctx, bridge)
         if watch is not None:
             _watch(ctx, bridges, as_json, everything, ask, watch)
             return
         from mongo_celery.bridge.operations.snapshot_reader import LOOK_SECONDS
 
-        found = [_read(ctx, each, ask=ask, counting=LOOK_SECONDS) for each in bridges]
+        found = [_read_or_report(ctx, each, ask=ask, counting=LOOK_SECONDS) for each in bridges]
         _show(ctx, found, as_json, everything)
         ctx.exit(max((each.exit_code for each in found), default=0))
 
 
-def _read(ctx: click.Context, wiring: Wiring, *, ask: bool, counting: float) -> BridgeSnapshot:
+def _list_configured(ctx: click.Context, name: str | None) -> list[Wiring]:
+    """Return the bridges. A wrong option ends the command: it is a mistake of the code, and no finding of a state."""
+    bridges = bridges_of(ctx, name)
+    with one_sentence_errors():
+        for each in bridges:
+            assert each.options
+    return bridges
+
+
+def _read_or_report(ctx: click.Context, wiring: Wiring, *, ask: bool, counting: float) -> BridgeSnapshot:
     from mongo_celery.bridge.operations.bridge_snapshot import unreadable
     from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 
@@ -102,7 +120,7 @@ def _read(ctx: click.Context, wiring: Wiring, *, ask: bool, counting: float) -> 
 
 
 def _try(read: Callable[[], T]) -> tuple[T | None, str]:
-    """Return what is read; or None, and the sentence on an error that users can fix."""
+    """Return the value that was read, or None and the sentence for an error that users can fix."""
     try:
         return read(), ""
     except Exception as error:
@@ -119,13 +137,13 @@ def _show(ctx: click.Context, found: Sequence[BridgeSnapshot], as_json: bool, ev
         return
     from mongo_celery.cli.status_view import status_view
 
-    console_of(ctx).print(status_view(found, everything=everything), crop=False)  # a command must not be cut
+    console_of(ctx).print(status_view(found, everything=everything), crop=False)  # do not cut commands
 
 
 def _watch(
     ctx: click.Context, bridges: Sequence[Wiring], as_json: bool, everything: bool, ask: bool, seconds: float
 ) -> None:
-    """Repeat until interrupted; a MongoDB that does not answer is shown, and asked again."""
+    """Repeat until interrupted. If MongoDB does not answer, show that and try again."""
     from threading import Event
 
     from rich.live import Live
@@ -141,7 +159,7 @@ def _watch(
             live = stack.enter_context(Live(console=console, auto_refresh=False, screen=False))
         try:
             while True:
-                found = [_read(ctx, each, ask=ask, counting=GLANCE_SECONDS) for each in bridges]
+                found = [_read_or_report(ctx, each, ask=ask, counting=GLANCE_SECONDS) for each in bridges]
                 if live is not None:
                     live.update(status_view(found, everything=everything, folded=True), refresh=True)
                 else:
@@ -159,14 +177,14 @@ def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
     """
     Check configuration, servers, workers and current state.
 
-    Takes some seconds and changes nothing. Problems come first. Exit status as of `status`.
+    Takes some seconds and changes nothing. Problems come first. Exit status as in `status`.
     """
     from mongo_celery.bridge.operations.preflight import check as preflight
     from mongo_celery.findings import failing, worst_severity
 
     severities = []
     with failing_errors():
-        for each in bridges_of(ctx, bridge):
+        for each in _list_configured(ctx, bridge):
             found, sentence = _try(lambda each=each: preflight(each, line_of(ctx, each)))  # type: ignore[misc]
             findings = [failing("state_unreadable", sentence)] if found is None else found
             severities.append(worst_severity(findings))

@@ -1,20 +1,19 @@
-"""A snapshot of a bridge on a terminal: verdict, figures, handlers, then each problem once, with its command."""
+"""A snapshot of a bridge on a terminal: verdict, figures, handlers, then each problem with its command."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerStatus, PartitionStatus
+from mongo_celery.bridge.operations.bridge_snapshot import LEVELS, BridgeSnapshot, HandlerStatus, PartitionStatus
 from mongo_celery.cli.findings_view import headline, problems
-from mongo_celery.cli.snapshot_view import progress_line, progress_style
 from mongo_celery.findings import NEAR, SERIOUS
 from mongo_celery.quantities import duration, moment, number, size
 from mongo_celery.visible import visible
@@ -22,29 +21,24 @@ from mongo_celery.visible import visible
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-_COLORS: Mapping[str, str] = {
-    "flowing": "green",
-    **dict.fromkeys(("not_led", "retrying", "waiting", "paused"), "yellow"),
-    "new": "cyan",
-    **dict.fromkeys(("halted", "history_lost", "match_refused", "stopped"), "red"),
-}
+_COLORS: Mapping[str | None, str] = {"ok": "green", "warn": "yellow", "bad": "red"}
 _CALM = ("flowing", "not_led", "new")
 _ROWS = 20
-"""Handlers that are shown unless all are asked for."""
+"""Largest number of handlers to show, unless all are requested."""
 _GROUPS = 5
 _NAME, _BETWEEN = 24, 2
-"""Characters of a handler's name on one line, and those between two columns."""
+"""Characters of a handler's name on one line, and between two columns."""
 _DROPPABLE = ("dead letters", "stored", "changes/s", "lag")
-"""Columns that a narrow terminal does without, the first ones first."""
+"""Columns that a narrow terminal omits, in this order."""
 
 
 def status_view(snapshots: Sequence[BridgeSnapshot], *, everything: bool, folded: bool = False) -> RenderableType:
     """
-    Show snapshots, one below the other.
+    Show snapshots, one after the other.
 
     Args:
         everything: show all handlers, and all partitions.
-        folded: as of `findings_view`.
+        folded: as in `findings_view`.
     """
     return Group(*(part for each in snapshots for part in _parts(each, everything=everything, folded=folded)))
 
@@ -95,8 +89,8 @@ def _figures(seen: BridgeSnapshot) -> Iterator[RenderableType]:
             taken = f"{size(backlog.bytes)} of {size(backlog.limit)} ({backlog.share:.0%})"
         share = backlog.share or 0
         yield _line(f"stored: {count}, {taken}", "red" if share >= SERIOUS else "yellow" if share >= NEAR else "")
-    for each in seen.snapshots:
-        yield _line(f"snapshot: {progress_line(asdict(each))}", progress_style(asdict(each)))
+    for each in seen.current_snapshots:
+        yield _line(f"snapshot: {progress_line(asdict(each))}", _color(each.state))
     for handler in seen.handlers:
         for gap in handler.gaps:
             yield _line(f"{handler.name} was not given the changes before {moment(gap.until)} ({gap.policy})", "red")
@@ -106,7 +100,7 @@ def _figures(seen: BridgeSnapshot) -> Iterator[RenderableType]:
 
 
 def _handlers(handlers: Sequence[HandlerStatus], *, everything: bool) -> Iterator[RenderableType]:
-    """A row each; of very many those first that do not flow, then those that lag most."""
+    """Return a row for each handler. If there are many, put blocked ones first, then those with the largest lag."""
     shown = handlers
     if not everything and len(handlers) > _ROWS:
         shown = sorted(handlers, key=lambda each: (each.state in _CALM, -(each.lag_seconds or 0)))[:_ROWS]
@@ -121,12 +115,12 @@ def _handlers(handlers: Sequence[HandlerStatus], *, everything: bool) -> Iterato
 
 
 class _HandlerTable:
-    """A row for each handler. Where a terminal is too narrow, columns go, and no name is cut."""
+    """A row for each handler. A narrow terminal omits columns, but cuts no name."""
 
     def __init__(self, handlers: Sequence[HandlerStatus]) -> None:
         self._columns = {
             "handler": [Text(visible(each.name)) for each in handlers],
-            "state": [_state(each) for each in handlers],
+            "state": [_show_state(each) for each in handlers],
             "lag": [Text(duration(each.lag_seconds)) for each in handlers],
             "changes/s": [Text("-" if each.per_second is None else f"{each.per_second:.1f}") for each in handlers],
             "stored": [Text(_count(each.stored)) for each in handlers],
@@ -134,7 +128,7 @@ class _HandlerTable:
         }
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """Rich's protocol."""
+        """Render the table for rich."""
         columns = dict(self._columns)
         for droppable in _DROPPABLE:
             if _width(columns) > options.max_width:
@@ -153,10 +147,10 @@ def _width(columns: Mapping[str, Sequence[Text]]) -> int:
     return sum(widest.values()) + _BETWEEN * (len(widest) - 1)
 
 
-def _state(handler: HandlerStatus) -> Text:
+def _show_state(handler: HandlerStatus) -> Text:
     blocked = sum(each.is_blocked for each in handler.partitions)
     of = f" ({blocked} of {len(handler.partitions)})" if blocked else ""
-    return Text(f"{handler.state.replace('_', ' ')}{of}", style=_COLORS.get(handler.state, ""))
+    return Text(f"{handler.state.replace('_', ' ')}{of}", style=_color(handler.state))
 
 
 def _partition(handler: HandlerStatus, partition: PartitionStatus) -> RenderableType:
@@ -174,7 +168,7 @@ def _partition(handler: HandlerStatus, partition: PartitionStatus) -> Renderable
     if partition.stored is not None:
         facts.append(f"{_count(partition.stored.count)} stored ({partition.stored.reason})")
     state = partition.state.replace("_", " ")
-    return _line(f"{handler.name}/{partition.index} {state}: {', '.join(facts)}", _COLORS.get(partition.state, ""), 4)
+    return _line(f"{handler.name}/{partition.partition} {state}: {', '.join(facts)}", _color(partition.state), 4)
 
 
 def _dead_letters(seen: BridgeSnapshot) -> Iterator[RenderableType]:
@@ -187,9 +181,28 @@ def _dead_letters(seen: BridgeSnapshot) -> Iterator[RenderableType]:
 
 
 def ago(since: datetime | None, at: datetime | None) -> str:
-    """Return the time between two moments as people say it; a dash where one is not known."""
+    """Return the time between two moments in words. A dash if one is unknown."""
     return duration(None if since is None or at is None else max((at - since).total_seconds(), 0.0))
+
+
+def _color(state: str) -> str:
+    return _COLORS.get(LEVELS.get(state), "")
 
 
 def _count(count: int | None) -> str:
     return "?" if count is None else str(count)
+
+
+def progress_line(each: Mapping[str, Any]) -> str:
+    """Return `shop.orders for summarise: running, 5000 of 20000 read (25%), 800/s, 19 s left`."""
+    amount = f"{each['done']} read"
+    if each["estimated"] and each["state"] != "done":
+        share = min(each["done"] / each["estimated"], 1.0)
+        amount = f"{each['done']} of {each['estimated']} read ({share:.0%})"
+    facts = [each["state"], amount]
+    if each["state"] == "running" and each["per_second"]:
+        facts.append(f"{each['per_second']:.0f}/s")
+    if each["remaining_seconds"] is not None:
+        facts.append(f"{duration(each['remaining_seconds'])} left")
+    said = f": {each['reason']}" if each["reason"] else ""
+    return f"{each['source']} for {each['handler']}: {', '.join(facts)}{said}"

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mongo_celery.cli.acting import HANDLER, PARTITION, acting
-from mongo_celery.cli.apps import BRIDGE, JSON, FiniteRange, one_bridge, one_sentence_errors, say
+from mongo_celery.cli.apps import BRIDGE, JSON, SOURCE, FiniteRange, one_bridge, one_sentence_errors, say
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.operations import Operations
     from mongo_celery.plan import Plan
 
 ANY_HANDLER = click.argument("handler", required=False)
+SOURCES = click.option(
+    "--source", "sources", multiple=True, metavar="DB.COLLECTION", help="Only this collection; may be repeated."
+)
 LIMIT = click.option("--limit", type=click.IntRange(min=1), default=50, show_default=True, help="Show at most N.")
 
 
@@ -29,7 +32,7 @@ def pause(operations: Operations, **given: Any) -> Plan:
     """
     Start no new changes.
 
-    Changes that run may finish, and nothing is lost: what a longer pause holds back is stored. Without HANDLER it
+    Running changes may finish, and nothing is lost: during a longer pause later changes are stored. Without HANDLER it
     pauses the whole bridge.
     """
     return operations.pause(**given)
@@ -40,7 +43,7 @@ def pause(operations: Operations, **given: Any) -> Plan:
 @PARTITION
 @acting
 def resume(operations: Operations, **given: Any) -> Plan:
-    """Let paused partitions continue. Without HANDLER the whole bridge."""
+    """Continue paused partitions. Without HANDLER, continue the whole bridge."""
     return operations.resume(**given)
 
 
@@ -52,8 +55,8 @@ def retry(operations: Operations, **given: Any) -> Plan:
     """
     Run halted and retrying changes immediately.
 
-    Their attempts are counted anew. Without HANDLER all halted and retrying partitions of the bridge whose handler this
-    app has: nothing would run the others.
+    Their attempts start again at zero. Without HANDLER it retries all halted and retrying partitions of this app's
+    handlers.
     """
     return operations.retry(**given)
 
@@ -67,8 +70,8 @@ def skip(operations: Operations, **given: Any) -> Plan:
     """
     Move halted changes to the dead letters.
 
-    Their partitions continue. `dead-letters` shows, replays and discards them. Without PARTITION all halted partitions
-    of HANDLER.
+    Their partitions continue. `dead-letters` lists, replays and discards the changes. Without PARTITION it skips all
+    halted partitions of HANDLER.
     """
     return operations.skip(**given)
 
@@ -80,22 +83,23 @@ def skip(operations: Operations, **given: Any) -> Plan:
 @HANDLER
 @click.option("--to", metavar="oldest|now|TIME|TOKEN", required=True, help="The place: see above.")
 @click.option("--key", metavar="JSON|TEXT", help="A document's _id; with partition_by, what that gives.")
-@click.option("--source", metavar="DB.COLLECTION", help="That of the key, if the handler has several.")
+@SOURCE
 @acting
 def reset(operations: Operations, **given: Any) -> Plan:
     """
-    Move a handler to another place in the stream.
+    Move a handler to another position in the stream.
 
-    Everything after the place is handled again, in order. `oldest` is where the oplog begins. TIME is ISO 8601 (UTC
-    without an offset): changes of that second and later. TOKEN is a resume token of this bridge's stream: changes after
-    its change. `now` goes forward: what lies between is not handled. Partitions before the place stay.
+    Everything after the position is handled again, in order. `oldest` is the beginning of the oplog. TIME is ISO 8601
+    (UTC without an offset) and begins with the changes of that second. TOKEN is a resume token and means its time:
+    its change and later ones. `now` moves forward: changes in between are not handled. Partitions that are before the
+    position do not move.
 
-    With --key it moves only the partition of that key: other keys of that partition come along.
+    With --key it moves only the partition of that key, with all its other keys.
 
-    Stop all listeners first; workers may stay. What handlers wrote, also through fenced(), is written again.
+    Stop all listeners first. Workers may run. Everything that handlers wrote, also through fenced(), is written again.
 
-    If the oplog no longer reaches the position of HANDLER, `oldest` and `now` give up what was lost. Stored changes run
-    all the same, and listeners may stay.
+    If the oplog no longer reaches the position of HANDLER, `oldest` and `now` give up the lost changes. Stored changes
+    still run, and listeners may run meanwhile.
     """
     return operations.reset(**given)
 
@@ -107,15 +111,15 @@ def reset(operations: Operations, **given: Any) -> Plan:
     "--stamps",
     multiple=True,
     metavar="DB.COLLECTION",
-    help="Remove its stamps in the documents of this collection, too; may be repeated.",
+    help="Also remove its stamps from the documents of this collection. May be repeated.",
 )
 @acting
 def remove(operations: Operations, **given: Any) -> Plan:
     """
-    Remove what is stored of a handler that is gone.
+    Remove the stored state of a deleted handler.
 
-    Its positions and its stored changes go: these will never be handled. A handler that comes back under this name is
-    new. Listeners may stay, if they run code without it. If it is interrupted, repeat it.
+    Its positions and stored changes are removed, and these changes will never be handled. If a handler with this name
+    returns, it is new. Listeners may run if their code does not have it. If the command is interrupted, repeat it.
     """
     return operations.remove(**given)
 
@@ -130,9 +134,7 @@ def snapshot() -> None:
 
 @snapshot.command()
 @ANY_HANDLER
-@click.option(
-    "--source", "sources", multiple=True, metavar="DB.COLLECTION", help="Only this collection; may be repeated."
-)
+@SOURCES
 @click.option("--match", metavar="JSON", help="Only documents whose event fulfils this expression, as `match=` does.")
 @click.option("--rate", type=FiniteRange(min=0.01), metavar="N", help="Documents a second at most.")
 @acting
@@ -140,53 +142,30 @@ def start(operations: Operations, **given: Any) -> Plan:
     """
     Start a snapshot of each collection of a handler.
 
-    Each document comes once, as operation type `snapshot`, exactly at its place: after the changes that it has, before
-    those that follow. A restart continues it. HANDLER may be left out if only one can be meant.
+    Each document comes once, as operation type `snapshot`, exactly at its place: after the changes that it includes,
+    before later ones. A restart continues the snapshot. You may omit HANDLER if only one is possible.
 
-    The collections are those that the handler watches, or those of --source. The handler's own `match` counts, --match
-    narrows it further; `operations` and `fields` do not.
+    The collections are those that the handler watches, or those of --source. The handler's `match` applies, and --match
+    narrows it further. `operations` and `fields` do not apply.
     """
     return operations.start_snapshot(**given)
 
 
-@snapshot.command("list")
-@ANY_HANDLER
-@BRIDGE
-@JSON
-@click.pass_context
-def list_snapshots(ctx: click.Context, handler: str | None, bridge: str | None, as_json: bool) -> None:
-    """Show snapshots and their progress."""
-    from mongo_celery.bridge.operations.snapshot_commands import list_snapshots as read_snapshots
-    from mongo_celery.bridge.operations.snapshot_progress import short_names
-    from mongo_celery.cli.snapshot_view import progress_line
-
-    wiring = one_bridge(ctx, bridge)
-    with one_sentence_errors():
-        found = read_snapshots(wiring)
-    names = short_names(each["id"] for each in found)
-    found = [each for each in found if handler in (None, each["handler"])]
-    if as_json:
-        click.echo(json.dumps({"bridge": wiring.name, "snapshots": found}))
-        return
-    for each in found:
-        say(f"{names[each['id']]}  {progress_line(each)}")
-    if not found:
-        say("There are no snapshots.")
-
-
 @snapshot.command()
-@click.argument("snapshot", metavar="ID")
+@HANDLER
+@SOURCES
 @acting
 def stop(operations: Operations, **given: Any) -> Plan:
-    """Stop a snapshot where it is."""
+    """Stop the snapshots of a handler at their current place. `status` shows them."""
     return operations.stop_snapshot(**given)
 
 
 @snapshot.command("resume")
-@click.argument("snapshot", metavar="ID")
+@HANDLER
+@SOURCES
 @acting
 def resume_snapshot(operations: Operations, **given: Any) -> Plan:
-    """Continue a snapshot that was stopped or has failed."""
+    """Continue stopped or failed snapshots. Without --source it asks if one of them was stopped."""
     return operations.resume_snapshot(**given)
 
 
@@ -205,10 +184,10 @@ def resume_snapshot(operations: Operations, **given: Any) -> Plan:
 @acting
 def rotate_key(operations: Operations, **given: Any) -> Plan:
     """
-    Rotate the key by which messages are signed.
+    Replace the key that signs messages.
 
-    Nothing stalls: workers know the new key before it is used, and accept the old one for the overlap. What waits
-    longer is dispatched again.
+    Nothing stalls: workers know the new key before it is used, and accept the old one during the overlap. Messages that
+    wait longer are dispatched again.
     """
     return operations.rotate_key(**given)
 
@@ -221,9 +200,9 @@ def rotate_key(operations: Operations, **given: Any) -> Plan:
 @click.pass_context
 def history(ctx: click.Context, handler: str | None, limit: int, bridge: str | None, as_json: bool) -> None:
     """
-    Show who has changed a bridge, when, how and why.
+    Show who changed a bridge, when, how and why.
 
-    One audit record for each command that has changed something; of one HANDLER, or of all; the latest last.
+    There is one audit record for each command that changed something, for HANDLER or for all, the latest last.
     """
     from mongo_celery.bridge.operations.acts import effect_text, read_history
     from mongo_celery.quantities import moment

@@ -1,4 +1,4 @@
-"""`mongo-celery`: the commands that need no app of the user's."""
+"""`mongo-celery`: the commands that need no app."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _COMMANDS = {
     "demo": ("mongo_celery.demo.command:command", "Run an end-to-end demo with injected faults."),
     "services": ("mongo_celery.cli.services:services", "Start a MongoDB replica set and Redis to develop with."),
 }
-"""Where each command is, and its line in the help."""
+"""Module of each command, and its line in the help."""
 
 
 class LazyGroup(click.Group):
-    """A group that imports its commands when they are asked for, and whose errors are one sentence."""
+    """A group that imports a command at its use, and prints its errors as one sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         """Return the names."""
@@ -35,7 +35,7 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a command; an error that users can fix is one sentence, and status 1."""
+        """Run a command. If users can fix its error, print one sentence and end with status 1."""
         with one_sentence_errors():
             return super().invoke(ctx)
 

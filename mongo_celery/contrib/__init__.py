@@ -1,1 +1,1 @@
-"""Support for single libraries that a project may use beside Celery and PyMongo; imported by who uses it."""
+"""Support for libraries beside Celery and PyMongo. Import the modules that you need."""

@@ -1,9 +1,9 @@
 """
-Flask: a Celery app for each app that an application factory makes.
+Flask support: one Celery app for each app of an application factory.
 
-Every task of such a Celery app runs inside the Flask app's context: change handlers, each with each change that it is
-given, what an outbox sends, and the tasks of this package. What Celery itself calls around a task (`before_start`,
-`on_failure`, signals) runs outside of it, as in every Celery app of a Flask project.
+Every task of the Celery app runs inside the Flask app's context: change handlers (once for each change), tasks from an
+outbox, and this package's tasks. Celery's calls around a task (`before_start`, `on_failure`, signals) run outside the
+context, as in every Flask project.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flask import Flask
 
 EXTENSION = "celery"
-"""The key of `app.extensions` that Flask's documentation gives to the Celery app."""
+"""The key of `app.extensions` for the Celery app, as in Flask's documentation."""
 
 _SETTINGS = "CELERY"
 _FLASK_PYMONGO_URL = "MONGO_URI"
@@ -28,11 +28,11 @@ _BRIDGE_URL = "mongo_celery_database_url"
 
 def celery_init_app(app: Flask, *, base: type[Task[Any, Any]] = Task) -> Celery:
     """
-    Make the Celery app of a Flask app, as the function of this name in Flask's documentation does.
+    Make the Celery app of a Flask app, like the function of this name in Flask's documentation.
 
-    Its settings are the Flask config's `CELERY`. Bridges that are given no URL listen to `MONGO_URI`, Flask-PyMongo's
-    setting, unless `CELERY` has a `mongo_celery_database_url`. Afterwards the Celery app is `app.extensions["celery"]`
-    and Celery's default app. Bind the bridge to the returned app::
+    Its settings are the Flask config's `CELERY`. Bridges without a URL use `MONGO_URI`, the setting of Flask-PyMongo,
+    unless `CELERY` has a `mongo_celery_database_url`. Afterwards the Celery app is `app.extensions["celery"]` and
+    Celery's default app. Bind the bridge to the returned app::
 
         bridge.init_app(celery_init_app(app))
 
@@ -40,15 +40,15 @@ def celery_init_app(app: Flask, *, base: type[Task[Any, Any]] = Task) -> Celery:
 
         celery_app = create_app().extensions["celery"]
 
-    Not promised: a context for what Celery calls around a task, such as `on_failure`, nor for a task or handler with a
-    `base=` of its own, which takes the place of the app's class.
+    Not promised: a context for Celery's calls around a task, such as `on_failure`, or for a task or handler with its
+    own `base=`, which replaces the app's class.
 
     Args:
         app: the Flask app.
-        base: the class of its tasks; its `__call__` is called inside the context if it has one of its own.
+        base: the class of its tasks. If it has its own `__call__`, this runs inside the context.
 
     Raises:
-        ConfigurationError: the config has no `CELERY`, or the Flask app has a Celery app already.
+        ConfigurationError: the config has no `CELERY`, or the Flask app already has a Celery app.
     """
     if EXTENSION in app.extensions:
         raise ConfigurationError(
@@ -69,12 +69,12 @@ def celery_init_app(app: Flask, *, base: type[Task[Any, Any]] = Task) -> Celery:
 
 
 def _task_class(app: Flask, base: type[Task[Any, Any]]) -> type[Task[Any, Any]]:
-    """A task class that opens the context around each call."""
+    """Return a task class that opens the context around each call."""
     calls_itself = base.__call__ is not Task.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         with app.app_context():
-            # Celery's own `__call__` would push another request, without id and retries.
+            # Celery's `__call__` would push another request, without id and retries.
             return base.__call__(self, *args, **kwargs) if calls_itself else self.run(*args, **kwargs)
 
     return type("FlaskTask", (base,), {"__call__": call, "abstract": True, "__doc__": "Runs inside the context."})

@@ -1,9 +1,9 @@
 """
-MongoEngine's documents in an outbox's collection: read as before, and saved with their tasks.
+MongoEngine documents in an outbox's collection: read them as before, and save them with their tasks.
 
-A strict model cannot read a document that has a field which the class does not know, and an outbox's field is there
-for as long as something is pending. `save` of an instance that was made with a primary key replaces the whole
-document, and what is pending in it. `OutboxMixin` cures both.
+A strict model cannot read a document with an unknown field, and the outbox's field exists while entries are pending. If
+you `save` an instance that was made with a primary key, MongoEngine replaces the whole document, including pending
+entries. `OutboxMixin` fixes both.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _NO_FOLLOWERS: tuple[Any, ...] = ()
 
 class PendingEventsField(BaseField):  # type: ignore[misc] # has no types
     """
-    The field of an outbox in a MongoEngine document: always None, never written, and no part of its JSON.
+    The field of an outbox in a MongoEngine document: always None, never written, and not in its JSON.
 
-    `OutboxMixin` has one. Where the outbox has another `field=`, declare it in the class in its place:
-    `pendingEvents = PendingEventsField(db_field="outbox")`.
+    `OutboxMixin` has one.
     """
 
     def __set__(self, instance: Any, value: object) -> None:
@@ -35,31 +34,30 @@ class PendingEventsField(BaseField):  # type: ignore[misc] # has no types
         instance._data[self.name] = None  # noqa: SLF001 - as fields do
 
     def to_python(self, value: object) -> None:
-        """Nothing: entries are no part of the document."""
+        """Return None, because entries are not part of the document."""
 
     def to_mongo(self, value: object) -> None:
-        """Nothing: what is not written cannot take entries away."""
+        """Return None, so that a write cannot remove entries."""
 
     def validate(self, value: object, clean: bool = True) -> None:  # noqa: ARG002 - as fields are asked
-        """Only None is no attempt to write it."""
+        """Accept only None. Any other value would be an attempt to write it."""
         if value is not None:
             self.error("The field belongs to the outbox; give tasks= and events= to save().")
 
 
 class OutboxMixin:
     """
-    A MongoEngine document that lives in the collection of an outbox.
+    A MongoEngine document in an outbox's collection.
 
-    Stands before MongoEngine's class::
+    Put it before MongoEngine's class::
 
         class Order(OutboxMixin, mongoengine.Document):
             customer = mongoengine.StringField(required=True)
 
-        Order(customer="Ann").save(outbox=orders, tasks=[lambda _id: send_receipt.s(str(_id))])
+        Order(customer="Ann").save(outbox=orders, tasks=[send_receipt.s(STORED_ID)])
 
-    Such a class reads documents while something is pending in them, and no `save` of it removes what is pending, one of
-    an instance that was made with a primary key included. Not promised: this for what goes past `save`, such as a
-    collection's own `replace_one`.
+    The class can read documents with pending entries. No `save` removes them, even of an instance that was made with a
+    primary key. Not promised: writes that bypass `save`, such as a collection's own `replace_one`.
     """
 
     pendingEvents = PendingEventsField()  # noqa: N815 - its name in the document
@@ -67,7 +65,7 @@ class OutboxMixin:
     _followers: tuple[Outbox, Sequence[Any], Sequence[Event]] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Refuse a class in which MongoEngine's own methods come first."""
+        """Refuse a class in which MongoEngine's methods come first."""
         super().__init_subclass__(**options)
         own = cls.__mro__.index(OutboxMixin)
         if any("_save_create" in vars(each) for each in cls.__mro__[:own] if not issubclass(each, OutboxMixin)):
@@ -85,25 +83,25 @@ class OutboxMixin:
         **options: Any,
     ) -> Any:
         """
-        Save as MongoEngine does, in one write with what is to follow.
+        Save like MongoEngine, in one write with tasks and events.
 
         Args:
             args: as MongoEngine's.
-            outbox: of the document's collection; needed where tasks or events are given.
-            tasks: signatures, or functions of the document's `_id` that return one.
-            events: what other consumers are told.
+            outbox: of the document's collection. Needed for tasks or events.
+            tasks: signatures. `STORED_ID` among their arguments becomes the document's `_id`.
+            events: messages to other consumers.
             options: as MongoEngine's.
 
         Raises:
-            ConfigurationError: tasks or events without an outbox, or one of another collection.
-            OutboxRefusedError: nothing was written; also where the document has been deleted, and nothing but tasks
-                and events was to be written to it.
+            ConfigurationError: you gave tasks or events without an outbox, or an outbox of another collection.
+            OutboxRefusedError: nothing was written. Also raised if the document was deleted and the write had only
+                tasks and events.
         """
         if outbox is not None:
             self._check(outbox)
         elif tasks or events:
             raise ConfigurationError("Tasks and events of a document need its outbox: save(outbox=..., tasks=...).")
-        # A receiver of MongoEngine's signals may save the document once more: without the tasks of this call.
+        # A receiver of MongoEngine's signals may save the document again, without the tasks of this call.
         before, self._followers = self._followers, None if outbox is None else (outbox, tasks, events)
         try:
             saved = super().save(*args, **options)  # type: ignore[misc] # MongoEngine's
@@ -119,7 +117,7 @@ class OutboxMixin:
             raise ConfigurationError(f"{type(self).__name__} is stored in {mine!r}, and this outbox is on {its!r}.")
 
     def _own(self, name: str) -> Any:
-        """The attributes of MongoEngine's classes, which have no types."""
+        """Return an attribute of MongoEngine's classes, which have no types."""
         return getattr(self, name)
 
     def _with_followers(self, document: Mapping[str, Any], **options: Any) -> Any:
@@ -129,7 +127,7 @@ class OutboxMixin:
         return outbox.with_tasks(document, tasks, events, **options)
 
     def _save_create(self, doc: Any, force_insert: bool, write_concern: Any) -> Any:
-        """MongoEngine's step for what it takes to be new; with a primary key it may be there."""
+        """Save a document that MongoEngine considers new. One with a primary key may already exist."""
         if not force_insert and "_id" in doc:
             which = self._own("_integrate_shard_key")(doc, {"_id": doc["_id"]})
             with set_write_concern(self._own("_get_collection")(), write_concern) as collection:
@@ -138,7 +136,7 @@ class OutboxMixin:
         return super()._save_create(self._with_followers(doc), True, write_concern)  # type: ignore[misc]
 
     def _replacement(self, which: Mapping[str, Any], doc: Any) -> UpdateOne:
-        """All of the document but what is pending in it."""
+        """Return the whole document without its pending entries."""
         if self._followers is not None:
             outbox, tasks, events = self._followers
             carried: UpdateOne = outbox.with_tasks(ReplaceOne(which, doc), tasks, events)
@@ -147,14 +145,14 @@ class OutboxMixin:
         return UpdateOne(which, [{"$replaceWith": {"$mergeObjects": [{"$literal": doc}, kept]}}])
 
     def _get_update_doc(self) -> Any:
-        """MongoEngine's operators for what has changed; where nothing has, tasks still need some to go with."""
+        """Return MongoEngine's operators for the changes. Tasks need an operator even without a change."""
         operators = super()._get_update_doc()  # type: ignore[misc]
         if self._followers is None:
             return operators
         return self._with_followers(operators or {"$set": {}}, id=self._own("to_mongo")()["_id"])
 
     def _save_update(self, doc: Any, save_condition: Any, write_concern: Any) -> Any:
-        """MongoEngine's step for what is stored; where nothing but tasks is written, it creates no document of them."""
+        """Save a stored document. If only tasks are written, do not create a document for them."""
         if self._followers is None or save_condition is not None or super()._get_update_doc():  # type: ignore[misc]
             return super()._save_update(doc, save_condition, write_concern)  # type: ignore[misc]
         which = self._own("_integrate_shard_key")(doc, {"_id": doc["_id"]})

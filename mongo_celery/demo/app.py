@@ -1,8 +1,8 @@
 """
 The demo's Celery app: `celery -A mongo_celery.demo.app listener` and `... worker`.
 
-Each order is written several times, with a number `n` that grows. The handler keeps one summary of each order, and
-appends the number of each change to it. So the summary shows which changes took effect, in which order, how often.
+Each order is written several times, with an increasing number `n`. The handler writes one summary per order, and
+appends the number of each change. So the summary shows which changes took effect, in which order, and how often.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ LEASE_TTL = 5.0
 @dataclass(frozen=True, slots=True)
 class DemoSetting:
     """
-    The setting of one run, which all its processes share through an environment variable.
+    The setting of one run. All its processes read it from an environment variable.
 
     Attributes:
-        name: the name of the run's databases and queues, so that runs on given servers do not meet.
-        start: the time in the oplog before the first write, as seconds and increment.
+        name: the name of the run's databases and queues, so that runs on the same servers do not collide.
+        start: the oplog time before the first write, as seconds and increment.
     """
 
     mongo_url: str = "mongodb://127.0.0.1/?replicaSet=rs0"
@@ -44,13 +44,16 @@ class DemoSetting:
         return f"{self.name}_state"
 
     def environment(self) -> dict[str, str]:
-        """Return this process's environment with the setting, and without Celery's variables: they would win."""
+        """
+        Return this process's environment with the setting, but without Celery's variables, which would
+        override it.
+        """
         kept = {name: value for name, value in os.environ.items() if not name.startswith("CELERY_")}
         return {**kept, VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> DemoSetting:
-        """Return the setting of the run that this process belongs to."""
+        """Return the setting of this process's run."""
         given: dict[str, Any] = json.loads(environment.get(VARIABLE, "{}"))
         return cls(**{**given, "start": tuple(given.get("start", (1, 1)))})
 
@@ -66,7 +69,7 @@ bridge = Bridge(
     partitions=8,
     start_from=Timestamp(*setting.start),
     autodiscover=False,
-    # Shorter than the defaults, so that the faults are repaired while somebody watches:
+    # Shorter than the defaults, so that faults are repaired while you watch:
     lease_ttl=LEASE_TTL,
     claim_ttl=4.0,
     dispatch_grace=3.0,
@@ -75,7 +78,7 @@ bridge = Bridge(
 
 @bridge.on_change(f"{setting.name}.orders", autoretry_for=(PyMongoError,), retry_backoff=True, max_retries=8)
 def summarise(change: Change) -> None:
-    """Write the summary of an order, fenced: a newer execution refuses a stale one."""
+    """Write the summary of an order through the fence: a newer execution refuses a stale one."""
     order = change.full_document
     assert order is not None, "an order is only ever inserted and replaced"
     update = {"$set": {"total": 10 * order["n"]}, "$push": {"seen": order["n"]}}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mongo_celery.demo.run import WORKER_PROCESSES, Result, Servers, embedded_servers, run_demo
-from mongo_celery.embedded.ending import ended_by_signals
+from mongo_celery.embedded.processes import end_by_signals
 from mongo_celery.errors import ConfigurationError
 
 _FINDINGS_MAX = 10
@@ -30,11 +30,11 @@ def command(
     """
     Run an end-to-end demo with kills and a verdict.
 
-    Starts MongoDB, Redis, two listeners and a worker, and writes orders. Kills the leading listener and a process of
-    the worker. Then counts the changes that took effect. The exit status is 0 if nothing was lost or out of order.
+    Starts MongoDB, Redis, two listeners and a worker, and writes orders. Kills the leading listener and a worker
+    process. Then counts the changes that took effect. The exit status is 0 if nothing was lost or out of order.
     """
     console = Console(soft_wrap=True, quiet=as_json)
-    with ended_by_signals() as ending:
+    with end_by_signals():
         with ExitStack() as stack:
             status = stack.enter_context(console.status("starting servers"))
             servers = _given_servers(mongo_url, redis_url) or stack.enter_context(embedded_servers())
@@ -45,13 +45,12 @@ def command(
 
             result = run_demo(orders, faults=not no_faults, servers=servers, show=status.update, announce=announce)
         if as_json:
-            click.echo(json.dumps(_plain(result)))
+            click.echo(json.dumps(_result_as_json(result)))
         else:
             _print(result, console)
         if result.unfinished:
             click.secho(f"Error: the demo did not finish: {result.unfinished}", fg="red", err=True)
         ctx.exit(0 if result.passed else 1)
-    ctx.exit(ending.status)
 
 
 def _given_servers(mongo_url: str | None, redis_url: str | None) -> Servers | None:
@@ -64,7 +63,7 @@ def _given_servers(mongo_url: str | None, redis_url: str | None) -> Servers | No
     return Servers(mongo_url, redis_url)
 
 
-def _plain(result: Result) -> dict[str, object]:
+def _result_as_json(result: Result) -> dict[str, object]:
     """Return the result as JSON."""
     return {
         "changes_per_second": result.changes_per_second,

@@ -5,8 +5,8 @@ One run of the demo.
 
     writer --> orders --> bridge: 2 listeners, 1 worker with 2 processes --> summaries --> verdict
 
-The writer first writes as fast as it can, and nothing is broken: so the demo can show how many changes a second flow.
-Then it writes for some seconds more, while the leading listener and a process of the worker are killed.
+At first the writer writes as fast as it can without faults, to measure changes per second. Then it writes for some more
+seconds while the leading listener and a worker process are killed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from pymongo import MongoClient, WriteConcern
 from pymongo.errors import PyMongoError
 
 from mongo_celery.demo.app import DemoSetting
-from mongo_celery.embedded import MongoReplicaSet, RedisServer, find_binary
+from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from mongo_celery.embedded.processes import ChildProcess, Supervisor
+from mongo_celery.embedded.server import find_binary
 from mongo_celery.errors import MongoCeleryError, ServerUnavailableError
 from mongo_celery.mongo.oplog import operation_time
 
@@ -43,15 +44,15 @@ _APP = "mongo_celery.demo.app"
 _FAULT_SECONDS = 8.0
 _STALL_SECONDS_MAX = 60.0
 _POLL_SECONDS = 0.1
-_OPEN_ORDERS = 10  # that are written in turns: so few that the changes of an order follow each other
+_OPEN_ORDERS = 10  # written in turns: so few that the changes of an order follow each other
 _ANSWER_MILLISECONDS_MAX = 10_000
-# A fenced upsert that creates a document is a transaction. If its process is killed, the server keeps the document
-# locked for this time. With the server's default of 60 s a demo would look as if it hung.
+# A fenced upsert that creates a document is a transaction. If its process is killed, the server locks the document for
+# this time. With the default of 60 s a demo would seem to hang.
 _PARAMETERS = ["transactionLifetimeLimitSeconds=5"]
 
 
 class DemoFailedError(MongoCeleryError):
-    """The demo did not come to its end; the message says what was missing."""
+    """The demo did not finish. The message names the missing part."""
 
 
 @dataclass(slots=True)
@@ -60,10 +61,10 @@ class Result:
     The result of a run.
 
     Attributes:
-        changes_per_second: the rate while nothing was broken.
+        changes_per_second: the rate without faults.
         handled: the changes that took effect.
         takeover_seconds: from the kill of the leading listener to the next term.
-        unfinished: why the run did not end; None if it did.
+        unfinished: why the run did not end. None if it did.
     """
 
     written: int = 0
@@ -93,8 +94,8 @@ class Servers:
 
 @contextmanager
 def embedded_servers() -> Iterator[Servers]:
-    """Start MongoDB and Redis, and end them."""
-    find_binary("redis-server")  # before three seconds are spent on the other one
+    """Start MongoDB and Redis, and end them after the block."""
+    find_binary("redis-server")  # fail before spending three seconds on the other one
     with MongoReplicaSet(parameters=_PARAMETERS) as mongo, RedisServer() as broker:
         yield Servers(mongo.url, broker.url)
 
@@ -103,17 +104,17 @@ def run_demo(
     orders: int, *, faults: bool, servers: Servers, show: Callable[[str], None], announce: Callable[[str], None]
 ) -> Result:
     """
-    Play the demo once on servers. Afterwards nothing of it is left there.
+    Run the demo once. Afterwards it leaves nothing on the servers.
 
     Args:
-        orders: how many orders are written, several times each.
-        faults: whether processes are killed.
-        show: called with a line about the present state, often.
+        orders: number of orders. Each is written several times.
+        faults: True to kill processes.
+        show: called often with a line about progress.
         announce: called with each event.
 
     Raises:
         ServerUnavailableError: a server does not answer.
-        DeploymentError: MongoDB is no replica set.
+        DeploymentError: MongoDB is not a replica set.
     """
     with ExitStack() as stack:
         try:
@@ -154,7 +155,7 @@ class _Demo:
         self._ended = threading.Event()
 
     def play(self, orders: int, *, faults: bool) -> Result:
-        """Start the processes, write, kill, wait until all is handled, and judge."""
+        """Start the processes, write, kill, wait until all changes are handled, and judge."""
         keys = [f"order-{number:05d}" for number in range(orders)]
         with ThreadPoolExecutor(1) as pool:
             try:
@@ -181,7 +182,7 @@ class _Demo:
         self._wait("a listener that leads", lambda: self._lease().get("state") == "leading")
 
     def _write(self, keys: Sequence[str], seconds: float) -> None:
-        """Insert and replace orders, spread over a time; each write is acknowledged by a majority."""
+        """Insert and replace orders, spread over a time. A majority acknowledges each write."""
         writes = list(plan_writes(keys))
         began = time.monotonic()
         for place, (key, n) in enumerate(writes):
@@ -191,7 +192,7 @@ class _Demo:
             self._result.written += 1
 
     def _measure(self, writer: Future[None]) -> None:
-        """Measure the rate from the first handled change on, while nothing is broken."""
+        """Measure the rate from the first handled change, without faults."""
         self._wait("the first change", lambda: self._result.handled)
         began, before = time.monotonic(), self._result.handled
         self._wait_until_handled(writer)
@@ -222,10 +223,10 @@ class _Demo:
 
     def _wait(self, what: str, condition: Callable[[], object]) -> None:
         """
-        Wait for a condition, as long as something moves.
+        Wait for a condition, as long as there is progress.
 
         Raises:
-            DemoFailedError: a process failed, or nothing moved for a minute.
+            DemoFailedError: a process failed, or there was no progress for a minute.
         """
         last, until = (-1, -1), time.monotonic() + _STALL_SECONDS_MAX
         while not condition():
@@ -243,7 +244,7 @@ class _Demo:
             time.sleep(_POLL_SECONDS)
 
     def _read_handled(self) -> int:
-        """Let the server count the changes that took effect."""
+        """Let the server count changes that took effect."""
         count = {"$sum": {"$size": {"$setUnion": "$seen"}}}
         found = next(self._summaries.aggregate([{"$group": {"_id": None, "count": count}}]), {"count": 0})
         self._result.handled = found["count"]
@@ -266,7 +267,7 @@ class _Demo:
 
 
 def plan_writes(keys: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Yield the key and number of each write, for a few orders in turns."""
+    """Yield key and number of each write, for a few orders in turn."""
     for first in range(0, len(keys), _OPEN_ORDERS):
         for n in range(REWRITES + 1):
             for key in keys[first : first + _OPEN_ORDERS]:
@@ -274,13 +275,13 @@ def plan_writes(keys: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def find_lost(keys: Iterable[str], summaries: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return a sentence for each write that is in no summary."""
+    """Return a sentence for each write that no summary contains."""
     writes = plan_writes(list(keys))
     return [f"{key} n={n} was lost" for key, n in writes if n not in summaries.get(key, ())]
 
 
 def find_out_of_order(summaries: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return a sentence for each effect that came after a later one of its order."""
+    """Return a sentence for each effect that came after a later one of the same order."""
     return [
         f"{key} n={later} took effect after n={earlier}"
         for key, seen in summaries.items()

@@ -1,17 +1,17 @@
 """
-Child processes that do not outlive this one, even if it is SIGKILLed: servers, and the processes of a run.
+Child processes that do not outlive this one, even after SIGKILL: servers, and the processes of a run.
 
-On Linux a child can ask the kernel for a signal on its parent's death (`PR_SET_PDEATHSIG`). Two traps decide the form
-of this module:
+On Linux a child can request a signal for its parent's death (`PR_SET_PDEATHSIG`). Two traps determine this module's
+form:
 
-- "Parent" means the *thread* that forked. A child of a short-lived thread would be killed when that thread returns. So
-  one thread, which lives as long as the process, forks all children.
-- The request must be made in the child, between fork and exec. `preexec_fn` runs Python there, in a process with other
-  threads, and can deadlock. So the child is first a tiny Python program that makes the request, and then becomes the
-  real one under the same pid. The request survives `execve`.
+- "Parent" means the *thread* that forked. When a short-lived thread returns, its child would be killed. So one thread,
+  which lives as long as the process, forks all children.
+- The child must make the request between fork and exec. `preexec_fn` would run Python there, in a process with other
+  threads, and can deadlock. So the child is first a tiny Python program, which makes the request and then becomes the
+  real one with the same pid. The request survives `execve`.
 
-Signals go only to what was started here. A process that has ended keeps its number, as a zombie, until `end` takes
-notice of it. So neither its number nor that of the group it leads can meanwhile belong to somebody else.
+Only processes that were started here get signals. An ended process keeps its pid, as a zombie, until `end` waits for
+it. Until then no other process can have its pid or group.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
 from pathlib import Path
-from typing import IO, Generic, Self, TypedDict, TypeVar, Unpack
+from types import FrameType
+from typing import IO, Any, Generic, Self, TypeVar
 
 GRACE_SECONDS = 15.0
-"""How long a process has for its regular shutdown before it is killed."""
+"""Seconds for a regular shutdown before a process is killed."""
 
 _POLL_SECONDS = 0.02
 _LAST_LINES = 15
-_STATE, _START_TIME = 0, 19  # places in /proc/<pid>/stat, behind the name in brackets
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_START_TIME = 18  # field in /proc/<pid>/stat, after the name in brackets and the state
 
 CANNOT_EXECUTE = 126
-"""Exit status of a child whose program could not be executed, as in a shell."""
+"""Exit status of a child whose program could not be executed, like a shell's."""
 
 _BECOME = f"""
 import ctypes, os, signal, sys
@@ -65,24 +68,19 @@ def start_tied(
     umask: int = -1,
 ) -> subprocess.Popen[bytes]:
     """
-    Start a child process that ends, by SIGKILL, at the latest when this process ends.
+    Start a child process. It ends at the latest with this process, by SIGKILL.
 
-    The child leads a session of its own, so that Ctrl-C in the terminal reaches only this process,
-    which can then stop its children in the right order. Its standard input is empty. Callable from
-    any thread; the child is not tied to the calling thread. Not promised: the same for the child's
-    own children, nor, outside Linux, the end by SIGKILL at all.
+    The child leads a new session, so Ctrl-C in the terminal reaches only this process, which can stop its children in
+    order. The child's standard input is empty. You can call this from any thread: the child does not end with it. The
+    child's own children may survive. Outside Linux, the child may survive this process.
 
     Args:
-        arguments: The program, looked up in `PATH`, and its arguments. One that cannot be executed
-            ends with status 126 and a sentence in the output.
-
-        output: Where standard output and standard error go.
-
-        environment: The whole environment; this process's own if left out.
-
-        directory: The working directory.
-
-        umask: Of the child; this process's own if left out.
+        arguments: the program, which is searched in `PATH`, and its arguments. If it cannot be executed, the child ends
+            with status 126 and a message in its output.
+        output: takes standard output and standard error.
+        environment: the whole environment. By default this process's.
+        directory: the working directory.
+        umask: the child's umask. By default this process's.
     """
     command = list(arguments)
     if sys.platform == "linux" and sys.executable:
@@ -104,7 +102,7 @@ def start_tied(
 
 
 def polls(seconds: float) -> Iterator[None]:
-    """Yield immediately and then every few milliseconds, until *seconds* have passed."""
+    """Yield immediately, then every few milliseconds until *seconds* have passed."""
     pause = threading.Event()
     deadline = time.monotonic() + seconds
     yield
@@ -115,10 +113,10 @@ def polls(seconds: float) -> Iterator[None]:
 
 class ChildProcess:
     """
-    One started process, the leader of a session and of a group of its own.
+    A started process, which leads its own session and group.
 
     Attributes:
-        name: its name in messages.
+        name: for messages.
         pid: its process id.
         output: the file with its output, standard error included.
         killed: True if it was killed on purpose.
@@ -134,14 +132,14 @@ class ChildProcess:
 
     @property
     def running(self) -> bool:
-        """True if the process has not ended; a paused one has not."""
+        """True if the process has not ended. It may be paused."""
         return self.returncode is None
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, negative for a signal, None while it runs."""
+        """The exit status, negative for a signal. None while the process runs."""
         if self._process.returncode is None:
-            # WNOWAIT leaves the zombie in place: `end` still has a group to signal.
+            # WNOWAIT keeps the zombie, so `end` can still signal its group.
             ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return None
@@ -159,68 +157,68 @@ class ChildProcess:
         return "\n".join(self.text.splitlines()[-_LAST_LINES:]) or "(no output)"
 
     def children(self) -> list[int]:
-        """Return the pids of the living direct children, oldest first: a prefork worker's pool. On Linux only."""
-        if not self.running:
-            return []
-        found: list[int] = []
-        for task in Path(f"/proc/{self.pid}/task").glob("*/children"):
-            with suppress(OSError):  # the thread, or the whole process, has just ended
-                found += [int(pid) for pid in task.read_text(encoding="ascii").split()]
-        started = {pid: fields[_START_TIME] for pid in found if (fields := _stat(pid)) and fields[_STATE] != "Z"}
-        return sorted(started, key=lambda pid: (int(started[pid]), pid))
+        """Return the pids of living direct children, oldest first, such as a prefork pool. Linux only."""
+        found: list[tuple[int, int]] = []
+        for children in Path(f"/proc/{self.pid}/task").glob("*/children"):
+            with suppress(OSError):  # the thread, the child or the process has just ended
+                for pid in children.read_text(encoding="ascii").split():
+                    state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+                    if state != "Z":
+                        found.append((int(fields[_START_TIME]), int(pid)))
+        return [pid for _, pid in sorted(found)]
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone; nothing happens when it has ended."""
+        """Send a signal to this process alone. It does nothing after its end."""
         if self._process.returncode is None:
             os.kill(self.pid, number)
 
     def send_group(self, number: signal.Signals) -> None:
-        """Send a signal to the process and to all that it has started, unless they left its group."""
+        """Send a signal to the process and its descendants, except those outside its group."""
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
 
     def kill(self) -> None:
-        """End this process alone by SIGKILL, on purpose, and wait for its end."""
+        """Kill this process alone by SIGKILL, on purpose, and wait for its end."""
         self.killed = True
         self.send(signal.SIGKILL)
         self.ends_within(GRACE_SECONDS)
 
     def pause(self) -> None:
         """
-        Stop this process alone by SIGSTOP, and wait until none of its threads runs any more.
+        Stop this process alone by SIGSTOP, and wait until all its threads have stopped.
 
-        The signal alone takes effect a little later: a process on another processor may still answer a request that
-        was sent after it. Harmless if the process is paused already, or has ended.
+        Without the wait, a process on another CPU may still answer a request sent after the signal. It does nothing if
+        the process is paused or has ended.
         """
         self.send(signal.SIGSTOP)
         if self._process.returncode is None:
-            # WNOWAIT leaves the news of stop or end in place, for the next caller and for `end`.
+            # WNOWAIT keeps the status of stop or end for the next caller and for `end`.
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Let a paused process continue."""
+        """Continue a paused process by SIGCONT."""
         self.send(signal.SIGCONT)
 
     def ask_to_end(self) -> None:
-        """Ask for a regular shutdown by SIGTERM, once, and wake whatever is paused, so that it can answer."""
+        """Request a regular shutdown by SIGTERM, once. Wake paused processes, so that they can answer."""
         if not self._asked:
-            self._asked = True  # a second SIGTERM ends a worker without regard to its tasks
+            self._asked = True  # a second SIGTERM ends a worker without waiting for its tasks
             self.send(signal.SIGTERM)
             self.send_group(signal.SIGCONT)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the end, so many seconds at most. Return True if it came."""
+        """Wait at most this many seconds. Return True if the process has ended."""
         return any(not self.running for _ in polls(seconds))
 
     def end(self, grace: float = GRACE_SECONDS) -> None:
         """
-        End the process: regularly if it does so within a time, else by SIGKILL. What it started is killed.
+        End the process: by SIGTERM within the grace period, then by SIGKILL. Kill its descendants.
 
-        Harmless if it has ended. Afterwards its number may be another process's, and it gets no signal any more.
+        Afterwards another process may get its pid, so send no more signals.
 
         Args:
-            grace: seconds; with 0 it is killed without being asked.
+            grace: seconds. With 0 it is killed immediately.
         """
         if grace > 0:
             self.ask_to_end()
@@ -232,35 +230,24 @@ class ChildProcess:
 P = TypeVar("P", bound=ChildProcess)
 
 
-class StartOptions(TypedDict, total=False):
-    """
-    The options of a start.
-
-    Attributes:
-        environment: variables added to the environment of all.
-        directory: the working directory.
-    """
-
-    environment: Mapping[str, str]
-    directory: Path
-
-
 class Supervisor(Generic[P]):
     """
-    Starts processes and ends them all: a context manager.
+    A context manager that starts processes and ends them all.
 
-    Each ends at the latest with this process, by whatever way this one ends.
+    Each process ends at the latest when this process ends, even if this one is killed.
 
     Args:
-        directory: for their output, one file each, and their working directory, so that no file of the current
-            one takes a module's place.
-        kind: the class of a process: `ChildProcess`, or one with more.
-        environment: the whole environment of each; this process's own if left out.
-        grace: seconds that all together have for a regular shutdown in the end; with 0 they are killed.
+        directory: for their output, one file each. It is also their working directory, so no file of the current
+            directory can hide a module.
+        kind: the class of a process: `ChildProcess` or a subclass.
+        environment: the whole environment of each process. By default this process's.
+        grace: seconds that they share for a regular shutdown. With 0 they are killed.
 
     Attributes:
-        started: the processes, in the order of their start.
+        started: the processes, in starting order.
     """
+
+    launch = staticmethod(start_tied)
 
     def __init__(
         self,
@@ -275,53 +262,53 @@ class Supervisor(Generic[P]):
         self._kind = kind
         self._environment = environment
         self._grace = grace
-        self._count = 0
+        self._numbers = count(1)
 
-    def start(self, name: str, *arguments: str, **options: Unpack[StartOptions]) -> P:
+    def start(
+        self,
+        name: str,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+    ) -> P:
         """
         Start a program.
 
         Args:
-            name: its name in messages, and that of the file with its output.
+            name: for messages and for the output file.
             arguments: the program and its arguments.
-            options: as of `StartOptions`.
+            environment: variables that are added to the common environment.
+            directory: the working directory. By default the common one.
         """
-        common = os.environ if self._environment is None else self._environment
-        environment = {**common, **options.get("environment", {})}
-        self._count += 1
-        output = self._directory / f"{self._count}-{name}.log"
+        whole = {**(os.environ if self._environment is None else self._environment), **(environment or {})}
+        output = self._directory / f"{next(self._numbers)}-{name}.log"
         with output.open("wb") as file:
-            process = self._launch(arguments, file, environment, options.get("directory", self._directory))
+            process = self.launch(arguments, output=file, environment=whole, directory=directory or self._directory)
         started = self._kind(name, process, output)
         self.started.append(started)
         return started
 
-    def _launch(
-        self, program: Sequence[str], output: IO[bytes], environment: Mapping[str, str], directory: Path
-    ) -> subprocess.Popen[bytes]:
-        return start_tied(program, output=output, environment=environment, directory=directory)
-
-    def python(self, name: str, *arguments: str, **options: Unpack[StartOptions]) -> P:
-        """Start this Python with arguments, such as `"-m", "shop.writer"`."""
+    def python(self, name: str, *arguments: str, **options: Any) -> P:
+        """Start this Python with arguments, such as `"-m", "shop.writer"`, and options of `start`."""
         return self.start(name, sys.executable, *arguments, **options)
 
-    def celery(self, app: str, *arguments: str, name: str | None = None, **options: Unpack[StartOptions]) -> P:
-        """Start `celery -A app` with arguments, such as `"worker", "-c", "2"` or `"listener"`."""
+    def celery(self, app: str, *arguments: str, name: str | None = None, **options: Any) -> P:
+        """Start `celery -A app` with arguments, such as `"listener"`, and options of `start`."""
         return self.python(name or arguments[0], "-m", "celery", "-A", app, *arguments, **options)
 
     def failed(self) -> P | None:
-        """Return a process that ended with another status than 0, though nobody killed it."""
+        """Return a process that ended with another status than 0 and was not killed on purpose."""
         return next((each for each in self.started if not each.killed and each.returncode), None)
 
     def release(self, process: P, grace: float = GRACE_SECONDS) -> None:
-        """End one process, and look after it no longer."""
+        """End one process and forget it."""
         self.started.remove(process)
         process.end(grace)
 
     def end(self) -> None:
-        """End all, the last started first: all are asked at once, and the grace is for all together."""
+        """End all processes, the last started first. All get SIGTERM together, and share the grace period."""
         deadline = time.monotonic() + self._grace
-        with ExitStack() as stack:  # one failure stops no other end
+        with ExitStack() as stack:  # one failure prevents no other end
             for process in self.started:
                 stack.callback(lambda each: each.end(max(deadline - time.monotonic(), 0)), process)
             if self._grace > 0:
@@ -335,21 +322,34 @@ class Supervisor(Generic[P]):
         self.end()
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of a process in /proc, behind its name, and nothing if there is none."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    return []
-
-
-def _make_forker() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "mongo_celery-forker")
+_forker = ThreadPoolExecutor(1, "mongo_celery-forker")
 
 
 def _renew_forker() -> None:
     global _forker  # noqa: PLW0603 - threads do not survive a fork
-    _forker = _make_forker()
+    _forker = ThreadPoolExecutor(1, "mongo_celery-forker")
 
 
-_forker = _make_forker()
 os.register_at_fork(after_in_child=_renew_forker)
+
+
+@contextmanager
+def end_by_signals() -> Iterator[None]:
+    """
+    On SIGINT, SIGTERM or SIGHUP, end the block by SystemExit, so its context managers clean up.
+
+    The exit status is 128 plus the signal's number, like a shell's. Further signals are ignored until the block has
+    ended. Then the old handlers are restored. Use it in the main thread only.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for each in _ENDING_SIGNALS:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in _ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

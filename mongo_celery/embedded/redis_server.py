@@ -11,21 +11,21 @@ from mongo_celery.embedded.server import HOST, Server
 
 class RedisServer(Server):
     """
-    A Redis on 127.0.0.1: a context manager, or `start` and `stop`.
+    A Redis on 127.0.0.1. Use it as a context manager, or call `start` and `stop`.
 
-    Without *appendonly* nothing is written to disk: a restart loses everything, as a crash of a
-    cache does. With it a regular restart loses nothing, and a kill at most the last second.
+    Without `appendonly` the server writes nothing to disk, and a restart loses all data. With it, a regular restart
+    loses nothing, and a kill at most the last second.
+
+    ::
+
+        with RedisServer(options=["--maxmemory", "50mb"]) as server:
+            app = Celery("shop", broker=server.url)
 
     Args:
-        appendonly: Keep an append-only file.
-
-        directory: Where to keep data and port, beyond `stop`; a temporary directory if left out.
-
-        port: The port; that of the directory, or a free one, if left out.
-
-        options: More of redis-server's options, such as `["--maxmemory", "50mb"]`.
-
-        binary: The program; found by `find_binary` if left out.
+        appendonly: True to write an append-only file.
+        directory: keeps data and port after `stop`. By default the server has a temporary directory.
+        port: by default the port stored in the directory, otherwise a free one.
+        options: further options of redis-server, such as `["--maxmemory", "50mb"]`.
     """
 
     binary_name = "redis-server"
@@ -38,15 +38,14 @@ class RedisServer(Server):
         directory: str | os.PathLike[str] | None = None,
         port: int | None = None,
         options: Sequence[str] = (),
-        binary: str | os.PathLike[str] | None = None,
     ) -> None:
-        super().__init__(directory=directory, port=port, binary=binary)
+        super().__init__(directory=directory, port=port)
         self._appendonly = appendonly
         self._options = tuple(options)
 
     @property
     def url(self) -> str:
-        """The address of database 0, as Celery takes it for a broker."""
+        """The URL of database 0, for Celery's `broker`."""
         return f"redis://{HOST}:{self.port}/0"
 
     def _arguments(self, directory: Path, port: int) -> list[str]:

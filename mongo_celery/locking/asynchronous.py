@@ -1,7 +1,7 @@
 """
 SELECT ... FOR UPDATE for asyncio: the same locks, over `AsyncMongoClient`.
 
-Both run the same steps (`call`), so arguments, commands, results and errors are as of `rows`.
+Both variants run the same steps (`call`). So arguments, commands, results and errors are as in `rows`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ async def select_for_update(
     **options: Unpack[LockOptions],
 ) -> Any:
     """
-    Read a document and lock it until the transaction ends; all as of `mongo_celery.select_for_update`.
+    Read a document and lock it until the transaction ends, like `mongo_celery.select_for_update`.
 
     ::
 
@@ -47,6 +47,6 @@ async def select_many_for_update(
     projection: Any = None,
     **options: Unpack[LockOptions],
 ) -> list[Any]:
-    """Read several documents and lock them; all as of `mongo_celery.select_many_for_update`."""
+    """Read several documents and lock them, like `mongo_celery.select_many_for_update`."""
     call = lock_call(collection, filter, session, AsyncClientSession, **options)
     return await run_async(lock_many(call, sort, limit, projection))

@@ -1,16 +1,16 @@
 """
-One call that locks: the commands that it sends, and the meaning of a refusal.
+One locking call: its commands, and the meaning of a refusal.
 
-A call is a generator of *steps*, so that threads and asyncio share its text. It calls a client, yields what that
-returned, and goes on with the answer. A `MongoClient` has returned the answer. The answer of an `AsyncMongoClient` is
+A call is a generator of *steps*, so that threads and asyncio share its code. It calls the client, yields the result,
+and continues with the answer. The result of a `MongoClient` is the answer. The result of an `AsyncMongoClient` is
 awaited first.
 
-| the server refuses | effect |
+| refusal by the server | effect |
 |---|---|
-| a write conflict: another transaction has the document | it passes, labelled as transient, for `transactional` |
+| a write conflict: another transaction has the document | raised as transient, for `transactional` |
 | a LockTimeout: an operation has the whole collection | the same |
 | either of them, with `nowait` | DocumentLockedError |
-| the collection's validator, or another value in the lock's field | ConfigurationError: a repetition cannot help |
+| by the collection's validator, or another value in the lock's field | ConfigurationError: repeating cannot help |
 | no replica set | TopologyError |
 """
 
@@ -30,33 +30,28 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import check_flags
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
+from mongo_celery.mongo.transaction.ending import AFTER_CRASH
 from mongo_celery.mongo.transaction.scopes import Session, scope_of
 from mongo_celery.mongo.verdicts import Code, server_words, standalone_refused
 
 Result = TypeVar("Result")
 Steps = Generator[Any, Any, Result]
 
-AFTER_CRASH = (
-    "If its holder has crashed, the server ends that transaction transactionLifetimeLimitSeconds (60 by default) after "
-    "it began, or up to half of that later. $currentOp shows the transactions that are open: docs/transactions.md has "
-    "the query."
-)
-
 _FILTER_CHARS = 300
-"""As much of a filter as a message shows."""
+"""Largest part of a filter in a message."""
 
 _HELD = {Code.WriteConflict, Code.LockTimeout}
 _UNWRITABLE = {Code.DocumentValidationFailure, Code.PathNotViable}
 _BATCH = 1_000_000
-"""Documents of one answer: the first one has all, up to the server's 16 MiB."""
+"""Number of documents in one answer. The first answer has all of them, up to the server's 16 MiB."""
 
 
 class LockOptions(TypedDict, total=False):
     """
-    The options of each call that locks.
+    The options of all locking calls.
 
     Attributes:
-        field: the field that is written, by default `_lock`; it belongs to locks alone.
+        field: the field to write, by default `_lock`. Use it only for locks.
         nowait: fail with `DocumentLockedError` at the first conflict. By default `transactional` repeats the body
             until its `timeout=`.
     """
@@ -68,14 +63,14 @@ class LockOptions(TypedDict, total=False):
 @dataclass(frozen=True, slots=True)
 class LockCall:
     """
-    A call that locks documents of one collection.
+    A call that locks documents in one collection.
 
     Attributes:
-        collection: of the session's kind, for threads or for asyncio.
-        session: of a transaction in progress.
-        filter: of the documents to lock.
-        field: that is written.
-        nowait: True if the first conflict is an error.
+        collection: for threads or asyncio, like the session.
+        session: with a transaction in progress.
+        filter: selects the documents to lock.
+        field: the field to write.
+        nowait: True to raise an error at the first conflict.
     """
 
     collection: Any
@@ -86,7 +81,7 @@ class LockCall:
 
     @property
     def update(self) -> dict[str, Any]:
-        """Return the write that locks. It is no pipeline: MongoDB 4.4 tells change streams of those as a `replace`."""
+        """Return the locking write. It is not a pipeline, which MongoDB 4.4 shows to change streams as a `replace`."""
         return {"$set": {f"{self.field}.id": ObjectId()}, "$currentDate": {f"{self.field}.at": True}}
 
 
@@ -105,7 +100,7 @@ def run_sync(steps: Steps[Result]) -> Result:
 
 
 async def run_async(steps: Steps[Result]) -> Result:
-    """Run the steps of a call on an `AsyncMongoClient`. An error of an answer, or a cancel, is raised in the steps."""
+    """Run a call's steps on an `AsyncMongoClient`. An answer's error, or a cancellation, is raised in the steps."""
     go_on: Callable[[], Awaitable[Any]] = partial(steps.send, None)
     while True:
         try:
@@ -131,7 +126,7 @@ def lock_call(
     field: str = "_lock",
     nowait: bool = False,
 ) -> LockCall:
-    """Check the arguments of a call, with a session of this kind; errors as of `select_for_update`."""
+    """Check a call's arguments, with a session of this kind. Errors as in `select_for_update`."""
     if not isinstance(session, kind) or not session.in_transaction:
         raise TransactionRequiredError
     is_async = kind is AsyncClientSession
@@ -153,7 +148,7 @@ def lock_call(
 
 
 def lock_one(call: LockCall, sort: Any, projection: Any) -> Steps[Any]:
-    """Lock the first document that matches, and return it; None where none matches."""
+    """Lock the first matching document, and return it. None if none matches."""
     with _explaining_refusals(call):
         found = yield call.collection.find_one_and_update(
             call.filter,
@@ -168,10 +163,10 @@ def lock_one(call: LockCall, sort: Any, projection: Any) -> Steps[Any]:
 
 def lock_many(call: LockCall, sort: Any, limit: int, projection: Any) -> Steps[list[Any]]:
     """
-    Read what matches, lock it, and return it as it was read.
+    Read the matching documents, lock them, and return them as read.
 
-    Reading first fixes the documents, whatever the filter, order, limit and projection look at. The transaction has one
-    snapshot, so the write conflicts with each change after the read.
+    The first read fixes the documents, whatever filter, order, limit and projection use. The transaction has one
+    snapshot, so the write conflicts with every change after the read.
     """
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
         raise ConfigurationError(f"limit={limit!r} must be 0 for all, or a positive whole number.")
@@ -191,7 +186,7 @@ def lock_many(call: LockCall, sort: Any, limit: int, projection: Any) -> Steps[l
 
 
 def lock_ids(call: LockCall, ids: Sequence[Any]) -> Steps[None]:
-    """Lock documents that this transaction has read, by their different `_id`s."""
+    """Lock documents that this transaction has read, by their distinct `_id`s."""
     if not ids:
         return
     with _explaining_refusals(call):
@@ -204,7 +199,7 @@ def lock_ids(call: LockCall, ids: Sequence[Any]) -> Steps[None]:
 
 
 def _with_id(projection: Any) -> Any:
-    """Return a projection that shows `_id` as it is."""
+    """Return a projection that includes the original `_id`."""
     if any(name.startswith("_id.") for name in projection or ()):
         raise ConfigurationError("projection= shows parts of _id; leave them out, since _id is always returned whole.")
     if not isinstance(projection, Mapping) or "_id" not in projection:
@@ -216,7 +211,7 @@ def _with_id(projection: Any) -> Any:
 
 @contextmanager
 def _explaining_refusals(call: LockCall) -> Iterator[None]:
-    """Raise in place of the server's refusals the errors of the table above."""
+    """Replace the server's refusals by the errors of the table above."""
     try:
         with standalone_refused():
             yield
@@ -225,18 +220,15 @@ def _explaining_refusals(call: LockCall) -> Iterator[None]:
             raise _unwritable(call, error) from error
         if error.code not in _HELD:
             raise
-        scope = scope_of(call.session)
         if not call.nowait:
-            if scope is not None:
-                scope.describe_holders = lambda _: AFTER_CRASH
             raise
-        locked = _locked(call, error)
+        scope, locked = scope_of(call.session), _explain_lock(call, error)
         if scope is not None:
-            scope.rollback_reason = locked  # the server has ended the transaction, also if the body catches this
+            scope.rollback_reason = locked  # the server has ended the transaction, even if the body catches this
         raise locked from error
 
 
-def _locked(call: LockCall, error: OperationFailure) -> DocumentLockedError:
+def _explain_lock(call: LockCall, error: OperationFailure) -> DocumentLockedError:
     text = repr(dict(call.filter))
     document = f"{call.collection.full_name} {text if len(text) <= _FILTER_CHARS else text[:_FILTER_CHARS] + '...'}"
     if error.code == Code.LockTimeout:
@@ -258,6 +250,6 @@ def _unwritable(call: LockCall, error: OperationFailure) -> ConfigurationError:
     return ConfigurationError(
         f"The validator of {call.collection.full_name} refuses a document with the lock's field {call.field!r}, or has "
         f"refused it before: {server_words(error)}. If it is the field, allow it there, as an object, or name one "
-        "that it allows with field=; if the document was invalid before, cure that, or set validationLevel to "
+        "that it allows with field=. If the document was invalid before, correct it, or set validationLevel to "
         "moderate.",
     )

@@ -1,9 +1,8 @@
 """
-SELECT ... FOR UPDATE for querysets of Django (django-mongodb-backend).
+SELECT ... FOR UPDATE for Django querysets (django-mongodb-backend).
 
-Django's own `select_for_update()` does nothing on MongoDB, and its `atomic` repeats nothing: whoever meets a
-conflict there gets an error. So `joined` makes Django's queries part of a transaction of `transactional`, which repeats
-its body.
+Django's `select_for_update()` does nothing on MongoDB, and its `atomic` repeats nothing: a conflict is an error. So
+`joined` adds Django's queries to a transaction of `transactional`, which repeats its body.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SELF = "self"
 
 
 def django_client(using: str = DEFAULT_DB_ALIAS) -> MongoClient[Any]:
-    """The client by which Django's queries are sent; what `transactional` is to be given."""
+    """Return the client of Django's queries, for `transactional`."""
     connection = _mongo_connection(using)
     connection.ensure_connection()
     client: MongoClient[Any] = connection.connection
@@ -39,7 +38,7 @@ def django_client(using: str = DEFAULT_DB_ALIAS) -> MongoClient[Any]:
 @contextmanager
 def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) -> Iterator[None]:
     """
-    Make Django's queries part of a transaction of `transactional`, inside; also as a decorator.
+    Add Django's queries to a transaction of `transactional`. Also usable as a decorator.
 
     ::
 
@@ -47,20 +46,20 @@ def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) 
         def sell(seat, *, session):
             with joined(): ...
 
-    Callbacks of `django_mongodb_backend.transaction.on_commit` run after the commit, also where the body has caught an
-    error that left this block, for what was written before it is committed then; they are forgotten when an attempt
-    fails. What the server labels as transient comes out as the driver's error, so that the body is repeated; Django
-    would hide it in a `DatabaseError`. An `atomic` inside is part of the same transaction.
+    Callbacks of `django_mongodb_backend.transaction.on_commit` run after the commit. They also run if the body caught
+    an error from this block, because earlier writes are then committed. If an attempt fails, its callbacks are
+    discarded. A transient error of the server is raised as the driver's error, so the body repeats: Django would hide
+    it in a `DatabaseError`. An `atomic` inside is part of the same transaction.
 
     Args:
-        session: as `transactional` has given it. By default that of the innermost transaction that this thread is in;
-            a thread that was handed one by another gives it here.
-        using: Django's alias of the database.
+        session: the session from `transactional`. By default that of this thread's innermost transaction. If another
+            thread handed over the session, pass it here.
+        using: alias of the database in Django.
 
     Raises:
-        TransactionRequiredError: there is none, or it has no transaction in progress.
-        ConfigurationError: it is of another client or transaction than Django's queries (see `django_client`); or
-            `transactional` does not run its transaction, so that nobody would say when that is committed.
+        TransactionRequiredError: there is no session, or it has no transaction in progress.
+        ConfigurationError: it belongs to another client or transaction than Django's queries (see `django_client`), or
+            `transactional` does not run its transaction, so nobody would see its commit.
     """
     connection, client = _mongo_connection(using), django_client(using)
     session = current(client) if session is None else session
@@ -78,14 +77,14 @@ def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) 
     if connection.session is not None:
         raise ConfigurationError(
             "Django is inside another transaction, and serves one at a time: let the `atomic` around `joined` go, or "
-            "call what has own=True outside of the `joined` around."
+            "call what has independent=True outside of the `joined` around."
         )
     if session.client is not client:
-        raise ConfigurationError("The session is of another client than Django's: use transactional(django_client).")
+        raise ConfigurationError("The session is not of Django's client. Use transactional(django_client).")
     if not after_commit(_nothing, session):
         raise ConfigurationError(
-            "`transactional` does not run this session's transaction, so nobody would call what on_commit has "
-            "registered: give `joined` the session of transactional(django_client), or use Django's own atomic."
+            "`transactional` does not run this session's transaction, so the callbacks of on_commit would not be "
+            "called. Give `joined` the session of transactional(django_client), or use Django's own atomic."
         )
     connection.session, connection.in_atomic_block_mongo, connection.run_on_commit = session, True, []
     try:
@@ -95,12 +94,12 @@ def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) 
         waiting, connection.run_on_commit = connection.run_on_commit, []
         connection.session, connection.in_atomic_block_mongo = None, False
         for _, function, _ in waiting:
-            after_commit(function, session)  # forgotten by whoever aborts the attempt
+            after_commit(function, session)  # discarded if the attempt is aborted
 
 
 @contextmanager
 def _transient_errors_shown() -> Iterator[None]:
-    """Raise the driver's error where Django hides one in its own that asks for a repetition."""
+    """Raise the driver's error if Django hides a repeatable one in its own."""
     try:
         yield
     except DatabaseError as error:
@@ -114,29 +113,29 @@ def select_for_update(
     queryset: QuerySet[Any], *, of: Sequence[str] = (_SELF,), **options: Unpack[LockOptions]
 ) -> list[Any]:
     """
-    Read the instances of a queryset and lock their documents until the transaction ends.
+    Read a queryset's instances and lock their documents until the transaction ends.
 
-    The queryset is asked anew, whatever it has found before; then one write a collection locks what it has found, by
-    the collections' names. One that has changed in between is a conflict. Fields of models are not needed: Django
-    leaves alone what it does not know.
+    The queryset runs again, even if it has cached results. Then one write per collection locks the documents, in the
+    order of the collections' names. A document that changed in between is a conflict. The models need no lock field:
+    Django ignores unknown fields.
 
     Args:
-        queryset: of instances, on MongoDB; with any filter, order or slice.
-        of: what is locked: `"self"`, and relations of it, such as `"hall"` or `"hall__city"`. By default the queryset's
-            own documents; an empty one, by which Django means all, is refused. Without `select_related` each costs
-            queries of its own. What refers to a document that is not there, which MongoDB allows, locks nothing by it.
-        options: see `LockOptions` of `mongo_celery.locking`. `field` is no field of the model.
+        queryset: of instances, on MongoDB, with any filter, order or slice.
+        of: the documents to lock: `"self"` and relations, such as `"hall"` or `"hall__city"`. By default the queryset's
+            own documents. An empty one, which means all to Django, is refused. Without `select_related` each costs its
+            own queries. A reference to a missing document, which MongoDB allows, locks nothing.
+        options: see `LockOptions` of `mongo_celery.locking`. `field` must not be a field of the model.
 
     Returns:
         The instances, in the queryset's order.
 
     Raises:
-        TransactionRequiredError: neither `joined` nor `django_mongodb_backend.transaction.atomic` is around it.
-        DocumentLockedError: as of `mongo_celery.select_for_update`.
-        ConfigurationError: it is no queryset of instances on MongoDB, or `of` names no relation of it, or one that is
-            kept in another of Django's databases.
-        OperationFailure: a write conflict, labelled as transient. Let it pass to `transactional`; in an `atomic` of
-            Django's own nobody repeats.
+        TransactionRequiredError: it is not inside `joined` or `django_mongodb_backend.transaction.atomic`.
+        DocumentLockedError: as in `mongo_celery.select_for_update`.
+        ConfigurationError: it is not a queryset of instances on MongoDB, or `of` names an unknown relation or one in
+            another Django database.
+        OperationFailure: a write conflict, labelled as transient. Do not catch it in `transactional`. Django's own
+            `atomic` does not repeat it.
     """
     if not isinstance(queryset, QuerySet):
         raise ConfigurationError(f"select_for_update takes a QuerySet of Django's, not {type(queryset).__name__}.")
@@ -157,14 +156,14 @@ def select_for_update(
 
 
 def _documents(instances: Sequence[Any], of: Sequence[str], connection: Any, using: str) -> list[tuple[Any, list[Any]]]:
-    """The ids of what is wanted of these instances, each once, by collections in the order of their names."""
+    """Return the ids of the documents to lock, each once, by collection in order of name."""
     codec = connection.database.codec_options
     tables: dict[str, dict[Any, Any]] = {}
     for each in _wanted(instances, of):
         if each._state.db != using:  # noqa: SLF001 - Django's public name
             raise ConfigurationError(
-                f"{type(each).__name__} is kept in the database {each._state.db!r}, and the transaction is one of "  # noqa: SLF001
-                f"{using!r}: leave it out of of=."
+                f"{type(each).__name__} is stored in the database {each._state.db!r}, and the transaction belongs to "  # noqa: SLF001
+                f"{using!r}. Leave it out of of=."
             )
         meta = each._meta  # noqa: SLF001 - Django's public name
         document_id = meta.pk.get_db_prep_save(each.pk, connection)
@@ -180,7 +179,7 @@ def _mongo_connection(using: str) -> Any:
 
 
 def _check(model: type[Model], of: Sequence[str]) -> None:
-    """Before anything is read: nothing, a path that leads nowhere, or to what is no document of its own."""
+    """Before any read, refuse an empty `of`, an unknown path, or a path to an embedded document."""
     if isinstance(of, str) or not of:
         raise ConfigurationError(
             f"of={of!r} names nothing to lock: give a tuple of names, such as ('self', 'hall'), or leave it out."
@@ -219,4 +218,4 @@ def _reached(instance: Any, name: str) -> Any:
 
 
 def _nothing() -> None:
-    """To be told whether anything would be called after a commit."""
+    """A callback that shows whether any would run after a commit."""

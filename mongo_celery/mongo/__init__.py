@@ -1,1 +1,1 @@
-"""Calls of MongoDB and the meaning of its answers: one home for each question. Knows no feature and no Celery."""
+"""MongoDB calls and the meaning of their answers. Each question has one module. Independent of features and Celery."""

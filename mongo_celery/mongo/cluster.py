@@ -1,4 +1,4 @@
-"""Comparison of clients: those of one cluster, as far as they know it already."""
+"""Comparison of clients by cluster, from their current knowledge."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ AnyClient = MongoClient[Any] | AsyncMongoClient[Any]
 
 def is_same_cluster(one: AnyClient, other: AnyClient) -> bool:
     """
-    Return True if two clients speak to one replica set, router or server.
+    Return True if two clients use the same replica set, router or server.
 
-    Clients know that from their servers' last answers: no command is sent. A client that has had no answer yet
-    sends one `ping`, unless both have an address in common.
+    Clients know this from their servers' last answers, without a command. A client without an answer sends one `ping`,
+    unless both share an address.
 
-    Not promised: that a sharded cluster is recognised through two routers.
+    Not promised: recognising one sharded cluster through two routers.
 
     Raises:
-        PyMongoError: the first answer of a server does not come.
-        ConfigurationError: a client of asyncio has had no answer yet.
+        PyMongoError: no server answers.
+        ConfigurationError: an asyncio client has not connected yet.
     """
     if one is other or _addresses(one) & _addresses(other):
         return True
@@ -34,17 +34,17 @@ def is_same_cluster(one: AnyClient, other: AnyClient) -> bool:
         return True
     known = {(each.replica_set_name, each.me): _process(each) for each in theirs}
     if any(known.get((each.replica_set_name, each.me), _process(each)) != _process(each) for each in mine):
-        return False  # two sets whose names and members read the same, as of two machines or containers
+        return False  # two sets with equal names and members, for example on two machines or containers
     return bool(_members(mine) & _members(theirs))
 
 
 def has_answers(client: AnyClient) -> bool:
-    """Return True if a server has answered a client, and none is to be waited for."""
+    """Return True if a server has answered a client, so that no wait is needed."""
     return client.topology_description.has_known_servers
 
 
 async def wait_for_answer(client: AnyClient) -> None:
-    """Have a server answer a client of asyncio, if none has yet; others are asked where they are compared."""
+    """Wait until a server answers an asyncio client for the first time. For other clients a comparison does this."""
     if isinstance(client, AsyncMongoClient) and not has_answers(client):
         await client.admin.command("ping", read_preference=ReadPreference.NEAREST)
 
@@ -77,7 +77,7 @@ def _members(servers: list[ServerDescription]) -> set[Any]:
 
 
 def connections_in_transaction() -> Iterator[Any]:
-    """Yield Django's connections whose `session` is in a transaction; imports nothing of Django."""
+    """Yield Django's connections whose `session` has a transaction, without importing Django."""
     if "django_mongodb_backend.base" in sys.modules:
         from django.db import connections
 

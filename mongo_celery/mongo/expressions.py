@@ -1,4 +1,4 @@
-"""Expressions that the state's updates share."""
+"""Expressions for updates of the state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from bson.int64 import Int64
 
 SHIFT = 1 << 20
-"""Terms and fencing tokens count in units of 2^-20 of a second of cluster time."""
+"""Terms and fencing tokens count in units of 2^-20 seconds of cluster time."""
 
 CLUSTER_SECONDS: dict[str, Any] = {
     "$toLong": {"$floor": {"$divide": [{"$toLong": {"$toDate": {"$dateToString": {"date": "$$CLUSTER_TIME"}}}}, 1000]}},
@@ -17,10 +17,10 @@ CLUSTER_SECONDS: dict[str, Any] = {
 
 def next_number(field: str) -> dict[str, Any]:
     """
-    The next term or fencing token of a field: max(old + 1, cluster time in seconds x 2^20).
+    Return a field's next term or fencing token: max(old + 1, cluster time in seconds x 2^20).
 
-    Taken from the cluster's logical clock, which never goes back, so that a state database that was
-    dropped or restored never counts below what targets have already seen.
+    It uses the cluster's logical clock, which never goes back. So a dropped or restored state database never counts
+    below the numbers that targets have already seen.
     """
     return {
         "$max": [
@@ -31,24 +31,24 @@ def next_number(field: str) -> dict[str, Any]:
 
 
 def after(seconds: float) -> dict[str, Any]:
-    """The server's time, so many seconds from now."""
+    """Return the server's time plus these seconds."""
     return {"$add": ["$$NOW", millis(seconds)]}
 
 
 LONGEST_SECONDS = 100 * 365 * 86_400.0
-"""No time that is stored lies further ahead: a date beyond the year 9999 is one that many cannot read."""
+"""The longest stored time ahead: many programs cannot read a date beyond the year 9999."""
 
 
 def remaining(field: str) -> dict[str, Any]:
-    """Milliseconds until a stored time, by the server's clock, negative when it is over; null without a time."""
+    """Return the milliseconds until a stored time, by the server's clock. Negative after it, null without one."""
     longest = millis(LONGEST_SECONDS)
     left = {"$subtract": [f"${field}", "$$NOW"]}
-    # Compared before it is subtracted: the server refuses a difference beyond 64 bits.
+    # Compare before subtracting: the server refuses a difference beyond 64 bits.
     return {"$cond": [{"$gt": [f"${field}", {"$add": ["$$NOW", longest]}]}, longest, left]}
 
 
 def millis(seconds: float) -> Int64:
-    """Whole milliseconds of a duration, bounded by `LONGEST_SECONDS`."""
+    """Return a duration in whole milliseconds, at most `LONGEST_SECONDS`."""
     return Int64(round(min(seconds, LONGEST_SECONDS) * 1000))
 
 
@@ -57,16 +57,16 @@ REMOVED = "$$REMOVE"
 
 
 def whole(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a document that takes the place of the stored one; in `$set` it would be merged into that."""
+    """Return an expression that replaces the stored document. `$set` would merge into it."""
     return {"$mergeObjects": [fields]}
 
 
 def literal(value: object) -> dict[str, Any]:
-    """A value that is not read as an expression."""
+    """Return a value that the server does not read as an expression."""
     return {"$literal": value}
 
 
 def insert_if_absent(document: object) -> list[dict[str, Any]]:
-    """Return the update of an upsert by `_id` alone: a new document becomes this expression, an existing one stays."""
-    is_new = {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]}  # it has nothing but its _id
+    """Return the update of an upsert by `_id`: a new document gets this content, an existing one does not change."""
+    is_new = {"$eq": [{"$size": {"$objectToArray": "$$ROOT"}}, 1]}  # it has only its _id
     return [{"$replaceWith": {"$cond": [is_new, document, "$$ROOT"]}}]

@@ -1,7 +1,7 @@
 """
-Identity of values: two that are one `_id`, and the `_id` that a filter demands.
+Identity of values: whether two are the same `_id`, and which `_id` a filter requires.
 
-Three questions, each with its answer here:
+Three questions and their functions:
 
 =====================  ========================================================================================
 are they one `_id`?    `id_key`: equal keys exactly where MongoDB holds the values equal, as far as no collation
@@ -48,11 +48,11 @@ _HASHED_AS_IS = {str, bson.ObjectId, bool, type(None)}
 
 def id_key(value: Any, codec: CodecOptions[Any]) -> Hashable:
     """
-    A key of an `_id`: two are equal exactly where the server takes their values for one `_id`.
+    Return a key of an `_id`. Two keys are equal exactly if the server takes the values for one `_id`.
 
-    So 1, 1.0 and `Decimal128("1.0")` are one, in documents and arrays too; documents with the same fields in another
-    order are two, and so are 0.1 and `Decimal128("0.1")`. A collection whose collation makes more strings equal
-    has to be asked.
+    So 1, 1.0 and `Decimal128("1.0")` are one `_id`, also in documents and arrays. Documents with the same fields in
+    another order are two, and 0.1 and `Decimal128("0.1")` are two. If the collation of a collection makes more strings
+    equal, only the server knows.
 
     Args:
         value: as users write it or as it was read.
@@ -85,7 +85,7 @@ def _key(value: Any) -> Hashable:
 
 
 def same_bson(one: Any, other: Any) -> bool:
-    """Return True if two values are the same in BSON: 1 and True are not, nor are 1 and 1.0."""
+    """Return True if two values are the same in BSON: 1 and True are not, and 1 and 1.0 are not."""
     return bson.encode({"": one}, codec_options=_COMPARED) == bson.encode({"": other}, codec_options=_COMPARED)
 
 
@@ -107,10 +107,10 @@ def parse_filter_id(filter: Mapping[str, Any]) -> Any:  # noqa: A002 - PyMongo's
 
 def canonical(value: Any) -> Any:  # noqa: PLR0911 - one answer for each kind of value
     """
-    One BSON value for all that MongoDB compares equal, documents and arrays by their members.
+    Return one BSON value for all values that MongoDB compares equal, documents and arrays by their members.
 
-    Distinct decimals may share a float and so a partition; equal numbers never part. Partitions hash by it, so what
-    it gives cannot change.
+    Distinct decimals may share a float and so a partition. Equal numbers never have different values. The hash
+    of a partition is made from it, so its results cannot change.
     """
     if type(value) in _HASHED_AS_IS or isinstance(value, (str, bson.ObjectId)):
         return value

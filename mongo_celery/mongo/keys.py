@@ -1,4 +1,4 @@
-"""Keys by which documents and messages of ours are signed."""
+"""Keys that sign our documents and messages."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ _KEY_BYTES = 32
 
 
 def new_key() -> Binary:
-    """Return a key that nobody knows."""
+    """Return a new random key."""
     return Binary(secrets.token_bytes(_KEY_BYTES))

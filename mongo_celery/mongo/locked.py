@@ -1,10 +1,10 @@
 """
-Updating many documents around those that an open transaction has written.
+Updating many documents except those that an open transaction has written.
 
-A plain update waits for such a document until that transaction ends, for a minute by default
-(`transactionLifetimeLimitSeconds`), and whatever lies after it waits too. Within a transaction of one's own the server
-refuses the same write immediately. So the plain update has a short time. After that, all are tried in one transaction,
-then groups of them, and the documents of a refused group one by one. Nothing then waits for a lock.
+A plain update waits for such a document until that transaction ends, by default up to a minute
+(`transactionLifetimeLimitSeconds`), and all later documents wait. Within a transaction the server refuses the same
+write immediately. So the plain update has a short time limit. Then all documents are tried in one transaction, then in
+groups, and the documents of a refused group one by one. None of these waits for a lock.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _T = TypeVar("_T")
 
 def update_around_locks(table: Table, scope: Mapping[str, Any], condition: Mapping[str, Any], change: Update) -> None:
     """
-    Update all documents of a scope that fulfil a condition, except locked ones. Bounded.
+    Update all documents of a scope that match a condition, except locked ones, in bounded time.
 
-    Documents that were not updated still fulfil the condition: a read by majority shows them. These may be more than
-    the locked ones, if the time did not suffice.
+    Documents without the update still match the condition in a majority read. If the time is too short, they include
+    unlocked ones.
 
     Raises:
-        PyMongoError: for any other reason than a lock, or a server that is too slow for it.
+        PyMongoError: for any reason other than a lock or a server that is too slow.
     """
     query = {**scope, **condition}
     try:
@@ -56,10 +56,10 @@ def update_unlocked(
     table: Table, ids: Sequence[Any], condition: Mapping[str, Any], change: Update, *, seconds: float
 ) -> None:
     """
-    Update documents by `_id` that fulfil a condition, without waiting for locked ones.
+    Update documents by `_id` that match a condition, without waiting for locked ones.
 
-    It begins no transaction after its time, unless all that were begun were refused. One transaction has the time of a
-    call, which a slow server may need. The order is random, so repeating this reaches everything that is free.
+    After the time it starts no more transactions, unless all earlier ones were refused. Each transaction has a call's
+    time limit, which a slow server may need. The order is random, so repeated calls reach all unlocked documents.
     """
     until = time.monotonic() + seconds
     pending: deque[Sequence[Any]] = deque([random.sample(ids, len(ids))])
@@ -78,18 +78,18 @@ def update_one_around_lock(
     table: Table, guard: Mapping[str, Any], change: Update, session: ClientSession | None = None
 ) -> bool:
     """
-    Update the document that a guard names; where an open transaction has locked it, that is waited for a moment only.
+    Update the document that a guard selects. If an open transaction has locked it, wait only briefly.
 
-    It may be made twice.
+    The update may be made twice.
 
     Args:
-        session: what is read in it afterwards is no older than the update; None for one of its own.
+        session: its later reads see the update. None for a new session.
 
     Returns:
-        False where none matched.
+        False if no document matched.
 
     Raises:
-        PyMongoError: nothing is changed, or it is not known. See `is_lock`.
+        PyMongoError: the update was not made, or its result is unknown. See `is_lock`.
     """
     if session is None:
         with open_session(table.collection.database.client) as own:
@@ -102,7 +102,7 @@ def update_one_around_lock(
         with pymongo.timeout(min(table.timeout, _GLANCE_SECONDS)):
             return write()
     except NetworkTimeout:
-        with table.limit():  # a transaction of which nobody hears again would be open, and lock it, for a minute
+        with table.limit():  # an abandoned transaction would stay open and lock it for a minute
             table.collection.database.command("ping")
     except PyMongoError as error:
         if not error.timeout:
@@ -111,12 +111,12 @@ def update_one_around_lock(
 
 
 def is_lock(error: BaseException) -> bool:
-    """Return True if a transaction was refused, most often since another one wrote the document: nothing is changed."""
+    """Return True if a transaction was refused, usually because another one wrote the document. Nothing changed."""
     return isinstance(error, OperationFailure) and not error.timeout and error.has_error_label(_TRANSIENT)
 
 
 def _try_update(table: Table, session: ClientSession, query: Mapping[str, Any], change: Update) -> bool:
-    """Update in a transaction. False if it was refused or not answered: the next one ends what this leaves open."""
+    """Update in a transaction. Return False if it was refused or not answered. The next one ends an open one."""
     try:
         _in_transaction(table, session, lambda: table.collection.update_many(query, change, session=session))
     except PyMongoError as error:
@@ -127,7 +127,7 @@ def _try_update(table: Table, session: ClientSession, query: Mapping[str, Any], 
 
 
 def _in_transaction(table: Table, session: ClientSession, write: Callable[[], _T]) -> _T:
-    """Write in a transaction. Its end has the whole time of a call: no lock delays that any more."""
+    """Write in a transaction. Its end has a full call's time: no lock can delay it any more."""
     limit = table.timeout
     with pymongo.timeout(2 * limit), session.start_transaction(), pymongo.timeout(limit):
         return write()

@@ -1,4 +1,4 @@
-"""Opening of collections, whatever their owner or the URL has set, and the check that a server answers."""
+"""Opening collections with fixed settings, and checking that a server answers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.client_session import ClientSession, TransactionOptions  # type: ignore[attr-defined]
 from pymongo.collection import Collection
 from pymongo.database import Database
+from pymongo.errors import ConfigurationError as ClientConfigurationError
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import ConfigurationError, MongoCeleryError, ServerUnavailableError
 from mongo_celery.findings import Finding, failing
+from mongo_celery.mongo.driver_internals import replace_connections
 from mongo_celery.mongo.redaction import short, without_credentials
 from mongo_celery.mongo.verdicts import (
     ErrorContext,
@@ -29,22 +31,22 @@ from mongo_celery.mongo.verdicts import (
 )
 
 DEFAULT_DATABASE = "mongo_celery"
-"""The database of the state unless an option names another one."""
+"""Default database of the state."""
 
 ANSWER_SECONDS = 4.0
-"""Time that a command waits for the first answer of a server."""
+"""Seconds that a command waits for a server's first answer."""
 
 Source = Collection[Any] | Callable[[], Collection[Any]]
-"""A collection, or what returns it: prefork workers make their clients after the fork."""
+"""A collection, or a function that returns it, because prefork workers create clients after the fork."""
 
 Client = MongoClient[Any] | Callable[[], MongoClient[Any]]
-"""A client, or what returns it, for the same reason."""
+"""A client, or a function that returns it, for the same reason."""
 
 AsyncClient = AsyncMongoClient[Any] | Callable[[], AsyncMongoClient[Any]]
 """The same for asyncio."""
 
 STRICT = TransactionOptions(ReadConcern("majority"), WriteConcern("majority"), ReadPreference.PRIMARY)
-"""Of the package's own transactions, whatever the URL has set."""
+"""Options of the package's own transactions, whatever the URL sets."""
 
 Opened = TypeVar("Opened", Collection[Any], Database[Any])
 Made = TypeVar("Made", MongoClient[Any], AsyncMongoClient[Any])
@@ -52,12 +54,12 @@ Made = TypeVar("Made", MongoClient[Any], AsyncMongoClient[Any])
 
 def resolve_collection(source: Source) -> Collection[Any]:
     """
-    Return the collection itself, or what the callable returns now; ask through `PerProcess` to ask once a process.
+    Return the collection, or the callable's result. Use `PerProcess` to call it once per process.
 
     Raises:
-        ConfigurationError: it is one of an `AsyncMongoClient`.
+        ConfigurationError: it belongs to an `AsyncMongoClient`.
     """
-    # A collection is callable, only to say that it is not.
+    # A PyMongo collection is callable, but only to raise an error.
     found: Any = source if isinstance(source, Collection | AsyncCollection) else source()
     if isinstance(found, AsyncCollection):
         raise ConfigurationError(
@@ -68,20 +70,36 @@ def resolve_collection(source: Source) -> Collection[Any]:
 
 
 def resolve_client(given: Made | Callable[[], Made]) -> Made:
-    """Return the client itself, or what the callable returns now."""
+    """Return the client, or the callable's result."""
     return given if isinstance(given, MongoClient | AsyncMongoClient) else given()
+
+
+def find_collection(client: MongoClient[dict[str, Any]], namespace: str) -> Collection[dict[str, Any]]:
+    """
+    Return a collection by `"db.collection"`, or by `"collection"` in the URL's database.
+
+    Raises:
+        ConfigurationError: neither names a database.
+    """
+    database, dot, name = namespace.partition(".")
+    try:
+        return client[database][name] if dot else client.get_default_database()[namespace]
+    except ClientConfigurationError:
+        raise ConfigurationError(
+            f"{namespace!r} names no database, nor does the URL of MongoDB; write 'db.{namespace}'."
+        ) from None
 
 
 def with_majority(target: Opened, types: CodecOptions[Any] | None = None) -> Opened:
     """
-    The same collection or database with majority writes and majority reads from the primary.
+    Return the collection or database with majority writes, and majority reads from the primary.
 
-    What its owner or the URL has set is meant for other purposes; what a fail-over could take back would give one
-    right to two holders.
+    The owner's or the URL's settings have other purposes. If a fail-over could undo a write, two holders could have the
+    same right.
 
     Args:
-        target: as it was given.
-        types: what documents decode to; by default as it is.
+        target: the collection or database.
+        types: codec options for documents. By default the target's.
     """
     return target.with_options(
         codec_options=types,
@@ -92,70 +110,56 @@ def with_majority(target: Opened, types: CodecOptions[Any] | None = None) -> Ope
 
 
 def plain_types(collection: Collection[Any], **options: Any) -> CodecOptions[dict[str, Any]]:
-    """Plain dicts and times with a zone, whatever a collection decodes to; its UUIDs stay as they are."""
+    """Return codec options for plain dicts and times with a zone. UUIDs are as in the collection."""
     given = collection.codec_options.uuid_representation
     return CodecOptions(tz_aware=True, uuid_representation=given, **options)
 
 
-@contextmanager
-def renewing_connections(client: MongoClient[Any] | AsyncMongoClient[Any]) -> Iterator[None]:
-    """Renew the connections of a client after an error of the block, as `renew_connections` does."""
-    try:
-        yield
-    except PyMongoError as error:
-        renew_connections(client, error)
-        raise
-
-
 def renew_connections(client: MongoClient[Any] | AsyncMongoClient[Any], error: BaseException) -> None:
     """
-    Replace the connections of a client, if the error says that one of them is of no use any more; else do nothing.
+    Replace a client's connections if the error means that one of them is unusable. Otherwise do nothing.
 
-    The user of a connection may have been dropped and made again (`is_logged_out`). With `directConnection=true`
-    PyMongo asks a member once for each connection if it takes sessions: one of a member that recovered refuses
-    them permanently.
+    The user of a connection may have been dropped and created again (`is_logged_out`). With `directConnection=true`
+    PyMongo checks once per connection whether a member supports sessions. After the member's recovery such a connection
+    refuses sessions permanently.
 
     Args:
-        client: ours or a user's, of either kind.
-        error: by which a call failed, or one that was raised from it.
+        client: ours or a user's, for threads or asyncio.
+        error: the error of a call, or one raised from it.
     """
     if any(is_refused_session(each) or is_logged_out(each) for each in (error, error.__cause__)):
         replace_connections(client)
 
 
-def replace_connections(client: MongoClient[Any] | AsyncMongoClient[Any]) -> None:
-    """Have a client open new connections. One that is in use is closed afterwards, so no operation fails by this."""
-    # PyMongo has no public way, and close() ends a client for all who hold it.
-    topology: Any = client._topology  # noqa: SLF001
-    for server in list(topology._servers.values()):  # noqa: SLF001
-        server.pool.gen.inc(None)
-
-
 def start_session(client: MongoClient[Any], **options: Any) -> ClientSession:
-    """Return a session with the options of `client.start_session`, whose transactions are `STRICT` by default."""
+    """Return a session like `client.start_session`, with `STRICT` transactions by default."""
     return client.start_session(default_transaction_options=STRICT, **options)
 
 
 @contextmanager
 def open_session(client: MongoClient[Any], **options: Any) -> Iterator[ClientSession]:
-    """Open a session for the block, whose transactions are `STRICT` by default; see `renewing_connections`."""
-    with renewing_connections(client), start_session(client, **options) as session:
-        yield session
+    """Open a session for the block, like `start_session`. An error in the block may renew the connections."""
+    try:
+        with start_session(client, **options) as session:
+            yield session
+    except PyMongoError as error:
+        renew_connections(client, error)
+        raise
 
 
 def ping(client: MongoClient[Any]) -> None:
     """
-    Have the primary answer once, within `ANSWER_SECONDS`.
+    Wait until the primary answers once, within `ANSWER_SECONDS`.
 
     Raises:
-        PyMongoError: it did not.
+        PyMongoError: it did not answer.
     """
     with pymongo.timeout(ANSWER_SECONDS):
         client.admin.command("ping")
 
 
 def to_user_error(error: PyMongoError, concern: ErrorContext) -> Exception:
-    """Return our error for one that ends a command; the error itself if there is no better text."""
+    """Return our error for one that ends a command, or the original if there is no better text."""
     if is_unanswered(error):
         return ServerUnavailableError(
             f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s; check its URL, the network and the servers. "
@@ -165,13 +169,13 @@ def to_user_error(error: PyMongoError, concern: ErrorContext) -> Exception:
 
 
 def error_sentence(error: PyMongoError, concern: ErrorContext) -> str:
-    """Return the text of `to_user_error`; an error without a better text is cut to name, code and sentence."""
+    """Return the text of `to_user_error`. Otherwise shorten the error to name, code and sentence."""
     known = to_user_error(error, concern)
     return brief(error) if known is error else str(known)
 
 
 def collect_findings(name: str, part: Callable[[], Iterable[Finding]], concern: ErrorContext) -> list[Finding]:
-    """Return the findings of a part of a preflight; an error that ends it early is one more, by this name."""
+    """Return the findings of one part of a preflight. If an error ends it early, add a finding with this name."""
     found: list[Finding] = []
     try:
         for finding in part():

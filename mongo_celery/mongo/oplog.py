@@ -1,7 +1,7 @@
 """
-The oplog and the cluster's logical clock, as a client can read them: where a change stream can begin.
+The oplog and the cluster's logical clock. They determine the positions from which a change stream can start.
 
-`operation_time` is now, `read_oplog` how far back a stream reaches, `time_of_token` where a position lies between.
+`operation_time` returns the current time, `read_oplog` a stream's reach, and `time_of_token` a position's time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NO_OPLOG = "There is no oplog to read here (a mongos has none): set start_from 
 _LARGE = ("locks", "metrics", "repl", "tcmalloc", "transactions", "wiredTiger")
 _STATUS: Mapping[str, Any] = {"serverStatus": 1, "oplog": 1, **dict.fromkeys(_LARGE, 0)}
 _WITHOUT_FIND: WeakValueDictionary[int, MongoClient[dict[str, Any]]] = WeakValueDictionary()
-"""Clients whose user may not read the oplog's entries, by their `id`: clients of one cluster are equal."""
+"""Clients without the right to read oplog entries, by `id`, because clients of one cluster compare equal."""
 
 NEARLY_FULL = 0.9
-"""Share of its size from which on an oplog is about to remove its oldest entries, or does so already."""
+"""Share of its size above which an oplog removes its oldest entries, or soon will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Oplog:
     The reach of the oplog.
 
     Attributes:
-        first: time of its oldest entry.
-        last: time of its latest one.
-        is_whole: whether it begins with the set's initiation, so that nothing was ever removed from it.
+        first: time of the oldest entry.
+        last: time of the latest entry.
+        is_whole: True if it begins with the set's initiation, so nothing was ever removed.
     """
 
     first: Timestamp
@@ -51,29 +51,29 @@ class Oplog:
 
     @property
     def window_seconds(self) -> int:
-        """The seconds from the oplog's oldest entry to its last one."""
+        """Seconds from the oldest entry to the latest one."""
         return self.last.time - self.first.time
 
     def holds(self, place: Timestamp) -> bool:
-        """Return True if all entries from this time on can still be read; the server judges by the same rule."""
+        """Return True if all entries from this time can still be read. The server uses the same rule."""
         return self.is_whole or place >= self.first
 
     def removes(self, fill: float | None) -> bool:
-        """Return True if it removes its oldest entries, or soon will; `fill` is the used share of its size."""
+        """Return True if it removes its oldest entries, or soon will. `fill` is the used share of its size."""
         return not self.is_whole and (fill is None or fill >= NEARLY_FULL)
 
     def lag_share(self, place: Timestamp) -> float:
-        """Return the share of the window that has passed since a position: from 1 on the position can be lost."""
+        """Return the share of the window since a position. From 1 the position can be lost."""
         share = max(0.0, (self.last.time - place.time) / max(self.window_seconds, 1))
         return max(1.0, share) if place < self.first else share
 
 
 def last_operation_time(client: MongoClient[dict[str, Any]]) -> Timestamp | None:
     """
-    The cluster time of the last operation that the primary has applied; None on a standalone server.
+    Return the cluster time of the primary's last applied operation. None on a standalone server.
 
-    A set with authentication gives no `operationTime` until it has made its signing keys, some moments after
-    its start; the time of its last write is there from the beginning. A mongos has only the former.
+    A set with authentication reports no `operationTime` until its signing keys exist, shortly after its start. The time
+    of its last write exists from the beginning. A mongos has only `operationTime`.
     """
     answer = client.admin.command("hello")
     applied = answer.get("lastWrite", {}).get("opTime", {}).get("ts")
@@ -83,10 +83,10 @@ def last_operation_time(client: MongoClient[dict[str, Any]]) -> Timestamp | None
 
 def operation_time(client: MongoClient[dict[str, Any]]) -> Timestamp:
     """
-    As `last_operation_time`, where there must be one.
+    Return the same as `last_operation_time`, or raise an error.
 
     Raises:
-        TopologyError: on a standalone server.
+        TopologyError: the server is a standalone.
     """
     time = last_operation_time(client)
     if time is None:
@@ -95,7 +95,7 @@ def operation_time(client: MongoClient[dict[str, Any]]) -> Timestamp:
 
 
 def check_topology(client: MongoClient[dict[str, Any]]) -> None:
-    """Raise `TopologyError` unless the client talks to a replica set or a sharded cluster."""
+    """Raise `TopologyError` unless the client uses a replica set or a sharded cluster."""
     hello = client.admin.command("hello")
     if hello.get("msg") != "isdbgrid" and "setName" not in hello:
         raise TopologyError
@@ -103,14 +103,14 @@ def check_topology(client: MongoClient[dict[str, Any]]) -> None:
 
 def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
     """
-    Return the first and last times of the oplog.
+    Return the first and last time in the oplog.
 
-    They are read from the oplog itself where that is allowed, else from `serverStatus`, which shows no write of any
-    database. Then nobody knows whether the oplog is whole, and it counts as one that is not.
+    It reads the oplog if allowed, otherwise `serverStatus`, which shows no database's writes. Then it is unknown
+    whether the oplog is whole, so it counts as not whole.
 
     Raises:
-        AccessError: the user may do neither; the message names the right and the alternatives.
-        DeploymentError: there is none, as behind a mongos.
+        AccessError: the user has neither right. The message names the right and the alternatives.
+        DeploymentError: there is no oplog, as behind a mongos.
     """
     if id(client) not in _WITHOUT_FIND:
         try:
@@ -147,7 +147,7 @@ def _by_entries(client: MongoClient[dict[str, Any]]) -> Oplog:
 
 
 def oplog_or_none(client: MongoClient[dict[str, Any]]) -> Oplog | None:
-    """As `read_oplog`; None where it cannot be seen: no right, a mongos, no answer in time."""
+    """Do the same as `read_oplog`. Return None if it cannot be read: no right, a mongos, no answer in time."""
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             return read_oplog(client)
@@ -156,26 +156,20 @@ def oplog_or_none(client: MongoClient[dict[str, Any]]) -> Oplog | None:
 
 
 def oplog_fill(client: MongoClient[dict[str, Any]]) -> float | None:
-    """Share of the oplog's size that is in use, or None where it cannot be seen."""
-    stats = _stats(client)
-    return float(stats["size"]) / float(stats["maxSize"]) if stats.get("maxSize") else None
-
-
-def _stats(client: MongoClient[dict[str, Any]]) -> Mapping[str, Any]:
-    """Return the server's statistics of the oplog; an empty mapping if it gives none."""
+    """Return the used share of the oplog's size, or None if unknown."""
     try:
         stats: dict[str, Any] = client.get_database("local").command("collStats", "oplog.rs")
     except PyMongoError:
-        return {}
-    return stats
+        return None
+    return float(stats["size"]) / float(stats["maxSize"]) if stats.get("maxSize") else None
 
 
 def time_of_token(token: Mapping[str, Any], fallback: Timestamp | None) -> Timestamp | None:
     """
-    The cluster time inside a resume token, which a post-batch token has nowhere else.
+    Return the cluster time in a resume token. A post-batch token has it nowhere else.
 
-    Tokens are key strings: type byte 0x82, then seconds and increment. A token of another format gives
-    the fallback, an earlier time: reopening there repeats changes, and loses none.
+    Tokens are key strings: type byte 0x82, then seconds and increment. For another format it returns the fallback, an
+    earlier time. Reopening there repeats changes but loses none.
     """
     data = str(token["_data"])
     try:
@@ -189,8 +183,8 @@ def time_of_token(token: Mapping[str, Any], fallback: Timestamp | None) -> Times
 
 def earliest_token(time: Timestamp) -> dict[str, Any]:
     """
-    Return the place before every change of a cluster time, as a token.
+    Return the place before all changes of a cluster time, as a token.
 
-    It compares with the tokens of a stream as they do with each other, and opens none: the server does not know it.
+    It sorts among a stream's tokens, but opens no stream, because the server does not know it.
     """
     return {"_data": f"{_TIMESTAMP_TYPE:02X}{time.time:08X}{time.inc:08X}"}

@@ -1,4 +1,4 @@
-"""Text without credentials: of URLs the user and the password go, and the values that carry the name of a secret."""
+"""Text without credentials: users and passwords of URLs, and values with the name of a secret, are removed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from mongo_celery.visible import Lines
 _CHARS_MAX = 16_000
 _LINE_CHARS_MAX = 2000
 _URL_CHARS_MAX = 400
-"""Text is cut before it is redacted: an error may hold megabytes, and the interpreter lock is held meanwhile."""
+"""Text is cut before redaction: an error may have megabytes, and redaction holds the interpreter lock."""
 
 _WORD = re.compile(r"\S+")
 _URL_WITH_BLANKS = re.compile(
-    r"://(?:|[^\s/?#:@]{1,128}(?!:\d{1,5}(?:[\s,;.'\")\]]|\Z))):(?!\s)"  # what follows a host is a port
+    r"://(?:|[^\s/?#:@]{1,128}(?!:\d{1,5}(?:[\s,;.'\")\]]|\Z))):(?!\s)"  # a port follows a host
     r"[^/?#\r\n]{0,256}[^\s/?#]@"
 )
-"""A URL whose password has blanks, which MongoDB's driver accepts."""
+"""A URL with blanks in its password, which MongoDB's driver accepts."""
 
 _SECRET = re.compile(
     r"((?:password|passwd|passphrase|pwd|secret|token|signature|(?:api|access|account|private)[_-]?key)[\w-]{0,32}"
@@ -35,21 +35,21 @@ _AUTHORIZATION = re.compile(
 _TAILS = (" (configured timeouts:", ", Timeout:", ", full error:")
 _LINE_TAIL = re.compile(r"(?: \(configured timeouts:|, Timeout:|, full error:).*")
 _COMMAND = re.compile(r"(to execute command \{ \w{1,64}: [^,\n]{0,300}),.*")
-"""The part of a command that a server repeats when a right is missing: whole documents, and its signature."""
+"""The command that a server repeats if a right is missing: whole documents, and its signature."""
 
 
 def without_credentials(text: str) -> str:
     """
-    Return a text of ours or of a driver without credentials.
+    Return a text from this package or a driver without credentials.
 
-    Of each URL user and password go, and of the pieces into which drivers cut a URL whatever is before an `@`. A value
-    with the name of a secret, such as `password=` or `token:`, goes too. Of a very long text the beginning is left.
+    It removes user and password of each URL. Drivers split URLs, so it also removes each part before an `@`, and values
+    with the name of a secret, such as `password=` or `token:`. Very long text is cut.
     """
     return _WORD.sub(_without_piece, _mask_secrets(_beginning(text)))
 
 
 def short(error: BaseException) -> str:
-    """Return an error's own words, without what drivers append and without credentials."""
+    """Return an error's message without drivers' additions and without credentials."""
     text = _beginning(str(error) or type(error).__name__)
     for tail in _TAILS:
         text = text.split(tail, 1)[0]
@@ -61,24 +61,24 @@ def short(error: BaseException) -> str:
 
 def terse(text: str) -> str:
     """
-    Return a text of somebody else's (an error of a handler, a traceback) without what drivers append, line by line.
+    Return foreign text (a handler's error, a traceback) without drivers' additions, line by line.
 
-    Credentials go as of `without_credentials`, but words with an `@` that are no URL may be anybody's, and stay.
+    Credentials are removed as in `without_credentials`, but words with an `@` outside a URL stay.
     """
     return _mask_secrets(_COMMAND.sub(r"\1, ... }", _LINE_TAIL.sub("", _beginning(text))))
 
 
 def format_traceback(error: BaseException) -> Lines:
-    """Return the end of a traceback as Python prints it, made `terse`: for logs, in the place of `exc_info`."""
+    """Return the end of Python's traceback, made `terse`. For logs, instead of `exc_info`."""
     lines = "".join(traceback.format_exception(error)).rstrip("\n").split("\n")
     text = "\n".join(_beginning(line, _LINE_CHARS_MAX) for line in lines)
     if len(text) > _CHARS_MAX:
-        text = text[-_CHARS_MAX:].partition("\n")[2]  # the first line may begin inside of a password
+        text = text[-_CHARS_MAX:].partition("\n")[2]  # the first line may begin inside a password
     return Lines(terse(text))
 
 
 def _beginning(text: str, most: int = _CHARS_MAX) -> str:
-    """Cut a text, before a URL that would lose its end, which tells the password from a host."""
+    """Cut a text. If a URL would lose its end, cut before it: only its end separates password and host."""
     if len(text) <= most:
         return text
     at = text.rfind("://", most - _URL_CHARS_MAX, most)
@@ -97,7 +97,7 @@ def _without_user(found: re.Match[str]) -> str:
 
 
 def _without_piece(found: re.Match[str]) -> str:
-    """An `@` with nothing before it hides nothing: it is a decorator's, which some of our sentences name."""
+    """Keep an `@` without text before it: it belongs to a decorator, as in some of our sentences."""
     word = found.group()
     piece, end = word.lstrip("\"'`([{<"), word.rfind("@")
     begin = len(word) - len(piece)
@@ -106,10 +106,10 @@ def _without_piece(found: re.Match[str]) -> str:
 
 def keep_commands_out_of_logs() -> None:
     """
-    At `-l DEBUG` PyMongo would log each command: whole documents, and the signing key as it is read.
+    Keep PyMongo from logging each command at `-l DEBUG`, with whole documents and the signing key.
 
-    Whoever wants that sets the level of the logger `pymongo.command`, or `pymongo`, explicitly. Called
-    where logging is set up and where clients are made: an app that sets up logging by itself sends no signal.
+    To get these records, set the level of the logger `pymongo.command`, or `pymongo`, explicitly. Call this when
+    logging is set up and when a client is made, because an app that sets up logging itself sends no signal.
     """
     commands = logging.getLogger("pymongo.command")
     if commands.level == logging.NOTSET and logging.getLogger("pymongo").level == logging.NOTSET:

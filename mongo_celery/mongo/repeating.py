@@ -1,4 +1,4 @@
-"""Repeating a call until it is answered, and the pauses between one attempt and the next."""
+"""Repeating a call until it is answered, with pauses between attempts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from mongo_celery.mongo.verdicts import is_transient
 
 Result = TypeVar("Result")
 
-_STEPS_MAX = 64  # the longest pause is reached long before; the power of a large number would overflow
+_STEPS_MAX = 64  # the longest pause is reached long before, and a large power would overflow
 
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
     """
-    The pauses before each next attempt.
+    The pauses before repeated attempts.
 
     Attributes:
-        first: seconds.
-        longest: seconds; as long as the first for pauses that do not grow.
-        growth: how many times as long as the one before each pause is.
-        jitter: the share of a pause that chance may take away, so that many who failed at once do not return at once;
-            0 for none, 1 for any pause from nothing to the whole.
+        first: the first pause in seconds.
+        longest: the longest pause in seconds. Equal to the first for constant pauses.
+        growth: factor between two pauses.
+        jitter: the random share that may be subtracted from a pause, so that many callers do not return together. 0 for
+            none, 1 for any pause from 0 to the whole.
     """
 
     first: float
@@ -34,7 +34,7 @@ class Pauses:
     jitter: float = 0.0
 
     def nth(self, count: int = 0) -> float:
-        """Seconds to wait after so many earlier pauses; by chance another time each."""
+        """Return the seconds to wait after this many earlier pauses, with jitter."""
         whole = min(self.first * self.growth ** min(count, _STEPS_MAX), self.longest)
         return whole * (1 - self.jitter * random.random())  # noqa: S311 - jitter, no secret
 
@@ -48,19 +48,19 @@ def retry_until_answered(
     note: Callable[[Exception], object] | None = None,
 ) -> Result:
     """
-    Make a call, and make it again with pauses while it gets no answer; a refusal is an answer.
+    Make a call, and repeat it with pauses while it gets no answer. A refusal is an answer.
 
-    Not promised: that it had its effect only once. An attempt whose answer was lost may have had it too.
+    Not promised: a single effect. An attempt with a lost answer may have had its effect.
 
     Args:
-        call: what is done.
-        deadline: on the monotonic clock; what fails after it is not made again.
-        pauses: between attempts.
-        repeatable: whether an error means that there was no answer.
-        note: is told each error after which there is another attempt.
+        call: the call.
+        deadline: on the monotonic clock. A call that fails after it is not repeated.
+        pauses: pauses between attempts.
+        repeatable: returns True if an error means that there was no answer.
+        note: receives each error before another attempt.
 
     Raises:
-        Exception: what the last attempt said.
+        Exception: the error of the last attempt.
     """
     count = 0
     while True:

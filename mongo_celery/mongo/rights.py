@@ -1,8 +1,8 @@
 """
-Rights on MongoDB: which one the server has refused, and what a connection's user may do.
+MongoDB rights: the right that a server reports as missing, and the rights of a connection's user.
 
-Of a refusal the server says the command, and not the right: a command asks for one that bears another name (`delete`
-for remove), or for several.
+A refusal names the command, not the right. The right may have another name (`remove` for the command `delete`), and a
+command may need several.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _SPECIAL = (("$changeStream", "changeStream or find"), ("$merge", "find, insert 
 
 def missing_right(error: BaseException) -> str | None:
     """
-    Return the right that the server has missed, such as `remove on shop_state.backlog`; None where it does not say.
+    Return the missing right, such as `remove on shop_state.backlog`. None if unknown.
 
-    Where a command asks for several rights on one collection, the server does not say which it missed: all are named.
+    If a command needs several rights on one collection, the server does not name the missing one, so all are named.
     """
     text = str(error)
     known = _ATLAS.search(text)
@@ -51,7 +51,7 @@ def _action(command: str, text: str) -> str:
     if command == "aggregate":
         return next(action for sign, action in _SPECIAL if sign in text)
     action = _ACTIONS.get(command, command)
-    # The statements travel apart from the command, which then does not say whether one of them may insert.
+    # Statements travel outside the command, so it does not show if one of them may insert.
     may_insert = "upsert: true" in text or "updates: [" not in text
     return f"{action} or insert" if action == "update" and may_insert else action
 
@@ -59,10 +59,10 @@ def _action(command: str, text: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Allowed:
     """
-    The rights of a connection's user, by the server's own account.
+    The rights of a connection's user, as reported by the server.
 
     Attributes:
-        privileges: as `connectionStatus` gives them; None where nobody has logged in, and all is allowed.
+        privileges: from `connectionStatus`. None without a login: then everything is allowed.
     """
 
     privileges: Sequence[Mapping[str, Any]] | None
@@ -75,13 +75,13 @@ class Allowed:
 
 
 def read_rights(client: MongoClient[Any]) -> Allowed:
-    """Ask what the user of a connection may do; that needs no right."""
+    """Return the rights of a connection's user. No right is needed for this."""
     answer = client.admin.command("connectionStatus", showPrivileges=True)["authInfo"]
     return Allowed(answer["authenticatedUserPrivileges"] if answer["authenticatedUsers"] else None)
 
 
 def _covers(held: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Return True if a right on one resource covers another; an empty name means all, except system ones."""
+    """Return True if a right on one resource covers another. An empty name means all, except system resources."""
     if held.get("anyResource"):
         return True
     if "cluster" in wanted or "db" not in held:

@@ -1,14 +1,14 @@
 """
-Guarded writes and reads on one collection, each within a time.
+Guarded writes and reads on one collection, each with a time limit.
 
-A right that is held for a time must not be used later than it allows, so a call that concerns one may not wait for
-a server for as long as the driver would.
+A claim or lease must not be used after its expiry. So a call under it waits for a server for a shorter time than the
+driver would.
 
-The writes of every run that succeeds (claim, handled, commit; inline: claim, position) are `unretried`: plain
-commands, without the driver's own retries. Each of them is either harmless to repeat or ended by its owner when its
-answer was lost, so callers repeat it themselves; the server's bookkeeping for retryable writes (a session record for
-each, and for a find-and-modify a copy of the document) would be paid for every run and used for none. What is rarer,
-such as a position inside of a run (`advance`), leaves its repetition to the driver.
+The writes of every successful run (claim, handled, commit; inline: claim, position) are `unretried`: plain commands
+without the driver's retries. Callers repeat them. Each repetition is harmless, or its owner ends it after a lost
+answer. Retryable writes would cost every run the server's bookkeeping (a session record for each, and for a
+find-and-modify a copy of the document), which no run needs. Rarer writes, such as a position inside a run (`advance`),
+use the driver's retries.
 """
 
 from __future__ import annotations
@@ -25,62 +25,64 @@ from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure
 
 from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session
-from mongo_celery.mongo.verdicts import Code
+from mongo_celery.mongo.verdicts import Code, list_failures
 
 Update = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 MAJORITY: Mapping[str, Any] = {"w": "majority"}
 ACKNOWLEDGED: Mapping[str, Any] = {"w": 1}
 TRANSACTION_SECONDS = 5.0
 JOURNALED: Mapping[str, Any] = {"w": 1, "j": True}
-_WHOLE = 1_000_000  # in one answer what fits into 16 MB; by default the first one has 101 documents
+_WHOLE = 1_000_000  # as much as fits into 16 MB in one answer, instead of 101 documents
 
 
 def call_timeout(ttl: float) -> float:
-    """Hard limit in seconds of one MongoDB call that must not outlive a right of `ttl` seconds."""
+    """Return the time limit in seconds of one MongoDB call under a right of `ttl` seconds."""
     return ttl * 0.3
 
 
 def find_duplicates(error: BulkWriteError) -> list[int]:
     """
-    Return the places of requests of an unordered bulk whose document existed already, if nothing else failed.
+    Return the places of requests in an unordered bulk write whose document already existed.
 
     Raises:
-        BulkWriteError: the time was over.
-        OperationFailure: what the first of the others said; any of them may have been made.
+        BulkWriteError: the time was up.
+        OperationFailure: the first other failure. Any of the writes may have been made.
     """
     if error.timeout:
         raise error
-    found = error.details or {}
-    errors = found.get("writeErrors", ())
-    failures = [each for each in errors if each["code"] != Code.DuplicateKey]
-    failures += found.get("writeConcernErrors", ())
-    if failures:  # the whole has a code of its own, which says nothing
-        raise OperationFailure(failures[0].get("errmsg", "write failed"), failures[0]["code"], found) from error
-    return [each["index"] for each in errors]
+    _raise_failure(error.details, but=Code.DuplicateKey)
+    return [each["index"] for each in error.details["writeErrors"]]
+
+
+def _raise_failure(answer: Mapping[str, Any], but: Code | None = None) -> None:
+    """Raise the first failure in an answer with its own code. The answer's overall code has no information."""
+    for failure in list_failures(answer):
+        if failure.get("code") != but:
+            raise OperationFailure(failure.get("errmsg", "write failed"), failure.get("code"), answer)
 
 
 class Table:
     """
-    One collection whose every call ends within a time, by an answer or a `PyMongoError`.
+    One collection. Every call ends within a time limit, by an answer or a `PyMongoError`.
 
     Args:
-        collection: where, with the concerns that hold for all calls.
-        timeout: hard limit of each call in seconds.
+        collection: with the concerns for all calls.
+        timeout: time limit of each call in seconds.
     """
 
     def __init__(self, collection: Collection[dict[str, Any]], timeout: float) -> None:
         self.collection = collection
         self.timeout = timeout
         self._database, self._name = collection.database, collection.name
-        self._types = collection.codec_options  # a command would read its answer by the driver's defaults
+        self._types = collection.codec_options  # a command would decode its answer with the driver's defaults
 
     def limit(self) -> AbstractContextManager[Any]:
-        """The limit of one call for all that is called inside."""
+        """Apply one call's time limit to all calls in the block."""
         return pymongo.timeout(self.timeout)
 
     @contextmanager
     def session(self) -> Iterator[ClientSession]:
-        """Open a session for one transaction, within its time."""
+        """Open a session for one transaction, within its time limit."""
         with (
             pymongo.timeout(max(self.timeout, TRANSACTION_SECONDS)),
             open_session(self.collection.database.client) as session,
@@ -88,46 +90,49 @@ class Table:
             yield session
 
     def find_one(self, query: Mapping[str, Any], fields: Any = None, **options: Any) -> dict[str, Any] | None:
-        """One document, or None."""
+        """Return one document, or None."""
         with self.limit():
             return self.collection.find_one(query, fields, **options)
 
     def find(
         self, query: Mapping[str, Any], fields: Any = None, session: ClientSession | None = None
     ) -> list[dict[str, Any]]:
-        """All documents; reading them to the end counts."""
+        """Return all documents. The limit includes reading them to the end."""
         with self.limit():
             return list(self.collection.find(query, fields, batch_size=_WHOLE, session=session))
 
     def aggregate(self, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return all rows, however many have to be sorted. Only a sort asks for the disk: Atlas M0 refuses that."""
+        """
+        Return all rows, even if many must be sorted. Only a sort requests the disk, because Atlas M0
+        refuses that.
+        """
         on_disk: dict[str, Any] = {"allowDiskUse": True} if any("$sort" in stage for stage in stages) else {}
         with self.limit():
             return list(self.collection.aggregate(stages, **on_disk))
 
     def update(self, guard: Mapping[str, Any], change: Update, *, upsert: bool = False) -> bool:
-        """Update the document that the guard names; False when none matched."""
+        """Update the document that the guard selects. Return False if none matched."""
         with self.limit():
             return self.collection.update_one(guard, change, upsert=upsert).matched_count == 1
 
     def find_and_update(self, guard: Mapping[str, Any], change: Update) -> dict[str, Any] | None:
-        """Update the document that the guard names, and return it as it is then, or None."""
+        """Update the document that the guard selects, and return it afterwards, or None."""
         with self.limit():
             return self.collection.find_one_and_update(guard, change, return_document=ReturnDocument.AFTER)
 
     def delete_all(self, guard: Mapping[str, Any]) -> None:
-        """Delete every document that the guard names."""
+        """Delete every document that the guard selects."""
         with self.limit():
             self.collection.delete_many(guard)
 
     def write_all(self, requests: Sequence[Any]) -> None:
         """
-        Make many writes in one call, each for itself: one that fails keeps no other from being made.
+        Make many independent writes in one call. A failure does not stop the others.
 
-        Documents that are there already, of inserts and of upserts, are no failure: what is stored then says the rest.
+        An insert or upsert of an existing document does not count as a failure.
 
         Raises:
-            PyMongoError: as of `find_duplicates`; any of them may have been made.
+            PyMongoError: as in `find_duplicates`. Any of the writes may have been made.
         """
         if not requests:
             return
@@ -135,26 +140,24 @@ class Table:
             with self.limit():
                 self.collection.bulk_write(requests, ordered=False)
         except BulkWriteError as error:
-            find_duplicates(error)  # raises whatever else has failed
+            find_duplicates(error)  # raises any other failure
 
     def update_unretried(self, guard: Mapping[str, Any], change: Update, concern: Mapping[str, Any] = MAJORITY) -> bool:
-        """As `update`, by a plain command; the collection's own write concern does not count."""
-        updates = [{"q": guard, "u": change}]
-        return bool(self._run({"update": self._name, "updates": updates, "writeConcern": concern})["n"])
+        """Do the same as `update` by a plain command. The collection's own write concern is ignored."""
+        return bool(self._run_updates([guard], change, concern)["n"])
 
     def update_timed(self, guard: Mapping[str, Any], change: Update) -> Timestamp | None:
         """
-        As `update_unretried`, by majority.
+        Do the same as `update_unretried`, with a majority write.
 
         Returns:
-            The cluster time of the write, of its own entry in the oplog; None where nothing matched.
+            The cluster time of the write's oplog entry. None if nothing matched.
 
         Raises:
-            OperationFailure: also where the server gave no time, as a set does that still makes its signing keys.
+            OperationFailure: also if the server gave no time. A set that is still making its signing keys gives none.
         """
-        updates = [{"q": guard, "u": change}]
-        answer = self._run({"update": self._name, "updates": updates, "writeConcern": MAJORITY})
-        if not answer["n"]:  # looked at first: what was refused is answered with another time
+        answer = self._run_updates([guard], change)
+        if not answer["n"]:  # checked first, because a refusal has another time
             return None
         if not isinstance(answer.get("operationTime"), Timestamp):
             raise OperationFailure("the server has given no operationTime", Code.Location51144, dict(answer))
@@ -162,13 +165,11 @@ class Table:
         return time
 
     def update_each_unretried(self, guards: Sequence[Mapping[str, Any]], change: Update) -> int:
-        """The same update for each document that a guard names, by one plain command; how many matched."""
-        updates = [{"q": guard, "u": change} for guard in guards]
-        command = {"update": self._name, "updates": updates, "ordered": False, "writeConcern": MAJORITY}
-        return int(self._run(command)["n"])
+        """Make the same update for each document that a guard selects, by one command. Return the number of matches."""
+        return int(self._run_updates(guards, change)["n"])
 
     def find_and_update_unretried(self, guard: Mapping[str, Any], change: Update, fields: Mapping[str, Any]) -> Any:
-        """As `find_and_update`, by a plain command and a majority write; only some fields are returned."""
+        """Do the same as `find_and_update`, by a plain command and a majority write. Return only some fields."""
         command = {
             "findAndModify": self._name,
             "query": guard,
@@ -179,12 +180,16 @@ class Table:
         }
         return self._run(command)["value"]
 
+    def _run_updates(
+        self, guards: Sequence[Mapping[str, Any]], change: Update, concern: Mapping[str, Any] = MAJORITY
+    ) -> Mapping[str, Any]:
+        updates = [{"q": guard, "u": change} for guard in guards]
+        return self._run({"update": self._name, "updates": updates, "ordered": False, "writeConcern": concern})
+
     def _run(self, command: dict[str, Any]) -> Mapping[str, Any]:
         with pymongo.timeout(self.timeout):
             answer: dict[str, Any] = self._database.command(command, codec_options=self._types)
-        failures = [*answer.get("writeErrors", ()), *filter(None, [answer.get("writeConcernError")])]
-        if failures:  # a write concern that failed leaves the outcome open
-            raise OperationFailure(failures[0].get("errmsg", "write failed"), failures[0].get("code"), answer)
+        _raise_failure(answer)  # also of a write concern, after which the outcome is unknown
         return answer
 
 
@@ -194,9 +199,9 @@ _DOCUMENTS_A_SECOND = 10_000
 
 def create_indexes(collection: Collection[Any], indexes: Sequence[IndexModel]) -> None:
     """
-    Create indexes, all by one reading of the collection.
+    Create indexes with a single read of the collection.
 
-    An index that exists with other options, such as a TTL that a DBA has changed, stays as it is.
+    An existing index with other options, such as a TTL changed by a DBA, does not change.
 
     Raises:
         PyMongoError: any of them may be missing.
@@ -213,7 +218,7 @@ def create_indexes(collection: Collection[Any], indexes: Sequence[IndexModel]) -
 
 def reading_seconds(collection: Collection[Any]) -> float:
     """
-    Return the seconds in which an index of a collection can be expected: it is read as a whole.
+    Return the expected seconds for creating an index, which reads the whole collection.
 
     Raises:
         PyMongoError: MongoDB did not answer.

@@ -1,12 +1,13 @@
 """
-The meaning of an error of the server or the driver: one verdict each, and the sentence for what a person has to fix.
+The meaning of server and driver errors: one verdict for each, and a sentence if a person must fix it.
 
-A verdict says what is the matter, not what to do: a call repeats what is transient (`repeating`), a change stream
-has reactions of its own (`bridge.stream.reactions`).
+A verdict names the cause, not the reaction. A call repeats if its error is transient (`repeating`). A change stream has
+its own rules (`bridge.stream.verdicts`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,18 +48,17 @@ class Verdict(Enum):
 
 class Code(IntEnum):
     """
-    The server's codes that mean something to us, by the server's names, each with one verdict at most.
+    The known server codes, by the server's names, each with at most one verdict.
 
-    One without a verdict has a meaning only where it is asked for by name.
+    A code without a verdict is only compared by name.
 
-    They are those of `error_codes.yml`. An assertion that has no name of its own is called after its number, as in
-    the server's `codeName`.
+    They come from `error_codes.yml`. An assertion without a name is named by its number, as in the server's `codeName`.
     """
 
     verdict: Verdict
 
     def __new__(cls, number: int, verdict: Verdict | None = None) -> Self:
-        """Return a number that has a verdict."""
+        """Return a number with its verdict."""
         code = int.__new__(cls, number)
         code._value_, code.verdict = number, verdict or Verdict.UNKNOWN
         return code
@@ -100,12 +100,9 @@ class Code(IntEnum):
     ElectionInProgress = 216, Verdict.TRANSIENT
     RetryChangeStream = 234, Verdict.TRANSIENT
     CursorKilled = 237, Verdict.TRANSIENT
-    SnapshotTooOld = 239
-    SnapshotUnavailable = 246
     ProducerConsumerQueueEndClosed = 248, Verdict.TRANSIENT
     InvalidResumeToken = 260, Verdict.HISTORY_LOST
     ExceededTimeLimit = 262, Verdict.TRANSIENT
-    OperationNotSupportedInTransaction = 263
     ChangeStreamFatalError = 280, Verdict.TOKEN_NOT_FOUND
     ChangeStreamHistoryLost = 286, Verdict.HISTORY_LOST
     ChangeStreamInvalidated = 346, Verdict.TRANSIENT
@@ -122,19 +119,16 @@ class Code(IntEnum):
     StaleConfig = 13388, Verdict.TRANSIENT
     NotPrimaryNoSecondaryOk = 13435, Verdict.TRANSIENT
     NotPrimaryOrSecondary = 13436, Verdict.TRANSIENT
-    Location17419 = 17419, Verdict.TOO_LARGE  # the document after an update is larger than 16 MB
-    Location17420 = 17420, Verdict.TOO_LARGE  # the same, of a replacement
-    Location40324 = 40324, Verdict.REFUSED  # no such stage
-    Location40415 = 40415, Verdict.REFUSED  # no such field of an option
+    Location17419 = 17419, Verdict.TOO_LARGE  # the updated document is larger than 16 MB
+    Location17420 = 17420, Verdict.TOO_LARGE  # the same for a replacement
+    Location40324 = 40324, Verdict.REFUSED  # the stage does not exist
+    Location40415 = 40415, Verdict.REFUSED  # an option has no such field
     Location40573 = 40573, Verdict.TOPOLOGY  # $changeStream needs a replica set
     Location40647 = 40647, Verdict.REFUSED
     Location50811 = 50811, Verdict.REFUSED
     Location51058 = 51058, Verdict.REFUSED
     Location51075 = 51075, Verdict.IMAGE_MISSING
-    Location51144 = (
-        51144,
-        Verdict.TRANSIENT,
-    )  # $$CLUSTER_TIME is not available: a set with authentication still makes its keys
+    Location51144 = 51144, Verdict.TRANSIENT  # no $$CLUSTER_TIME: a set with authentication is still making its keys
 
 
 _NAMES = {code.value: code.name for code in Code}
@@ -143,11 +137,11 @@ _ENDED_ALONE = frozenset({
     Code.CursorNotFound, Code.MaxTimeMSExpired, Code.QueryPlanKilled, Code.RetryChangeStream, Code.CursorKilled,
     Code.ProducerConsumerQueueEndClosed, Code.ChangeStreamInvalidated,
 })  # fmt: skip
-"""Of the transient codes, those by which a server that is well ends one operation."""
+"""Transient codes with which a healthy server ends one operation."""
 _NO_OUTAGE = _ENDED_ALONE | {Code.WriteConflict}
 
 _TRANSIENT_TRANSACTION = "TransientTransactionError"
-_REPEAT_LABELS = ("RetryableWriteError", _TRANSIENT_TRANSACTION, "RetryableError")  # the last: of an overload
+_REPEAT_LABELS = ("RetryableWriteError", _TRANSIENT_TRANSACTION, "RetryableError")  # the last one is for an overload
 _OUTAGE_LABELS = ("RetryableWriteError", "RetryableError", "UnknownTransactionCommitResult")
 _MESSAGE_CHARS = 500
 
@@ -156,7 +150,7 @@ def judge_error(error: BaseException | None) -> Verdict:
     """
     Classify an error of PyMongo.
 
-    A code that we know says more than a label: the labels are for what a newer server names first.
+    A known code takes precedence over a label. Labels are for new codes of newer servers.
     """
     if is_unanswered(error):
         return Verdict.TRANSIENT
@@ -167,22 +161,14 @@ def judge_error(error: BaseException | None) -> Verdict:
     verdict = _VERDICTS.get(error.code or 0, Verdict.UNKNOWN)
     if verdict is Verdict.UNKNOWN and any(map(error.has_error_label, _REPEAT_LABELS)):
         return Verdict.TRANSIENT
-    if error.code == Code.AtlasError and not _is_about_the_login(error):
+    # Atlas uses one code for its own limits and for codes 13 and 18 of other servers.
+    if error.code == Code.AtlasError and not re.search("bad auth|authentication failed", str(error), re.IGNORECASE):
         return Verdict.ACCESS
     return verdict
 
 
-def _is_about_the_login(error: OperationFailure) -> bool:
-    """Atlas gives one code to what servers of one's own tell apart as 13 and 18, and to its own limits."""
-    text = str(error).lower()
-    return "bad auth" in text or "authentication failed" in text
-
-
-_LOGGED_OUT = "requires authentication"
-
-
 def is_unanswered(error: BaseException | None) -> bool:
-    """Return True if no server has answered, or none in time, or one that is not ready for anybody."""
+    """Return True if no server has answered in time, or the one that did is not ready for any client."""
     if isinstance(error, ConnectionFailure) or is_refused_session(error):
         return True
     return isinstance(error, PyMongoError) and error.timeout
@@ -190,83 +176,88 @@ def is_unanswered(error: BaseException | None) -> bool:
 
 def is_refused_session(error: BaseException | None) -> bool:
     """
-    Return True if a session was not taken, as PyMongo reports without its own class or code.
+    Return True if a session was refused, which PyMongo reports without its own class or code.
 
-    Every server that it supports has sessions; a member of a set has none while it is neither primary nor secondary.
+    Every supported server has sessions, but a member of a set has none while it is neither primary nor secondary.
     """
     return isinstance(error, ConfigurationError) and "Sessions are not supported" in str(error)
 
 
 def is_logged_out(error: BaseException | None) -> bool:
     """
-    Return True if the server no longer knows who a connection has logged in as.
+    Return True if the server no longer knows a connection's user, because the user was dropped.
 
-    That is so where its user was dropped. Made again, the user is another one: such a connection is refused everything
-    for as long as it lives.
+    A user that is created again is a different one, so the server refuses every call on this connection.
     """
-    return isinstance(error, OperationFailure) and error.code == Code.Unauthorized and _LOGGED_OUT in str(error)
+    return (
+        isinstance(error, OperationFailure)
+        and error.code == Code.Unauthorized
+        and "requires authentication" in str(error)
+    )
 
 
 def is_refused_user(error: BaseException) -> bool:
-    """Return True if a right is missing, or the login was refused: an operator's doing, most often, that ends again."""
+    """Return True if a right is missing or the login was refused. An operator usually causes and ends this."""
     return judge_error(error) in (Verdict.ACCESS, Verdict.LOGIN)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if a call may succeed when it is made again; the server's own label for it counts most."""
+    """Return True if a repeated call may succeed. The server's own label takes precedence."""
     labelled = isinstance(error, PyMongoError) and any(map(error.has_error_label, _REPEAT_LABELS))
     return labelled or judge_error(error) is Verdict.TRANSIENT
 
 
 def is_outage(error: BaseException) -> bool:
     """
-    Return True if a call failed through servers or the network, whatever it asked for.
+    Return True if a call failed because of servers or the network, not because of the call.
 
-    Less than `is_transient`: a cursor that was not used for too long and a time-out of the caller's own choice are no
-    outage, though the call may be made again; nor is what `is_conflict`.
+    Not every transient error is an outage. An idle cursor, a time-out chosen by the caller and a conflict
+    (`is_conflict`) are not.
     """
     if isinstance(error, BulkWriteError):
-        return _is_bulk_of_outages(error)
+        failures = list_failures(error.details)
+        return bool(failures) and all(_is_outage_code(each.get("code")) for each in failures)
     if isinstance(error, (ConnectionFailure, WTimeoutError)) or is_refused_session(error):
         return True
     if not isinstance(error, PyMongoError):
         return False
     if any(map(error.has_error_label, _OUTAGE_LABELS)):
         return True
-    code = getattr(error, "code", None)
+    return _is_outage_code(getattr(error, "code", None))
+
+
+def _is_outage_code(code: int | None) -> bool:
     return code not in _NO_OUTAGE and _VERDICTS.get(code or 0) is Verdict.TRANSIENT
+
+
+def list_failures(answer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return the failed writes of a bulk write's or a command's answer, then its failed write concerns."""
+    found = answer or {}
+    concerns = found.get("writeConcernErrors") or filter(None, [found.get("writeConcernError")])
+    return [*found.get("writeErrors", ()), *concerns]
 
 
 def is_conflict(error: BaseException) -> bool:
     """
-    Return True if a transaction has ended though no server failed: by others, or by its own writes.
+    Return True if a transaction ended without a server failure, because of others or of its own writes.
 
-    A document that somebody else has written or holds, a snapshot that is too old, a transaction that the server no
-    longer knows, because it took too long: the error alone does not say whose doing it is.
+    Reasons are a document that another writer changed or locked, a snapshot that is too old, and a transaction that
+    took too long. The error alone does not show the cause.
     """
     if not isinstance(error, PyMongoError) or is_outage(error):
         return False
     return error.has_error_label(_TRANSIENT_TRANSACTION) or getattr(error, "code", None) == Code.WriteConflict
 
 
-def _is_bulk_of_outages(error: BulkWriteError) -> bool:
-    details = error.details or {}
-    failures = [*details.get("writeErrors", ()), *details.get("writeConcernErrors", ())]
-    return bool(failures) and all(
-        each.get("code") not in _NO_OUTAGE and _VERDICTS.get(each.get("code") or 0) is Verdict.TRANSIENT
-        for each in failures
-    )
-
-
 def is_too_large(error: BaseException | None) -> bool:
     """Return True if a write failed because its document would be larger than 16 MB."""
-    # An insert says so with a code that has many meanings.
+    # An insert reports this with a code that has many meanings.
     inserted = isinstance(error, OperationFailure) and error.code == Code.BadValue and "too large" in str(error)
     return inserted or judge_error(error) is Verdict.TOO_LARGE
 
 
 def is_duplicate_id(error: BaseException) -> bool:
-    """Return True if a write failed because there is a document of its `_id`, not by another unique index."""
+    """Return True if a write failed because its `_id` exists, not because of another unique index."""
     return isinstance(error, DuplicateKeyError) and list((error.details or {}).get("keyPattern", {})) == ["_id"]
 
 
@@ -276,11 +267,11 @@ def is_duplicate_id(error: BaseException) -> bool:
 @dataclass(frozen=True, slots=True)
 class ErrorContext:
     """
-    The environment of an error of MongoDB, for its text.
+    The context of a MongoDB error, for its text.
 
     Attributes:
-        subject: what the call was made on, such as `the outbox's collection shop.orders`.
-        grant: what has to be granted there, such as `find and update on shop.orders`.
+        subject: the object of the call, such as `the outbox's collection shop.orders`.
+        grant: the rights to grant there, such as `find and update on shop.orders`.
     """
 
     subject: str
@@ -288,7 +279,7 @@ class ErrorContext:
 
 
 def explain_error(error: BaseException, concern: ErrorContext) -> DeploymentError | None:
-    """Return an error that waiting cannot fix, in our words with the server's; None for all others."""
+    """Return an error that waiting cannot fix, in our words with the server's. None for all others."""
     verdict = judge_error(error)
     if verdict is Verdict.LOGIN:
         return AccessError(login_refused(error))
@@ -298,18 +289,22 @@ def explain_error(error: BaseException, concern: ErrorContext) -> DeploymentErro
             f"The MongoDB user lacks a right on {concern.subject}: grant {concern.grant}. "
             f"{f'Missing is {right}. ' if right else ''}The server said: {server_words(error)}",
         )
-    if verdict is Verdict.TOPOLOGY and _names_a_set(error):
-        return TopologyError(
-            f"A standalone server cannot serve {concern.subject}. Start mongod with `--replSet` and run "
-            f"`rs.initiate()`; a set of one member is enough. The server said: {server_words(error)}",
-        )
+    if verdict is Verdict.TOPOLOGY and "replica set" in str(error):  # IllegalOperation has other meanings
+        return TopologyError(_explain_standalone(concern.subject, error))
     if verdict is Verdict.TOPOLOGY:
         return TopologyError(f"This deployment cannot serve {concern.subject}. The server said: {server_words(error)}")
     return None
 
 
+def _explain_standalone(subject: str, error: BaseException) -> str:
+    return (
+        f"A standalone server cannot serve {subject}. Start mongod with `--replSet` and run `rs.initiate()`. A set of "
+        f"one member is enough. The server said: {server_words(error)}"
+    )
+
+
 def raise_if_final(error: Exception, concern: ErrorContext) -> None:
-    """Raise an error that waiting cannot fix, in our words if there are any; return if it may be tried again."""
+    """Raise an error that waiting cannot fix, in our words if possible. Return if the call may be repeated."""
     final = explain_error(error, concern)
     if final is not None:
         raise final from error
@@ -318,7 +313,7 @@ def raise_if_final(error: Exception, concern: ErrorContext) -> None:
 
 
 def login_refused(error: BaseException) -> str:
-    """Return the message of a refused login, whatever was asked for after it."""
+    """Return the message of a refused login."""
     return (
         "MongoDB refused the login; check user, password and authSource in the URL. "
         f"It said ({error_name(error)}): {server_words(error)}"
@@ -326,17 +321,17 @@ def login_refused(error: BaseException) -> str:
 
 
 def error_code(error: BaseException) -> int | None:
-    """Return the server's code, also where the driver has made an error without it (`NotPrimaryError`)."""
+    """Return the server's code, also of a driver error without it (`NotPrimaryError`)."""
     code = getattr(error, "code", None) or _error_details(error).get("code")
     return None if code is None else int(code)
 
 
 def error_name(error: BaseException) -> str:
-    """Return an error's name and number: `CursorNotFound, code 43`, or the driver's class if no server has answered."""
+    """Return an error's name and number: `CursorNotFound, code 43`, or the driver's class if no server answered."""
     code = error_code(error)
     if code is None:
         return type(error).__name__
-    # Ours first: a server may call one that it no longer uses by another name.
+    # Our name first: a server may use another name for an obsolete code.
     return f"{_NAMES.get(code) or _error_details(error).get('codeName', 'of no name')}, code {code}"
 
 
@@ -346,21 +341,21 @@ def _error_details(error: BaseException) -> Mapping[str, Any]:
 
 
 def server_words(error: BaseException) -> str:
-    """Return the server's words, of bounded length and without credentials."""
+    """Return the server's message, truncated and without credentials."""
     text = short(error)
     return text if len(text) <= _MESSAGE_CHARS else text[:_MESSAGE_CHARS] + "..."
 
 
 def quote(error: BaseException) -> str:
-    """Return the sentence that ends a message of ours: name, code and words of the server."""
+    """Return the last sentence of our messages: the server's name, code and words."""
     return f"The server said ({error_name(error)}): {server_words(error)}"
 
 
 def brief(error: BaseException) -> str:
-    """An error of the server or the driver as logs have it: name and code, then one sentence without its documents."""
+    """Return a server or driver error for logs: name, code and one sentence without documents."""
     if isinstance(error, BulkWriteError):
-        failures = [*_error_details(error).get("writeErrors", ()), *_error_details(error).get("writeConcernErrors", ())]
-        if failures and "errmsg" in failures[0]:  # the whole has a code of its own, which says nothing
+        failures = list_failures(error.details)
+        if failures and "errmsg" in failures[0]:  # the overall code has no information
             more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
             error = OperationFailure(failures[0]["errmsg"], failures[0].get("code"))
             return brief(error) + more
@@ -368,28 +363,15 @@ def brief(error: BaseException) -> str:
     return f"{error_name(error)}: {f'the MongoDB user lacks {right}' if right else server_words(error)}"
 
 
-def _names_a_set(error: BaseException) -> bool:
-    """IllegalOperation has many meanings; those of a standalone server name what they miss."""
-    return "replica set" in str(error)
-
-
-def refuse_standalone(error: BaseException) -> None:
-    """Raise TopologyError if the error is a standalone server's refusal of a transaction; else do nothing."""
-    if getattr(error, "code", None) == Code.IllegalOperation and "replica set member or mongos" in str(error):
-        raise TopologyError(
-            "Transactions need a replica set or a sharded cluster. Start mongod with `--replSet` and run "
-            "`rs.initiate()`; a set of one member is enough.",
-        ) from error
-
-
 @contextmanager
 def standalone_refused() -> Iterator[None]:
-    """Raise TopologyError where a standalone server refuses the first operation of a transaction."""
+    """Raise TopologyError if a standalone server refuses the first operation of a transaction."""
     try:
         yield
     except OperationFailure as error:
-        refuse_standalone(error)
-        raise
+        if error.code != Code.IllegalOperation or "replica set member or mongos" not in str(error):
+            raise
+        raise TopologyError(_explain_standalone("transactions", error)) from error
 
 
 _ERROR_CHARS = 2000
@@ -397,7 +379,7 @@ _TRACEBACK_CHARS = 4 * _ERROR_CHARS
 
 
 def error_text(error: BaseException | None) -> str:
-    """Class and message, of bounded length; one whose message cannot be read shows its class alone."""
+    """Return class and message, truncated. If the message cannot be read, return the class alone."""
     name = type(error).__name__
     try:
         return storable(f"{name}: {_words(error)}"[:_ERROR_CHARS])
@@ -406,14 +388,14 @@ def error_text(error: BaseException | None) -> str:
 
 
 def _words(error: BaseException | None) -> str:
-    """Of a server's error its code, name and sentence; what drivers append to any is left out."""
+    """Return code, name and sentence of a server's error, without drivers' additions."""
     if isinstance(error, PyMongoError) and error_code(error) is not None:
         return brief(error)
     return terse(str(error))
 
 
 def traceback_text(error: BaseException) -> str:
-    """The end of its traceback; what cannot be formatted shows the class alone."""
+    """Return the end of its traceback. If it cannot be formatted, return the class alone."""
     try:
         return storable(format_traceback(error)[-_TRACEBACK_CHARS:])
     except Exception as failure:  # noqa: BLE001 - a user's __str__, __notes__ or attributes
@@ -421,5 +403,5 @@ def traceback_text(error: BaseException) -> str:
 
 
 def storable(text: str) -> str:
-    """Without lone surrogates, as file names have them: BSON and streams refuse those and what they are part of."""
+    """Return a text without lone surrogates, which file names may have, and which BSON and streams refuse."""
     return text.encode("utf-8", "replace").decode()

@@ -1,9 +1,9 @@
 """
-A user's write, amended: what a feature adds to a document, written by the same atomic write.
+A user's write with additions: an atomic write that also writes a feature's fields.
 
-A feature keeps something of its own in users' documents, each in a field of its own: stamps, entries that wait. It
-says what it adds as an `Addition`; what the user wants is a `Body` of one of three kinds; a body amended by the
-additions of all features is one update for the server:
+A feature keeps its data in its own field of users' documents: stamps, or entries of an outbox. An `Addition` describes
+this data. The user's write is a `Body` of one of three kinds. A body with all features' additions is one update for the
+server:
 
 ============  ================================  ===========================================  ======================
 kind          the user wrote                    amended                                      as an insertion
@@ -14,13 +14,13 @@ replacement   a whole document                  a pipeline that merges the addit
                                                 the literal document
 ============  ================================  ===========================================  ======================
 
-W1. The user's part does what it did alone: his values never become expressions, his conditions stay at the top.
-W2. An own field is written by its owner only: what names it is found (`Body.find_name`), so that the owner refuses it.
-W3. An own field survives what drops fields: stages that make a new document are made to keep it. So does a field of
-    another owner that the write is told to keep, unless the user's part brings it.
-W4. Owners do not disturb each other: their fields differ, and their conditions stand beside each other.
+W1. The user's part has its usual effect: its values never become expressions, its conditions stay at the top.
+W2. Only its owner writes a feature's field. `Body.find_name` finds an update of it, so that the owner can refuse it.
+W3. The feature's field survives stages that drop fields, because they are changed to keep it. A field of another owner
+    that the write must keep also survives, unless the user's part contains it.
+W4. Owners do not disturb each other: their fields differ, and their conditions are combined.
 
-Who owns which field, and what a write that matches nothing means to him, is not known here.
+This module knows neither the owner of a field, nor its reaction to a write that matches nothing.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteConcernError,
 
 from mongo_celery.mongo.expressions import literal
 from mongo_celery.mongo.identity import NO_ID, parse_filter_id
-from mongo_celery.mongo.verdicts import Code
+from mongo_celery.mongo.verdicts import Code, list_failures
 
 Modifications = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 """The argument of PyMongo's `update_one`: operators or a pipeline."""
 
 
 _ADDING = frozenset({"$inc", "$mul", "$min", "$max", "$addToSet", "$push", "$pull", "$pullAll", "$setOnInsert"})
-"""Operators whose order makes no older value take the place of a newer one."""
+"""Operators for which the order of writes does not matter: no older value replaces a newer one."""
 
 
 # ---------------------------------------------------------------- which document
@@ -51,14 +51,14 @@ _ADDING = frozenset({"$inc", "$mul", "$min", "$max", "$addToSet", "$push", "$pul
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One document by its `_id`, and what else the user demands of it."""
+    """A document by `_id`, and the user's other conditions."""
 
     id: Any
     rest: Mapping[str, Any]
 
     def where(self, *conditions: Mapping[str, Any]) -> dict[str, Any]:
         """
-        A filter for this document, the user's conditions and `conditions` (W4).
+        Return a filter for this document with the user's conditions and `conditions` (W4).
 
         The user's conditions stay at the top, where the positional operator finds them.
         """
@@ -66,36 +66,36 @@ class Target:
 
     def insert_only_filter(self) -> dict[str, Any]:
         """
-        A filter that matches nothing and, in an upsert, creates this document.
+        Return a filter that matches nothing and, in an upsert, creates this document.
 
-        Where it exists, E11000 on `_id` says so, so an insert's body needs no case for what it holds already.
+        If the document exists, the server reports E11000 on `_id`, so the body of an insert needs no other case.
         """
         return self.where({"$nor": [{}]})
 
 
 def parse_target(filter: Mapping[str, Any]) -> Target | None:  # noqa: A002 - PyMongo's name
-    """Return the document that `filter` names by equality on `_id`, or None if it names none."""
+    """Return the document that `filter` selects by equality on `_id`, or None."""
     wanted = parse_filter_id(filter)
     return None if wanted is NO_ID else build_target(filter, wanted)
 
 
 def build_target(filter: Mapping[str, Any], document_id: Any) -> Target:  # noqa: A002
-    """`filter` on the document that it has found: its own condition on `_id` is met, and an `_id` never changes."""
+    """Return `filter` for the document that it has found. Its `_id` condition holds, and an `_id` never changes."""
     return Target(document_id, {name: value for name, value in filter.items() if name != "_id"})
 
 
-# ---------------------------------------------------------------- what is done to it
+# ---------------------------------------------------------------- which change
 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
     """
-    The write of a feature to its own field of a document, in both of MongoDB's languages.
+    A feature's write to its own field of a document, in both of MongoDB's languages.
 
     Args:
-        field: its own, at the top of the document.
-        operators: for an update document, which cannot look at what is stored.
-        expression: the field's new value, for a pipeline and a replacement, which can.
+        field: its own top-level field.
+        operators: for an update document, which cannot read stored values.
+        expression: the field's new value, for a pipeline and a replacement, which can read them.
     """
 
     field: str
@@ -108,23 +108,23 @@ class Body(ABC):
 
     @property
     def overwrites(self) -> bool:
-        """Return True if it replaces values, so that of two such writes the later one decides."""
+        """Return True if it replaces values, so that the later of two writes decides."""
         return True
 
     @abstractmethod
     def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> Any:
-        """Return the update that does it and writes the additions (W1, W3); `kept` are fields of other owners."""
+        """Return the update with the additions (W1, W3). `kept` are fields of other owners."""
 
     @abstractmethod
     def insertion(self, own: Mapping[str, Any]) -> Any:
-        """The update or replacement of an upsert that is known to insert, with these values of own fields."""
+        """Return the update or replacement of a known insert, with these values of own fields."""
 
     @abstractmethod
     def names(self) -> Iterator[Any]:
-        """The fields and paths that the user writes, as far as they can be told."""
+        """Yield the known fields and paths that the user writes."""
 
     def find_name(self, field: str) -> str | None:
-        """Return the first of them that is `field` or lies in it, or None (W2)."""
+        """Return the first of them that is `field` or inside it, or None (W2)."""
         return next((name for name in self.names() if isinstance(name, str) and is_part(name, field)), None)
 
 
@@ -136,11 +136,11 @@ class Operators(Body):
 
     @property
     def overwrites(self) -> bool:
-        """Not where it only adds to what is there."""
+        """Return True unless it only adds to stored values."""
         return not _ADDING.issuperset(self.update)
 
     def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> dict[str, Any]:
-        """See `Body`; operators drop no other field."""
+        """Return the update with the additions. Nothing needs to be kept, because operators drop no other field."""
         del kept
         whole = dict(self.update)
         for addition in additions:
@@ -149,11 +149,11 @@ class Operators(Body):
         return whole
 
     def insertion(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The same operators, and the own fields on insertion."""
+        """Return the same operators, with the own fields on insertion."""
         return {**self.update, "$setOnInsert": {**self.update.get("$setOnInsert", {}), **own}}
 
     def names(self) -> Iterator[Any]:
-        """See `Body`."""
+        """Yield the known fields and paths that the user writes."""
         for operator, fields in self.update.items():
             if isinstance(fields, Mapping):
                 yield from fields
@@ -162,22 +162,22 @@ class Operators(Body):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline(Body):
-    """An aggregation pipeline; stages that drop fields are made to keep the own ones."""
+    """An aggregation pipeline. Stages that drop fields are changed to keep the own ones."""
 
     stages: Sequence[Mapping[str, Any]]
 
     def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> list[Mapping[str, Any]]:
-        """The last stages see the stored values of the own fields."""
+        """Return the update, whose last stages see the stored values of the own fields."""
         last = [{"$set": {addition.field: addition.expression}} for addition in additions]
         return [*self._keeping([addition.field for addition in additions], kept), *last]
 
     def insertion(self, own: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The same stages on an empty document, then the own fields."""
+        """Return the same stages on an empty document, then the own fields."""
         last = {"$set": {field: literal(value) for field, value in own.items()}}
         return [*self._keeping(own), last]
 
     def names(self) -> Iterator[Any]:
-        """See `Body`."""
+        """Yield the known fields and paths that the user writes."""
         for stage in self.stages:
             for operator, spec in stage.items():
                 named = spec.get("newRoot") if operator == "$replaceRoot" and isinstance(spec, Mapping) else spec
@@ -195,39 +195,39 @@ class Replacement(Body):
     document: Mapping[str, Any]
 
     def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> list[Mapping[str, Any]]:
-        """One stage. `$literal` keeps strings like ``"$price"``, which a pipeline would read as paths."""
+        """Return one stage. `$literal` keeps strings like ``"$price"``, which a pipeline would read as paths."""
         own = ({addition.field: addition.expression} for addition in additions)
         parts = [literal(self.document), *_copy_fields([name for name in kept if name not in self.document]), *own]
         return [{"$replaceWith": {"$mergeObjects": parts}}]
 
     def insertion(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """An ordinary replacement, literal by itself."""
+        """Return an ordinary replacement, which is already literal."""
         return {**self.document, **own}
 
     def names(self) -> Iterator[Any]:
-        """See `Body`."""
+        """Yield the fields that the user writes."""
         yield from self.document
 
 
 def changing(update: Modifications) -> Body:
     """
-    The body of an update.
+    Return the body of an update.
 
     Raises:
-        TypeError, ValueError: PyMongo's own, where it is none.
+        TypeError, ValueError: PyMongo's own, if it is not an update.
     """
     validate_ok_for_update(update)
     return Operators(update) if isinstance(update, Mapping) else Pipeline(update)
 
 
 def replacing(replacement: Mapping[str, Any]) -> Body:
-    """The body of a replacement; errors as of `changing`."""
+    """Return the body of a replacement. Errors as in `changing`."""
     validate_ok_for_replace(replacement)
     return Replacement(replacement)
 
 
 def is_part(path: str, field: str) -> bool:
-    """Return True if a path is this field of the document or lies in it."""
+    """Return True if a path is this field or inside it."""
     return path == field or path.startswith(f"{field}.")
 
 
@@ -245,14 +245,13 @@ def _keeping(stage: Mapping[str, Any], fields: Collection[str], kept: Collection
 
 
 def _copy_fields(fields: Collection[str]) -> list[dict[str, str]]:
-    """Fields as they are stored, to be merged; one that is missing adds nothing."""
+    """Return stored fields to merge. A missing field adds nothing."""
     return [{field: f"${field}"} for field in fields]
 
 
 def _with_fields(root: Any, fields: Collection[str], kept: Collection[str]) -> dict[str, Any]:
-    # `$mergeObjects` takes null for an empty object: without the test, a root that is
-    # missing would empty the document where MongoDB reports an error. `$ifNull`, for a
-    # new root that brings such a field of its own must not keep it.
+    # `$mergeObjects` treats null as an empty object. Without the test, a missing root would empty the document instead
+    # of causing MongoDB's error. `$ifNull`, because a new root with this field must not keep its own.
     own = {field: {"$ifNull": [f"${field}", {}]} for field in fields}
     merged = {"$mergeObjects": [*_copy_fields(kept), "$$root_", own]}
     chosen = {"$cond": [{"$eq": [{"$type": "$$root_"}, "object"]}, merged, "$$root_"]}
@@ -260,7 +259,7 @@ def _with_fields(root: Any, fields: Collection[str], kept: Collection[str]) -> d
 
 
 def _excludes(project: Mapping[str, Any]) -> bool:
-    """Return True if a `$project` names the fields that go (all zeros), not those that stay."""
+    """Return True if a `$project` names the fields to remove (all zeros), not those to keep."""
     fields = {name: value for name, value in project.items() if name != "_id"} or project
     return all(
         _excludes(value) if isinstance(value, Mapping) and value else _is_zero(value) for value in fields.values()
@@ -279,22 +278,22 @@ _OPTIONS = ("collation", "array_filters", "hint")
 
 @cache
 def _slots(kind: Any) -> Sequence[str]:
-    """Return the slots of a PyMongo request; cached for each kind, since a bulk write may have thousands."""
+    """Return the slots of a PyMongo request, cached by kind, because a bulk write may have thousands."""
     return [name for each in kind.__mro__ for name in getattr(each, "__slots__", ())]
 
 
 @dataclass(frozen=True, slots=True)
 class BulkRequest:
     """
-    A request of PyMongo's bulk write, taken apart.
+    The parts of a PyMongo bulk write request.
 
     Attributes:
-        filter: which documents; None for an insert.
-        document: the document, the update or the replacement; None for a delete.
-        upsert: whether it may create its document.
-        sort: which document if several match.
-        options: collation, array filters and hint, as far as they were given.
-        namespace: of a client's bulk write; None where the request goes to a collection's.
+        filter: selects documents. None for an insert.
+        document: the document, the update or the replacement. None for a delete.
+        upsert: True if it may create its document.
+        sort: selects one of several matching documents.
+        options: collation, array filters and hint, if given.
+        namespace: namespace of a client's bulk write. None for a collection's.
     """
 
     filter: Any
@@ -306,7 +305,7 @@ class BulkRequest:
 
     @classmethod
     def of(cls, request: Any) -> BulkRequest:
-        """Take a request apart; PyMongo has no public names for what it was made of."""
+        """Take a request apart. PyMongo has no public names for its parts."""
         kind: Any = type(request)
         facts = {name.lstrip("_"): getattr(request, name) for name in _slots(kind)}
         options = {name: facts[name] for name in _OPTIONS if facts.get(name) is not None}
@@ -325,11 +324,10 @@ COUNTS = ("nInserted", "nMatched", "nModified", "nRemoved", "nUpserted")
 
 
 def single_error(error: BulkWriteError) -> WriteError | WriteConcernError:
-    """The error that PyMongo raises for a single write where a bulk write reports `error`."""
+    """Return the error that PyMongo raises for a single write, in place of the bulk write's."""
     labels = {"errorLabels": error.details["errorLabels"]} if "errorLabels" in error.details else {}
-    for detail in error.details.get("writeErrors", []):
-        kind = DuplicateKeyError if detail.get("code") == Code.DuplicateKey else WriteError
-        return kind(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})
-    for detail in error.details.get("writeConcernErrors", []):
-        return WriteConcernError(detail.get("errmsg", ""), detail.get("code"), {**detail, **labels})
-    raise error
+    first = list_failures(error.details)[0]
+    kind: type[WriteError | WriteConcernError] = WriteError if error.details.get("writeErrors") else WriteConcernError
+    if first.get("code") == Code.DuplicateKey:
+        kind = DuplicateKeyError
+    return kind(first.get("errmsg", ""), first.get("code"), {**first, **labels})

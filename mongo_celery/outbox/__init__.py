@@ -1,4 +1,4 @@
-"""The transactional outbox: tasks and events that are saved with their document, or not at all."""
+"""The transactional outbox: tasks and events are saved with their document, or not at all."""
 
 from mongo_celery.outbox.collection import OutboxCollection
 from mongo_celery.outbox.events import Event

@@ -1,36 +1,36 @@
 """
-The messages of a signature or canvas: every id in them is chosen before they are stored, and each dispatch sends it.
+The messages of a signature or canvas. All ids are chosen before storing, so each dispatch sends the same ones.
 
-A single task is frozen here. A chain or group is sent as ever, by Celery, and what it would send is captured: its
-messages have their ids, and a chain's first step has the others with it. A chord asks the result backend when it is
-sent, so it cannot be stored: a task starts it.
+A single task is frozen here. For a chain or group, Celery's sending is captured: the messages have their ids, and a
+chain's first step includes the others. A chord queries the result backend when it is sent, so it cannot be stored:
+start it in a task.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
 from celery import Celery, current_task
 from celery.canvas import Signature
 from celery.exceptions import SoftTimeLimitExceeded
-from celery.result import ResultBase
 from kombu.serialization import dumps, prepare_accept_content
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.redaction import short
 from mongo_celery.outbox.capture import capture_sends, install
-from mongo_celery.outbox.stored_id import STORED_ID, as_argument, derived_id, mentions_stored_id, put_in
+from mongo_celery.outbox.stored_id import STORED_ID, derive_id, make_argument, mentions_stored_id, substitute
 
+_SHOWN_CHARS = 200
 _LINKS = ("link", "link_error", "chain")
 _IDS = ("task_id", "root_id", "parent_id", "group_id")
 _INVOLVED = {*_LINKS, "chord", "countdown", "eta", "expires"}
-"""Options with which a single task is more than its arguments."""
+"""Options that make a single task more than its arguments."""
 
 
 class _Messages(list[Signature]):
-    """What Celery would send."""
+    """The captured messages of Celery."""
 
     gives_results = False
 
@@ -42,28 +42,28 @@ def freeze_messages(app: Celery, given: object, now: datetime, first_id: str) ->
     """
     Return the messages of a signature or canvas, with every id fixed and relative times absolute.
 
-    Only what is published at dispatch has its `countdown` and `expires` made absolute. Those of later steps count from
-    the moment in which a worker sends them, as they do without an outbox.
+    Only messages published at dispatch get an absolute `countdown` and `expires`. Those of later steps count from their
+    sending by a worker, as without an outbox.
 
     Args:
         app: the Celery app.
-        given: a signature, chain or group; a dict of one is accepted too.
-        now: the time from which a countdown counts.
+        given: a signature, chain or group, or the dict of one.
+        now: the time from which countdowns count.
         first_id: the task id of a single task that has none.
 
     Raises:
-        OutboxRefusedError: it is no canvas, an empty one, a chord, or a change handler is in it. Or Celery would run it
+        OutboxRefusedError: it is not a canvas, is empty, a chord, or contains a change handler. Or Celery would run it
             immediately, because of `task_always_eager`.
     """
     signature = parse_signature(app, given)
     for leaf in leaves(signature):
         task: Any = app.tasks.get(leaf["task"])
-        if hasattr(task, "explain_refusal"):  # a change handler: its own `delay` says the same
+        if hasattr(task, "explain_refusal"):  # a change handler: its own `delay` reports the same
             raise OutboxRefusedError(task.explain_refusal(), task=leaf["task"])
     if signature.subtask_type is None and _INVOLVED.isdisjoint(signature.options):
         options = {**signature.options, "task_id": signature.options.get("task_id") or first_id}
         plain: Any = {**signature, "options": options}
-        messages = [Signature(plain, app=app)]  # a clone costs more than all else here
+        messages = [Signature(plain, app=app)]  # a clone costs more than everything else here
         _check_arguments(app, messages[0])
     else:
         messages = _capture_messages(app, signature)
@@ -74,7 +74,7 @@ def freeze_messages(app: Celery, given: object, now: datetime, first_id: str) ->
 
 
 def _capture_messages(app: Celery, signature: Signature) -> list[Signature]:
-    """Send a canvas, and return what Celery would have sent."""
+    """Send a canvas, and return the captured messages."""
     if app.conf.task_always_eager:
         raise OutboxRefusedError(
             f"{signature.task} cannot be stored: with task_always_eager Celery runs a chain, a group, and a task with "
@@ -85,7 +85,7 @@ def _capture_messages(app: Celery, signature: Signature) -> list[Signature]:
     install(app)
     try:
         with capture_sends(app, messages):
-            signature.clone().apply_async()  # what is put into its parts later must not be put into the user's
+            signature.clone().apply_async()  # later changes of its parts must not reach the user's canvas
     except (OutboxRefusedError, SoftTimeLimitExceeded):
         raise
     except Exception as error:
@@ -102,18 +102,13 @@ def _capture_messages(app: Celery, signature: Signature) -> list[Signature]:
 
 def parse_signature(app: Celery, given: object) -> Signature:
     """
-    A signature or canvas, also of a dict of one.
+    Return a signature or canvas, even from the dict of one.
 
     Raises:
-        OutboxRefusedError: it is none.
+        OutboxRefusedError: it is not a canvas.
     """
     if isinstance(given, Mapping) and not isinstance(given, Signature):
         given = Signature.from_dict(dict(given), app=app)
-    if isinstance(given, ResultBase):
-        raise OutboxRefusedError(
-            "a function of the _id has sent its task itself, so the task goes without the write. Return a signature: "
-            "lambda _id: send_receipt.s(_id)."
-        )
     if not isinstance(given, Signature):
         raise OutboxRefusedError(
             f"{type(given).__name__} is no Celery signature; pass task.s(...), or a chain or group of them."
@@ -122,13 +117,13 @@ def parse_signature(app: Celery, given: object) -> Signature:
 
 
 def find_ids(canvas: Any) -> set[str]:
-    """Return the task ids of a canvas and of its parts: before it is sent those that the user has given."""
+    """Return the task ids of a canvas and its parts. Before sending these are the user's ids."""
     return {node["options"]["task_id"] for node in _nodes(canvas) if node["options"].get("task_id")}
 
 
 def has_stored_id(canvas: Any) -> bool:
     """
-    Return True if an argument of a task of this canvas is `STORED_ID`, or has it in it.
+    Return True if an argument of a task in this canvas is or contains `STORED_ID`.
 
     Raises:
         OutboxRefusedError: an argument contains itself.
@@ -142,44 +137,43 @@ def has_stored_id(canvas: Any) -> bool:
         ) from error
 
 
-def put_id(canvas: Any, value: object) -> Any:
-    """A frozen message with a value wherever `STORED_ID` stands among arguments."""
+def substitute_id(canvas: Any, value: object) -> Any:
+    """Return a frozen message with a value in place of `STORED_ID` in arguments."""
     for leaf in leaves(canvas):
-        leaf["args"], leaf["kwargs"] = (put_in(leaf[name], STORED_ID, value) for name in ("args", "kwargs"))
+        leaf["args"], leaf["kwargs"] = (substitute(leaf[name], STORED_ID, value) for name in ("args", "kwargs"))
     return canvas
 
 
-def bind_message(canvas: dict[str, Any], bind: str, document_id: object, keeps: Collection[str] = ()) -> dict[str, Any]:
+def bind_message(canvas: dict[str, Any], bind: str, document_id: object) -> dict[str, Any]:
     """
-    A message that was stored before its document was known, made that of one document.
+    Bind a message, which was stored before its document was known, to one document.
 
     Args:
-        canvas: as it was decoded, before it becomes a signature; it is changed.
-        bind: of the entry, the text that stands for the `_id`.
-        document_id: `_id` of the document in which the entry was found.
-        keeps: of the entry, the ids that stay as they are.
+        canvas: decoded, but not yet a signature. It is changed.
+        bind: the entry's placeholder for the `_id`.
+        document_id: `_id` of the document that contains the entry.
 
     Returns:
-        The same: with the `_id` among its arguments, and each of its own ids derived for this document.
+        The same canvas, with the `_id` in its arguments, and its own ids derived for this document.
     """
     nodes = list(_nodes(canvas))
-    own = {node["options"].get("task_id") for node in nodes} - {None, *keeps}
-    argument = as_argument(document_id)
+    own = {node["options"].get("task_id") for node in nodes} - {None}
+    argument = make_argument(document_id)
     for node in nodes:
         options = node["options"]
-        options.update({name: derived_id(options[name], document_id) for name in _IDS if options.get(name) in own})
+        options.update({name: derive_id(options[name], document_id) for name in _IDS if options.get(name) in own})
         if node.get("subtask_type") is None:
-            node["args"], node["kwargs"] = (put_in(node[name], bind, argument) for name in ("args", "kwargs"))
+            node["args"], node["kwargs"] = (substitute(node[name], bind, argument) for name in ("args", "kwargs"))
     return canvas
 
 
 def leaves(canvas: Any) -> Iterator[dict[str, Any]]:
-    """All single tasks of a canvas: members, bodies, later steps of a chain and links."""
+    """Yield all single tasks of a canvas: members, bodies, later steps of a chain and links."""
     return (node for node in _nodes(canvas) if node.get("subtask_type") is None)
 
 
 def _nodes(canvas: Any) -> Iterator[dict[str, Any]]:
-    """All parts of a canvas as the dicts that they are, so that what is changed in them is changed in the canvas."""
+    """Yield all parts of a canvas as their original dicts, so that changes affect the canvas."""
     if not isinstance(canvas, Mapping):
         raise OutboxRefusedError(f"{canvas!r} in a canvas is no signature; pass task.s(...).")
     whole: Any = canvas
@@ -193,7 +187,7 @@ def _nodes(canvas: Any) -> Iterator[dict[str, Any]]:
 
 
 def _set_ancestors(options: dict[str, Any]) -> None:
-    """Root and parent as `delay()` would say them now; at dispatch Celery would name the sweep."""
+    """Set root and parent as `delay()` would now. At dispatch Celery would name the sweep."""
     request = current_task.request if current_task else None
     if request is None or request.called_directly:
         options.setdefault("root_id", options["task_id"])
@@ -208,17 +202,17 @@ def _make_absolute(options: dict[str, Any], now: datetime) -> None:
         options["eta"] = now + timedelta(seconds=countdown)
     if isinstance(options.get("expires"), (int, float)):
         options["expires"] = now + timedelta(seconds=options["expires"])
-    for name in ("eta", "expires"):  # as text: not every serializer knows datetimes
+    for name in ("eta", "expires"):  # as text, because not every serializer supports datetimes
         if isinstance(options.get(name), datetime):
             options[name] = options[name].isoformat()
 
 
 def encode_message(app: Celery, message: Signature) -> tuple[str, str, Any]:
     """
-    A frozen message in its tasks' own serializer: content type, content encoding, payload.
+    Return a frozen message in its tasks' serializer: content type, content encoding, payload.
 
     Raises:
-        OutboxRefusedError: arguments that the serializer of a task cannot encode.
+        OutboxRefusedError: a task's serializer cannot encode its arguments.
     """
     tasks = list(leaves(message))
     serializers = [_serializer(app, leaf) for leaf in tasks]
@@ -236,11 +230,11 @@ def encode_message(app: Celery, message: Signature) -> tuple[str, str, Any]:
     return content_type, encoding, payload
 
 
-def representation(signature: Any, length: int) -> str:
-    """What people see instead of arguments; never longer than `length` characters."""
-    given = signature.options.get("argsrepr")
-    text = str(given) if given is not None else repr(signature)
-    return text if len(text) <= length else text[: length - 3] + "..."
+def show_arguments(canvas: Any) -> str:
+    """Return the text that people see instead of a canvas's arguments."""
+    given = canvas.options.get("argsrepr")
+    text = str(given) if given is not None else repr(canvas)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."
 
 
 def _serializer(app: Celery, leaf: Mapping[str, Any]) -> str:
@@ -261,7 +255,7 @@ def _encode(value: object, serializer: str, task: str) -> tuple[str, str, Any]:
 
 
 def _check_arguments(app: Celery, message: Signature) -> None:
-    """Refuse arguments that do not fit the signature of a registered task, as `delay` would."""
+    """Refuse arguments that do not fit the signature of a registered task, like `delay`."""
     task: Any = app.tasks.get(str(message.task))
     if task is None or not task.typing or not hasattr(task, "__header__"):
         return

@@ -1,10 +1,10 @@
 """
-What a body sends with `delay` and its like, taken for its transaction's box instead of being published.
+Capturing sends: `delay` and similar calls go to a transaction's buffer instead of the broker.
 
-All of Celery's ways to send (tasks, signatures, names, canvases) end in `app.send_task`. It is replaced on the app,
-once, and looks for the box that is open in the current context: a thread that is started in the body has a context of
-its own and publishes at once, a task of asyncio has the body's. So is `app.AsyncResult`: for a group Celery asks the
-result backend as soon as it makes the results, and a write must not wait for that server.
+All of Celery's sending (tasks, signatures, names, canvases) ends in `app.send_task`. It is replaced once per app, and
+looks for the open buffer in the current context. A thread that the body starts has its own context and publishes
+immediately. An asyncio task has the body's context. `app.AsyncResult` is also replaced: for a group Celery queries the
+result backend when it makes the results, and a write must not wait for that server.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ Options = dict[str, Any]
 
 class Taker(Protocol):
     """
-    Who takes what is sent while it is open.
+    A receiver of messages while it is open.
 
     Attributes:
-        gives_results: whether the results of what it takes go to a user, so that they listen at the result backend.
+        gives_results: True if users get the results of its tasks, so that these listen at the result backend.
     """
 
     gives_results: bool
 
     def take(self, signature: Signature) -> None:
-        """Keep one task."""
+        """Take one task."""
 
 
 @dataclass(slots=True, eq=False)
 class _Open:
     """
-    Who takes what is sent in a context, by its app.
+    The receivers of a context, by app.
 
     Attributes:
-        takers: the open ones.
-        around: what was there before.
-        is_left: whether it ended in another context. This one could not be reached from there, and still has it.
+        takers: the open receivers.
+        around: the outer taker.
+        is_left: True if another context ended it, and so could not remove it here.
     """
 
     takers: Mapping[Celery, Taker]
@@ -71,21 +71,21 @@ _OF_THE_CALL = (
     "task_type",
     "route_name",
 )
-"""Arguments of `send_task` that say how to send now, and are no options of the task."""
+"""Arguments of `send_task` about the sending itself, which are not task options."""
 
 _NONE_COUNTS = ("expires", "time_limit", "soft_time_limit")
-"""Options where None is no omission: it takes back what the task itself says."""
+"""Options for which None overrides the task's own value."""
 
 
 def install(app: Celery) -> None:
-    """Have an app ask for an open box before it sends; a second time changes nothing."""
+    """Make an app look for an open buffer before it sends. A second call changes nothing."""
     replaced = app.__dict__.get("send_task")
     if getattr(replaced, "_mongo_celery_outbox", False):
         return
 
     @wraps(Celery.send_task)
     def send_task(*args: Any, **kwargs: Any) -> Any:
-        # Looked up at each call: tracing tools replace the method of the class, at any time.
+        # Read at each call, because tracing tools may replace the class's method at any time.
         send = replaced or type(app).send_task.__get__(app)
         taker = _takers_here().get(app)
         if taker is None:
@@ -101,7 +101,9 @@ def install(app: Celery) -> None:
         taker = _takers_here().get(app)
         if taker is None or taker.gives_results:
             return known.then(self, callback, on_error, weak)
-        return self.on_ready.then(callback, on_error)  # all but the question to the result backend, which may be down
+        return self.on_ready.then(
+            callback, on_error
+        )  # everything except the query to the result backend, which may be down
 
     app.AsyncResult = type("AsyncResult", (known,), {"then": then, "__module__": known.__module__})  # type: ignore[misc]
 
@@ -109,9 +111,9 @@ def install(app: Celery) -> None:
 @contextmanager
 def capture_sends(app: Celery, taker: Taker | None) -> Iterator[None]:
     """
-    Inside, what an app sends goes to a taker; with None it is published, whatever box is open around.
+    In the block, a taker gets the app's messages. With None they are published, even inside an open buffer.
 
-    It may be left in another context than it was entered in, as a block of `transactional` may be.
+    Another context may leave it than entered it, as in a block of `transactional`.
     """
     around = _takers_here()
     if taker is None and app not in around:
@@ -144,7 +146,7 @@ def _take(app: Celery, taker: Taker, send: Callable[..., Any], /, *args: Any, **
     name, task_args, task_kwargs = options.pop("name"), options.pop("args", None), options.pop("kwargs", None)
     running = app.current_worker_task
     if running and running.request.id in _ids(options):
-        # The running task goes on in it (`retry`, `replace`): what it raises next aborts the transaction.
+        # The running task continues in it (`retry`, `replace`), and its next exception aborts the transaction.
         return send(*args, **kwargs)
     call = {argument: options.pop(argument, None) for argument in _OF_THE_CALL}
     _refuse(name, call, options)
@@ -159,25 +161,25 @@ def _take(app: Celery, taker: Taker, send: Callable[..., Any], /, *args: Any, **
 
 
 def _ids(options: Mapping[str, Any]) -> Iterator[Any]:
-    """The ids of a message's task and of all that is to follow it."""
+    """Return the ids of a message's task and of all following tasks."""
     yield options.get("task_id")
     for option in ("chain", "chord"):
         found = options.get(option) or ()
         for follower in [found] if isinstance(found, Mapping) else found:
-            yield from _ids_of(follower)
+            yield from _list_follower_ids(follower)
 
 
-def _ids_of(follower: Mapping[str, Any]) -> Iterator[Any]:
+def _list_follower_ids(follower: Mapping[str, Any]) -> Iterator[Any]:
     yield from _ids(follower.get("options") or {})
     kwargs = follower.get("kwargs") or {}
     parts = [*(kwargs.get("tasks") or ()), kwargs.get("body")] if follower.get("subtask_type") else []
     for part in parts:
         if isinstance(part, Mapping):
-            yield from _ids_of(part)
+            yield from _list_follower_ids(part)
 
 
 def _refuse(name: str, call: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Refuse what a box cannot hold."""
+    """Refuse a message that a buffer cannot hold."""
     if call["connection"] is not None or call["router"] is not None:
         raise OutboxRefusedError(
             f"{name} is sent with a connection or router of its own, which an outbox cannot keep; send it "

@@ -1,18 +1,18 @@
 """
-An outbox for what has no document of its own: tasks and events that go with a transaction.
+An outbox without documents of its own: tasks and events belong to a transaction.
 
 ::
 
     {_id: key as text, or an ObjectId, pendingEvents: {count, events: [entry ...], claim}}
 
 A transaction without a key inserts a document. One with a key appends to the key's document, or creates it. So two
-transactions of one key conflict, and one of them is repeated: the order of the entries is that of the commits. The
-relay delivers these documents as it delivers any other, and deletes one that is empty.
+transactions of one key conflict, one of them repeats, and the entries are in the order of the commits. The relay
+delivers these documents like any others, and deletes empty ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Unpack
 from uuid import UUID
@@ -28,33 +28,34 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.transaction.scopes import scope_of
+from mongo_celery.outbox.canvas import has_stored_id, parse_signature
 from mongo_celery.outbox.capture import capture_sends, install
-from mongo_celery.outbox.entries import Entry, Home, asks_for_id, list_given
+from mongo_celery.outbox.entries import Entry, list_given
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.options import SharedOptions
-from mongo_celery.outbox.pending import explain_refusals
-from mongo_celery.outbox.registry import AnyOutbox
+from mongo_celery.outbox.pending import append_entries, explain_refusals
+from mongo_celery.outbox.registry import BaseOutbox
 from mongo_celery.outbox.stored_id import mentions_stored_id
 
 _KEY_BYTES_MAX = 1024
 _WRITE_SECONDS = 5.0
-"""For so long a block that has met an error tries to write what was sent in it."""
+"""Seconds for which a failed block tries to write its messages."""
 
 Contents = dict[str | None, list[Entry]]
-"""What one transaction is to send, by key, in the order in which it was added."""
+"""One transaction's entries by key, in the order of adding."""
 
 
 class TransactionBuffer:
     """
-    Takes what is to follow a transaction: of `OutboxCollection.collect`.
+    Collects the messages of a transaction, for `OutboxCollection.collect`.
 
-    Whatever the app sends in the body is put in automatically. `add` is for events, and for another key. With the end
-    of the block the buffer is closed: what is sent into it later is refused.
+    It takes everything that the app sends in the body. `add` is for events, and for other keys. The end of the block
+    closes the buffer, which then refuses messages.
 
     Args:
         contents: of the transaction.
         make: makes entries of tasks and events, for a key.
-        key: under which is added what is given none.
+        key: the default key.
     """
 
     gives_results = True
@@ -67,27 +68,27 @@ class TransactionBuffer:
 
     def add(self, tasks: Sequence[object] = (), events: Sequence[Event] = (), *, key: object = None) -> None:
         """
-        Add tasks and events to what is sent if the transaction is committed.
+        Add tasks and events that are sent if the transaction commits.
 
         Args:
             tasks: signatures, chains, groups.
             events: events.
-            key: of what their order is that of the commits; by default the block's.
+            key: entries of one key are sent in the order of the commits. By default the block's key.
 
         Raises:
-            OutboxRefusedError: something cannot be stored, or the block has ended; nothing was added.
+            OutboxRefusedError: an entry cannot be stored, or the block has ended. Nothing was added.
         """
         self._refuse_if_closed()
         chosen = self._key if key is None else key_text(key)
         self._contents.setdefault(chosen, []).extend(self._make(tasks, events, chosen))
 
     def take(self, signature: Signature) -> None:
-        """Add one task that the body sends."""
+        """Add one task from the body."""
         self._refuse_if_closed(signature.task)
         self.add([signature])
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Refuse further messages."""
         self._is_closed = True
 
     def _refuse_if_closed(self, name: Any = "this") -> None:
@@ -98,13 +99,13 @@ class TransactionBuffer:
             )
 
 
-class OutboxCollection(AnyOutbox):
+class OutboxCollection(BaseOutbox):
     """
-    Saves tasks and events with a transaction, in a collection of their own: both, or neither.
+    Saves tasks and events with a transaction, in its own collection: both, or neither.
 
-    For tasks that belong to no document or to several, to deletes, or to documents whose shape is not yours to change.
-    The price is a transaction, and one document more for each. What was stored is dispatched after the commit, by a
-    thread of the same process, and by the sweep.
+    Use it for tasks of deletes, of several documents or of none, and of documents that you cannot change. It costs a
+    transaction, and one more document per transaction. After the commit, a thread of this process dispatches the
+    entries, or later the sweep.
 
     ::
 
@@ -116,15 +117,15 @@ class OutboxCollection(AnyOutbox):
             client.shop.seats.delete_one({"_id": seat}, session=session)
             send_ticket.delay(seat)         # stored with the delete; sent after the commit, or never
 
-    Entries of one key go out in the order of the commits. Transactions of one key that meet each other conflict, and
-    one of them is repeated. Without a key there is an order within each transaction only.
+    Entries of one key are sent in the order of the commits. Concurrent transactions of one key conflict, and
+    one of them is repeated. Without a key, only the entries of each transaction keep their order.
 
-    Not promised: that an entry is dispatched only once (see `once`); an order between keys.
+    An entry may be dispatched more than once (see `once`). There is no order between keys.
 
     Args:
         app: the Celery app.
-        collection: a PyMongo collection for the outbox alone, or a callable that returns one; it is asked once in each
-            process, since prefork workers make their clients after the fork.
+        collection: a PyMongo collection for this outbox only, or a callable that returns one. The callable runs once in
+            each process, because prefork workers make their clients after the fork.
         options: see `SharedOptions`.
 
     Raises:
@@ -145,18 +146,18 @@ class OutboxCollection(AnyOutbox):
         key: object = None,
     ) -> None:
         """
-        Store tasks and events, to be dispatched if the transaction is committed.
+        Store tasks and events, which are dispatched if the transaction commits.
 
         Args:
             tasks: signatures, chains, groups.
             events: events.
-            session: of the transaction. Without one they are stored immediately, by a write of their own: sent for
-                certain, and tied to nothing else.
-            key: whose entries keep the order of the commits, such as the id of an order; text, a whole number, ObjectId
-                or UUID.
+            session: the transaction's session. Without one, a separate write stores them immediately, and they are
+                always sent.
+            key: entries of one key are sent in the order of the commits. For example an order's id: text, a whole
+                number, ObjectId or UUID.
 
         Raises:
-            OutboxRefusedError: nothing was written; the message says why.
+            OutboxRefusedError: nothing was written. The message names the reason.
         """
         chosen = key_text(key)
         entries = self._entries(tasks, events, chosen)
@@ -164,32 +165,32 @@ class OutboxCollection(AnyOutbox):
         if gathered is not None:
             gathered.setdefault(chosen, []).extend(entries)
             return
-        self.backing.indexes.ensure(patiently=False)  # one that is created later waits for this transaction
+        self.runtime.pending.indexes.ensure(patiently=False)  # an index created later would wait for this transaction
         self._write({chosen: entries}, session)
 
     @contextmanager
     def collect(self, session: ClientSession, *, key: object = None) -> Iterator[TransactionBuffer]:
         """
-        Gather what is sent inside, and store it when the block ends, just before the commit.
+        Collect the tasks sent in the block, and store them when it ends, just before the commit.
 
-        Inside, whatever this app sends (`delay`, `apply_async`, `send_task`, chains, groups) is put into the buffer,
-        and its result object is returned as ever. Sent immediately, as without a block: what a thread sends that the
-        body starts, and a `retry` or `replace` of the task that is running. A chord is refused: a task starts it. With
+        Tasks that this app sends in the block (`delay`, `apply_async`, `send_task`, chains, groups) go into the buffer.
+        Their result objects are returned as usual. Two kinds are still sent immediately: tasks from a thread that the
+        body starts, and a `retry` or `replace` of the running task. A chord is refused: start it in a task. With
         `task_always_eager` tasks run in the body.
 
-        What was sent has the fate of the transaction's writes, also where the block ends by an error: aborted, nothing
-        of it is sent; where whoever began the transaction catches the error and commits, it was stored with the rest.
+        The tasks are sent only if the transaction commits. This also applies if the block raises, and the code around
+        it catches the error and commits.
 
-        Blocks may be nested, on one session with another key each; the outermost stores all of them.
+        Blocks may be nested on one session, each with another key. The outermost block stores all tasks.
         `transactional(client, outbox=...)` has such a block around its body.
 
         Args:
-            session: of a transaction in progress.
-            key: as of `add`, of what is sent inside.
+            session: the session of a transaction in progress.
+            key: as for `add`, for all tasks of the block.
 
         Raises:
             TransactionRequiredError: there is no transaction in progress.
-            OutboxRefusedError: what was sent cannot be stored; nothing of the transaction may be committed.
+            OutboxRefusedError: the tasks cannot be stored. Do not commit the transaction.
         """
         chosen = key_text(key)
         if not session.in_transaction:
@@ -197,7 +198,7 @@ class OutboxCollection(AnyOutbox):
                 "collect stores what is sent inside with a transaction; pass the session of one in progress, such as "
                 "the one that transactional hands to the function."
             )
-        self.backing.indexes.ensure(patiently=False)
+        self.runtime.pending.indexes.ensure(patiently=False)
         outer = self._contents.get(session)
         contents: Contents = {} if outer is None else outer
         buffer = TransactionBuffer(contents, self._entries, chosen)
@@ -211,7 +212,7 @@ class OutboxCollection(AnyOutbox):
                 if outer is None:
                     self._contents.pop(session, None)
         except BaseException:
-            if outer is None and session.in_transaction:  # whoever began it may catch this, and commit
+            if outer is None and session.in_transaction:  # the owner of the transaction may catch this, and commit
                 self._write_after_error(contents, session)
             raise
         if outer is None and any(contents.values()):
@@ -225,16 +226,16 @@ class OutboxCollection(AnyOutbox):
     @contextmanager
     def atomic(self, using: str | None = None, *, key: object = None) -> Iterator[TransactionBuffer]:
         """
-        Django's transaction (django-mongodb-backend), with `collect` around its body.
+        Open Django's transaction (django-mongodb-backend), with `collect` around its body.
 
         Args:
-            using: alias of the database; by default Django's default, or where that is relational the one that is
-                MongoDB's. What is written to others is no part of the transaction.
-            key: as of `add`, of what is sent inside.
+            using: alias of the database. By default Django's default or, if that is relational, the MongoDB database.
+                Writes to other databases are not part of the transaction.
+            key: as for `add`, for all tasks of the block.
 
         Raises:
-            OutboxRefusedError: as of `collect`; the transaction was rolled back, unless this is inside another
-                `atomic`, which the error has to pass through, too.
+            OutboxRefusedError: as for `collect`. The transaction was rolled back. Inside another `atomic`, do not catch
+                the error there.
         """
         from mongo_celery.outbox.django import transaction
 
@@ -245,45 +246,44 @@ class OutboxCollection(AnyOutbox):
 
     def _entries(self, tasks: Sequence[object], events: Sequence[Event], key: str | None) -> list[Entry]:
         tasks, events = list_given(tasks), list_given(events)
-        _refuse_ids(asks_for_id(each) for each in (*tasks, *events))
-        found = self._maker.entries(tasks, (), Home())
-        more = self._maker.entries((), events, Home() if key is None else Home(key))
-        _refuse_ids(bool(entry.bind) for entry in found)
-        _refuse_ids(mentions_stored_id(event.body) for event in events)
-        return [*found, *more]
+        if any(has_stored_id(parse_signature(self.app, task)) for task in tasks) or any(
+            mentions_stored_id(getattr(event, "body", None)) for event in events
+        ):
+            raise OutboxRefusedError(
+                "STORED_ID stands for the _id of the document that a task is stored in, and here it is stored with a "
+                "transaction. Pass the id itself."
+            )
+        return self._make_entries(tasks, events, key)
 
     def _write(self, contents: Contents, session: ClientSession | None) -> None:
-        field = self.backing.field
         stored: list[Any] = []
-        with explain_refusals(self.collection.full_name, field.name):
+        with explain_refusals(self.collection.full_name):
             for key, entries in contents.items():
                 if entries:
                     where = {"_id": ObjectId() if key is None else key}
-                    change = field.with_entries({}, entries)
+                    change = append_entries({}, entries)
                     self.collection.update_one(where, change, upsert=True, session=session)
                     stored.append(where["_id"])
-        self.backing.dispatch(stored, session)
+        self.runtime.dispatch(stored, session)
 
     def _write_after_error(self, contents: Contents, session: ClientSession) -> None:
-        """Write what goes with a transaction that may be committed yet; one that the server has ended cannot be."""
+        """Write the entries of a transaction that may still commit. One that the server has ended cannot."""
         scope = scope_of(session)
-        if scope is not None and scope.is_inherited:  # whoever began it writes that, too
-            return
         try:
             with suppress(OperationFailure), pymongo.timeout(_WRITE_SECONDS):  # any of these ends it there
                 self._write(contents, session)
         except PyMongoError as error:
             if scope is None:
                 raise
-            scope.mark_rollback_only(error)  # it is not committed without this, and ends by the block's own error
+            scope.mark_rollback_only(error)  # it cannot commit without this, and ends with the block's own error
 
 
 def key_text(key: object) -> str | None:
     """
-    A key as it is stored; None stays None.
+    Return a key in its stored form. None stays None.
 
     Raises:
-        OutboxRefusedError: it is none.
+        OutboxRefusedError: it is not a valid key.
     """
     if key is None:
         return None
@@ -299,11 +299,3 @@ def key_text(key: object) -> str | None:
     if not 0 < size <= _KEY_BYTES_MAX:
         raise OutboxRefusedError(f"a key must be text of 1 to {_KEY_BYTES_MAX} bytes.")
     return text
-
-
-def _refuse_ids(asked: Iterable[bool]) -> None:
-    if any(asked):
-        raise OutboxRefusedError(
-            "STORED_ID and callables stand for the _id of the document that a task is stored in, and here it is stored "
-            "with a transaction; pass the id itself."
-        )

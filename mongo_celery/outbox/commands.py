@@ -1,8 +1,8 @@
 """
-Commands to MongoDB about many documents: none waits long, and what it does not do for all is done one by one.
+Commands for many documents. None waits long. If one fails because of some documents, it is repeated for each.
 
-A document that somebody's transaction has written to is closed to others until that ends, which may take a minute; one
-that somebody has damaged may be refused. Neither is to keep the others waiting.
+If a transaction has written a document, other writers wait until it ends, up to a minute. MongoDB may refuse a damaged
+document. Neither delays the other documents.
 """
 
 from __future__ import annotations
@@ -21,54 +21,40 @@ from mongo_celery.mongo.verdicts import is_transient
 logger = logging.getLogger("mongo_celery.outbox")
 
 COMMAND_SECONDS = 1.0
-"""How long one command may take; somebody's transaction may keep a document closed for a minute."""
+"""Time limit of one command. A user's transaction may block a document for a minute."""
 
 _SINGLE_SECONDS = 2.5
-"""How long a majority may take for one document; what a command for many does not wait for, goes on slowly so."""
+"""Time limit of a majority write on one document, after a command for many did not wait for it."""
 
 _OVERDUE_MAX = 3
-"""So many documents in a row that are not answered in time are not looked at singly any further."""
+"""After this many timeouts in a row, no further documents are tried one by one."""
 
 _Thing = TypeVar("_Thing")
 Failure = tuple[Any, PyMongoError]
-"""A document's `_id`, and why MongoDB did not do what was asked for it."""
+"""A document's `_id`, and the reason why MongoDB did not perform the command."""
 
 
 def limit_command() -> AbstractContextManager[None]:
-    """Inside, one command has its time."""
+    """Limit the time of one command in the block."""
     return pymongo.timeout(COMMAND_SECONDS)
 
 
 def limit_single_command() -> AbstractContextManager[None]:
-    """Inside, one command about one document has its time, which a majority may need."""
+    """Limit the time of a command for one document in the block: a majority may need longer."""
     return pymongo.timeout(max(COMMAND_SECONDS, _SINGLE_SECONDS))
 
 
-def once_more(call: Callable[[], _Thing]) -> _Thing:
-    """
-    Call again if an election or a lost connection came between.
-
-    Drivers do so by themselves for updates of single documents. What is called must bear that it was done already.
-    """
-    try:
-        return call()
-    except PyMongoError as error:
-        if error.timeout or not is_transient(error):
-            raise
-    return call()
-
-
 def is_about_some(error: PyMongoError) -> bool:
-    """Whether a command for many documents may have failed for a few of them, so that the others can be done."""
+    """Return True if a command for many documents may have failed because of a few of them."""
     return error.timeout or (isinstance(error, OperationFailure) and not is_transient(error))
 
 
-def singly(things: Sequence[_Thing], call: Callable[[_Thing], object]) -> list[tuple[_Thing, PyMongoError]]:
+def do_each(things: Sequence[_Thing], call: Callable[[_Thing], object]) -> list[tuple[_Thing, PyMongoError]]:
     """
-    Do for each thing what could not be done for all together.
+    Perform a call for each thing, after it failed for all together.
 
     Returns:
-        Those for which it failed, or was not tried since too many before it were overdue.
+        Those that failed, or were not tried after too many timeouts.
 
     Raises:
         PyMongoError: MongoDB does not answer at all.
@@ -86,14 +72,14 @@ def singly(things: Sequence[_Thing], call: Callable[[_Thing], object]) -> list[t
             if overdue == _OVERDUE_MAX:
                 if len(failed) == place + 1:
                     raise
-                return [*((each, error) for each in things[place + 1 :]), *failed]  # those first, the next time
+                return [*((each, error) for each in things[place + 1 :]), *failed]  # try those first the next time
         else:
             overdue = 0
     return failed
 
 
 def iterate_bounded(documents: Iterable[_Thing]) -> Iterator[_Thing]:
-    """What a cursor gives, each answer within the time of a command."""
+    """Yield a cursor's documents, with each answer within a command's time limit."""
     rest = iter(documents)
     while True:
         with limit_command():
@@ -103,7 +89,7 @@ def iterate_bounded(documents: Iterable[_Thing]) -> Iterator[_Thing]:
         yield document
 
 
-def tell_undeliverable(outbox: str, document_id: object, error: BaseException) -> None:
+def log_undeliverable(outbox: str, document_id: object, error: BaseException) -> None:
     """Log that a document cannot be delivered, while others can."""
     logger.error(
         "outbox %s: document %r cannot be delivered: %s",

@@ -1,32 +1,74 @@
-"""Entries that could not be published, set aside with their error until a person decides."""
+"""Dead letters of an outbox: entries that could not be published, with their error, for a person."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import Any
 
 import pymongo
+from bson import json_util
+from bson.binary import UuidRepresentation
+from pymongo import IndexModel
 from pymongo.collection import Collection
 from pymongo.errors import DocumentTooLarge, DuplicateKeyError, OperationFailure
 
 from mongo_celery.mongo.expressions import after, insert_if_absent, literal
+from mongo_celery.mongo.indexes import Indexes
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import is_too_large
 from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.index import OutboxIndex, OutboxIndexes
 from mongo_celery.outbox.signing import UnsignedEntryError
-from mongo_celery.outbox.stored_id import derived_id
+from mongo_celery.outbox.stored_id import derive_id
 
 COLLECTION = "outbox_dead_letters"
 _TRACEBACK_CHARS = 8000
 _UNSIGNED = {"unsigned": True}
 _EXPIRES = {"expiresAt": {"$exists": True}}
 _OLDEST_FIRST = [("at", 1), ("_id", 1)]
+_INDEXES = (
+    IndexModel([("outbox", 1), *_OLDEST_FIRST], name="oldest"),
+    IndexModel([("outbox", 1), ("unsigned", 1)], name="unsigned", partialFilterExpression=_UNSIGNED),
+    IndexModel([("expiresAt", 1)], name="expired", partialFilterExpression=_EXPIRES, expireAfterSeconds=0),
+)
 _WITHOUT_PAYLOADS = {"entry.payload": 0}
+_JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """
+    One dead letter. A value with another type than relays write counts as missing.
+
+    Attributes:
+        id: its entry's id, for commands.
+        document: `_id` of the entry's document.
+        at: when it was moved to the dead letters, by the server's clock.
+        entry: as stored.
+        error: the last attempt's error.
+        traceback: the error's traceback.
+    """
+
+    id: str
+    document: Any
+    at: datetime | None
+    entry: Mapping[str, Any]
+    error: str
+    traceback: str
+
+    def plain(self, *, payload: bool = True) -> dict[str, Any]:
+        """Return its JSON form. Other values become extended JSON."""
+        found = asdict(self)
+        if not payload:  # it may contain secrets
+            found["entry"] = {name: value for name, value in self.entry.items() if name != "payload"}
+        plain: dict[str, Any] = json.loads(json_util.dumps(found, json_options=_JSON))
+        return plain | {"at": None if self.at is None else self.at.isoformat()}
 
 
 class OutboxDeadLetters:
@@ -34,39 +76,29 @@ class OutboxDeadLetters:
     The dead letters of one outbox.
 
     Args:
-        collection: where they are kept, with majority writes.
-        outbox: namespace of the documents that they come from.
-        retention: seconds for which one is kept; None for ever.
+        collection: of the dead letters, with majority writes.
+        outbox: namespace of the original documents.
+        retention: seconds for which a dead letter is kept. None for ever.
     """
 
     def __init__(self, collection: Collection[dict[str, Any]], outbox: str, retention: float | None = None) -> None:
         self._collection = collection
         self._outbox = outbox
         self._retention = retention
-        self._indexes = OutboxIndexes(
-            OutboxIndex(
-                collection, "oldest", [("outbox", 1), *_OLDEST_FIRST], "each look at dead letters reads all of them"
-            ),
-            OutboxIndex(
-                collection, "unsigned", [("outbox", 1), ("unsigned", 1)], "each status reads them all", _UNSIGNED
-            ),
-            OutboxIndex(
-                collection, "expired", [("expiresAt", 1)], "no dead letter expires", _EXPIRES, {"expireAfterSeconds": 0}
-            ),
-        )
+        self._indexes = Indexes(collection, _INDEXES, "each list of dead letters reads all of them, and none expires")
 
     @property
     def full_name(self) -> str:
-        """The namespace of the dead letters of all outboxes of a database."""
+        """The namespace of all outboxes' dead letters in a database."""
         return self._collection.full_name
 
     def add(self, document_id: object, entry: Entry | Mapping[str, Any], error: BaseException) -> None:
         """
-        Store an entry by its id; a second time changes nothing, so that it may be repeated after a crash.
+        Store an entry by its id. A second call changes nothing, so it can be repeated after a crash.
 
-        One that lies in many documents is kept for each of them, by an id of its own. So is one whose id the letter of
-        another document has already, as where one signature was written to many. What the outbox has not signed may
-        say any id, and gets one of its contents.
+        An entry in many documents is stored for each of them, with separate ids. The same applies if another document's
+        dead letter has the id, for example if one signature was written to many documents. An unsigned entry may
+        contain any id, so its id comes from its contents.
         """
         self._indexes.ensure(patiently=False)
         stored = entry.to_document() if isinstance(entry, Entry) else dict(entry)
@@ -94,42 +126,54 @@ class OutboxDeadLetters:
         except (DocumentTooLarge, OperationFailure) as refusal:
             if not is_too_large(refusal):
                 raise
-            # An entry that fills its document leaves a dead letter no room for more than itself.
+            # An entry that fills its document leaves a dead letter no room for additional fields.
             self._add(dead_letter | {"error": type(error).__name__, "traceback": ""})
 
     def _add(self, dead_letter: dict[str, Any]) -> None:
         times = {"at": "$$NOW", **({} if self._retention is None else {"expiresAt": after(self._retention)})}
         change = insert_if_absent({"$mergeObjects": [literal(dead_letter), times]})
-        with suppress(DuplicateKeyError):  # two relays at once; the other's is the same
+        with suppress(DuplicateKeyError):  # two relays at the same time: the other one's is the same
             self._collection.update_one({"_id": dead_letter["_id"]}, change, upsert=True)
 
     def count(self) -> int:
-        """How many there are."""
+        """Return their number."""
         return self._collection.count_documents({"outbox": self._outbox})
 
     def count_unsigned(self) -> int:
-        """Return how many entries were set aside since the outbox had not signed them."""
+        """Return the number of entries that became dead letters because the outbox had not signed them."""
         return self._collection.count_documents({"outbox": self._outbox, **_UNSIGNED})
 
-    def find(self, limit: int = 0, *, skip: int = 0) -> list[dict[str, Any]]:
-        """The oldest first, without their payloads: a list of them would be as large as all of these."""
+    def find(self, limit: int = 0, *, skip: int = 0) -> list[DeadLetter]:
+        """Return them oldest first, without payloads, which would make a list too large."""
         found = self._collection.find({"outbox": self._outbox}, _WITHOUT_PAYLOADS, allow_disk_use=True)
-        return list(found.sort(_OLDEST_FIRST).skip(skip).limit(limit))
+        return [self._read(each) for each in found.sort(_OLDEST_FIRST).skip(skip).limit(limit)]
 
-    def get(self, entry_id: str) -> dict[str, Any] | None:
-        """One by the id of its entry."""
-        return self._collection.find_one({"_id": f"{self._outbox}/{entry_id}"})
+    def get(self, entry_id: str) -> DeadLetter | None:
+        """Return one by its entry's id."""
+        found = self._collection.find_one({"_id": f"{self._outbox}/{entry_id}"})
+        return None if found is None else self._read(found)
 
     def remove(self, entry_id: str) -> bool:
-        """Forget one; False if there is none."""
+        """Remove one. Return False if there is none."""
         return bool(self._collection.delete_one({"_id": f"{self._outbox}/{entry_id}"}).deleted_count)
+
+    def _read(self, stored: Mapping[str, Any]) -> DeadLetter:
+        at, entry = stored.get("at"), stored.get("entry")
+        return DeadLetter(
+            id=str(stored["_id"]).removeprefix(f"{self._outbox}/"),
+            document=stored.get("document"),
+            at=at if isinstance(at, datetime) else None,
+            entry=entry if isinstance(entry, Mapping) else {},
+            error=str(stored.get("error", "")),
+            traceback=str(stored.get("traceback", "")),
+        )
 
 
 def _list_names(stored: Mapping[str, Any], document_id: object) -> list[str]:
-    """The entry's id, then that of its copy in this document; a name of the contents for what has none."""
+    """Return the entry's id, then its copy's id in this document. Without an id, a hash of the contents."""
     if not stored.get("id"):
         return [_name_of_contents(stored, document_id)]
-    own = derived_id(str(stored["id"]), document_id)
+    own = derive_id(str(stored["id"]), document_id)
     return [own] if stored.get("bind") else [str(stored["id"]), own]
 
 

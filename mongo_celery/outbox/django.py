@@ -1,4 +1,4 @@
-"""The session of Django's transactions (django-mongodb-backend). Django is imported when it is asked for."""
+"""The session of Django's transactions (django-mongodb-backend). Django is imported at first use."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _VENDOR = "mongodb"
 @contextmanager
 def transaction(using: str | None) -> Iterator[ClientSession]:
     """
-    Django's `atomic`, and the session of its transaction; inside one of `transactional` over Django's client, a part.
+    Give the session of Django's `atomic`. Inside `transactional` over Django's client, join that transaction.
 
     Args:
-        using: as of `mongodb_alias`.
+        using: as in `mongodb_alias`.
 
     Raises:
-        ConfigurationError: as of `mongodb_alias`; or a transaction of another client of the same cluster is open here.
+        ConfigurationError: as in `mongodb_alias`, or a transaction of another client of the same cluster is open here.
     """
     from django.db import connections
     from django_mongodb_backend.transaction import atomic  # type: ignore[import-untyped]
@@ -41,13 +41,13 @@ def transaction(using: str | None) -> Iterator[ClientSession]:
 
 def mongodb_alias(using: str | None = None) -> str:
     """
-    The alias of the database of MongoDB that is meant.
+    Return the alias of the MongoDB database.
 
     Args:
-        using: an alias; None for Django's default, or where that is a relational one, for the only one of MongoDB's.
+        using: an alias. None for Django's default or, if that is relational, the only MongoDB database.
 
     Raises:
-        ConfigurationError: the database is not MongoDB's; or none was named, and there is none or are several.
+        ConfigurationError: the database is not MongoDB's. Or none was named, and there is none or are several.
     """
     from django.db import DEFAULT_DB_ALIAS, connections
 

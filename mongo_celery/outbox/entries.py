@@ -1,15 +1,14 @@
-"""What waits in a document: one entry a task or event, written together with the document's change."""
+"""Entries: one for each pending task or event in a document, written together with the document's change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
-from functools import partial
+from datetime import datetime
 from typing import Any
 from uuid import uuid4
 
-from celery import Celery, Task
+from celery import Celery
 from celery.canvas import Signature
 from kombu.serialization import loads, prepare_accept_content
 
@@ -22,43 +21,35 @@ from mongo_celery.outbox.canvas import (
     freeze_messages,
     has_stored_id,
     parse_signature,
-    put_id,
-    representation,
+    show_arguments,
+    substitute_id,
 )
-from mongo_celery.outbox.events import CONTENT_TYPE, Event, as_told, cloud_event, with_document
-from mongo_celery.outbox.stored_id import STORED_ID, as_argument, mentions_stored_id, placeholder, put_in
+from mongo_celery.outbox.events import CONTENT_TYPE, Event, cloud_event, to_json, with_document
+from mongo_celery.outbox.stored_id import STORED_ID, make_argument, mentions_stored_id, placeholder, substitute
 from mongo_celery.tracing import stored_trace, trace_to_store
-
-FIELD = "pendingEvents"
-"""The field of a document that holds its entries; the name comes from the technique's source."""
-
-_REPRESENTATION_CHARS = 200
-_SENDS = ("delay", "apply_async", "apply")
-"""Methods of tasks and signatures that are no functions of the `_id`."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
     """
-    One pending task or event. It is not frozen: each write makes some, and a frozen one takes three times as long.
+    One pending task or event. It is not frozen, because a frozen one takes three times as long to make.
 
     Attributes:
-        id: by which it is removed; also the id of a single task, and of an event.
+        id: identifies it for removal. Also the id of a single task, and of an event.
         kind: `task` or `event`.
-        at: when it was written, by the writer's clock; for people, and for the order of nothing.
+        at: writing time by the writer's clock, for people. It determines no order.
         name: of the task, or the routing key.
-        argsrepr: what people see instead of the arguments.
+        argsrepr: the text that people see instead of the arguments.
         content_type: of the payload.
         content_encoding: of the payload.
         payload: the frozen signature in its task's own serializer, or the event's JSON.
-        attempts: how often its publishing has failed through its own fault.
-        trace: the trace context in which it was written; empty where there was none.
-        app: name of the app that wrote it; empty where it has none.
-        bind: what stands for the document's `_id` in the payload, whose ids are then derived from it; empty where the
-            `_id` was known, or is not asked for.
-        keeps: ids of the payload that are not derived, since the user has given them and did not say that the write
-            goes to many documents.
-        signature: of the outbox, over all of this that is published; see `signing`.
+        attempts: number of its own publishing failures.
+        trace: the trace context of its write. Empty if there was none.
+        app: name of the writing app. Empty if it has none. See `origin`.
+        broker: address of that app's broker. Empty if unknown.
+        bind: placeholder of the document's `_id` in the payload, whose ids are then derived from it. Empty if the `_id`
+            was known, or is not used.
+        signature: the outbox's, over all published parts. See `signing`.
     """
 
     id: str
@@ -72,12 +63,12 @@ class Entry:
     attempts: int = 0
     trace: Mapping[str, str] = field(default_factory=dict)
     app: str = ""
+    broker: str = ""
     bind: str = ""
-    keeps: Sequence[str] = ()
     signature: bytes = b""
 
     def to_document(self) -> dict[str, Any]:
-        """As it is stored; `attempts` is there from the beginning, so that counting never makes a document grow."""
+        """Return the stored form. It always has `attempts`, so that counting never makes a document grow."""
         document: dict[str, Any] = {
             "id": self.id,
             "kind": self.kind,
@@ -90,23 +81,19 @@ class Entry:
             "attempts": self.attempts,
             "signature": self.signature,
         }
-        if self.app:
-            document["app"] = self.app
+        texts = {"app": self.app, "broker": self.broker, "bind": self.bind}
+        document |= {name: value for name, value in texts.items() if value}
         if self.trace:
             document["trace"] = dict(self.trace)
-        if self.bind:
-            document["bind"] = self.bind
-        if self.keeps:
-            document["keeps"] = list(self.keeps)
         return document
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> Entry:
         """
-        Read one back.
+        Read a stored entry.
 
         Raises:
-            KeyError, TypeError, ValueError, OverflowError: somebody else has written to the field.
+            KeyError, TypeError, ValueError, OverflowError: another program has written to the field.
         """
         id, signature = document["id"], document.get("signature")  # noqa: A001
         return cls(
@@ -121,71 +108,45 @@ class Entry:
             attempts=int(document.get("attempts", 0)),
             trace=stored_trace(document.get("trace")),
             app=str(document.get("app", "")),
+            broker=str(document.get("broker", "")),
             bind=str(document.get("bind", "")),
-            keeps=tuple(map(str, document.get("keeps", ()))),
             signature=bytes(signature) if isinstance(signature, bytes) else b"",
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Home:
+def make_task_entries(app: Celery, task: object, now: datetime, document_id: Any = NO_ID) -> list[Entry]:
     """
-    Which document entries are written to, as far as the writer knows.
+    Return an entry for each message of a signature or canvas.
 
-    Attributes:
-        id: its `_id`, or `NO_ID`.
-        many: whether the same entries go to many documents; None where only who writes them knows.
-    """
-
-    id: Any = NO_ID
-    many: bool | None = False
-
-    def resolve(self, given: Any) -> Any:
-        """
-        What the user gave, or what his callable makes of the `_id`.
-
-        Raises:
-            OutboxRefusedError: the `_id` is not known.
-        """
-        if not asks_for_id(given):
-            return given
-        if self.id is NO_ID:
-            raise OutboxRefusedError(
-                "a task or event that is made of the document's _id needs to know it, and this write does not say it: "
-                "put STORED_ID among its arguments instead, or pass id=."
-            )
-        return given(self.id)
-
-
-def asks_for_id(given: object) -> bool:
-    """Whether a task or event is a callable of the `_id`, and not a signature or task, which can be called, too."""
-    return callable(given) and not isinstance(given, (Signature, Mapping, Task, type))
-
-
-def task_entries(app: Celery, task: object, now: datetime, home: Home = Home()) -> list[Entry]:
-    """
-    Return an entry for each message of a signature or canvas, or of what a callable makes of the `_id`.
+    Args:
+        app: the Celery app.
+        task: the signature or canvas.
+        now: the time of the write.
+        document_id: `_id` of the document. With `NO_ID`, dispatch derives the ids of the messages from it, because many
+            documents may contain the same entry.
 
     Raises:
-        OutboxRefusedError: as of `Home.resolve`, `canvas.freeze_messages` and `canvas.encode_message`.
+        OutboxRefusedError: the `_id` is unknown, and the task has an id. Or as in `canvas.freeze_messages` and
+            `canvas.encode_message`.
     """
-    signature = parse_signature(app, home.resolve(task))
-    keeps = set() if home.id is not NO_ID or home.many else find_ids(signature)
+    signature = parse_signature(app, task)
+    if document_id is NO_ID and find_ids(signature):
+        raise OutboxRefusedError(
+            f"{signature.task} has a task id of its own, and this write may go to several documents. Name the _id of "
+            "the document in the filter or by id=, or leave the task id to the outbox.",
+            task=signature.task,
+        )
     first_id = str(uuid4())
     found = []
     for place, message in enumerate(freeze_messages(app, signature, now, first_id)):
-        id = str(uuid4()) if place else first_id  # noqa: A001
-        found.append(_message_entry(app, message, now, home, id, keeps))
+        found.append(_message_entry(app, message, now, document_id, str(uuid4()) if place else first_id))
     return found
 
 
-def _message_entry(app: Celery, message: Signature, now: datetime, home: Home, id: str, keeps: set[str]) -> Entry:  # noqa: A002
-    bind, shown, asks = "", show_arguments(message), has_stored_id(message)
-    if home.id is not NO_ID:
-        message = put_id(message, as_argument(home.id)) if asks else message
-    elif asks or home.many or (home.many is None and not find_ids(message) <= keeps):
-        bind = placeholder(id)
-        message = put_id(message, bind) if asks else message
+def _message_entry(app: Celery, message: Signature, now: datetime, document_id: Any, id: str) -> Entry:  # noqa: A002
+    bind, shown = placeholder(id) if document_id is NO_ID else "", show_arguments(message)
+    if has_stored_id(message):
+        message = substitute_id(message, bind or make_argument(document_id))
     content_type, content_encoding, payload = encode_message(app, message)
     return Entry(
         id=id,
@@ -197,35 +158,26 @@ def _message_entry(app: Celery, message: Signature, now: datetime, home: Home, i
         content_encoding=content_encoding,
         payload=payload,
         trace=trace_to_store(),
-        app=app.main or "",
         bind=bind,
-        keeps=tuple(sorted(keeps)) if bind else (),
     )
 
 
-def show_arguments(canvas: Any) -> str:
-    """Return what people see instead of a canvas's arguments."""
-    return representation(canvas, _REPRESENTATION_CHARS)
-
-
-def event_entry(app: Celery, event: object, now: datetime, *, source: str, home: Home) -> Entry:
+def make_event_entry(event: object, now: datetime, *, source: str, document_id: Any) -> Entry:
     """
-    An entry for an event, or for what a callable makes of the `_id`.
+    Return an entry for an event.
 
     Raises:
-        OutboxRefusedError: it is no `Event`, or cannot be encoded, or as of `Home.resolve`.
+        OutboxRefusedError: it is not an `Event`, or cannot be encoded.
     """
-    event = home.resolve(event)
     if not isinstance(event, Event):
         raise OutboxRefusedError(f"{type(event).__name__} is no event; pass mongo_celery.Event(routing_key, body).")
     id = str(uuid4())  # noqa: A001
     trace = trace_to_store()
-    is_known = home.id is not NO_ID
-    bind = "" if is_known or (home.many is False and not mentions_stored_id(event.body)) else placeholder(id)
+    bind = placeholder(id) if document_id is NO_ID else ""
     if mentions_stored_id(event.body):
-        event = replace(event, body=put_in(event.body, STORED_ID, as_told(home.id) if is_known else bind))
-    nameless = home.id is NO_ID or home.id is None or isinstance(home.id, Mapping)
-    subject = None if nameless else str(home.id)
+        event = replace(event, body=substitute(event.body, STORED_ID, bind or to_json(document_id)))
+    nameless = bind or document_id is None or isinstance(document_id, Mapping)
+    subject = None if nameless else str(document_id)
     return Entry(
         id=id,
         kind="event",
@@ -236,104 +188,60 @@ def event_entry(app: Celery, event: object, now: datetime, *, source: str, home:
         content_encoding="utf-8",
         payload=cloud_event(event, id=id, source=source, time=now, subject=subject, trace=trace),
         trace=trace,
-        app=app.main or "",
         bind=bind,
     )
 
 
 def list_given(given: Any) -> list[Any]:
     """
-    What a user gave as tasks or as events, to be gone through more than once.
+    Return the tasks or events of a user as a list.
 
     Raises:
-        OutboxRefusedError: it is one task or event, or nothing that can be gone through; or one of them would send its
-            task instead of making a signature.
+        OutboxRefusedError: it is a single task or event, or cannot be iterated.
     """
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
         raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
-    found = list(given)
-    for each in found:
-        _refuse_sender(each)
-    return found
+    return list(given)
 
 
-def _refuse_sender(given: Any) -> None:
-    function = given.func if isinstance(given, partial) else given
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    if isinstance(owner, (Task, Signature)) and name in _SENDS:
-        task = owner.name if isinstance(owner, Task) else owner.task
-        raise OutboxRefusedError(
-            f"{task}.{name} sends the task immediately, whatever happens to the write. Pass a signature, "
-            f"{task}.s(...), or {task}.s itself to have the document's _id as its argument.",
-            task=task,
-        )
-
-
-def without_payload(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """A stored entry without its arguments, which may hold what is secret."""
-    return {name: value for name, value in stored.items() if name != "payload"}
-
-
-class EntryMaker:
-    """
-    Makes entries of what users give, and signs them.
-
-    Args:
-        app: the Celery app.
-        source: gives the events' source.
-        sign: gives an entry with its signature.
-    """
-
-    def __init__(self, app: Celery, source: Callable[[], str], sign: Callable[[Entry], Entry]) -> None:
-        self._app = app
-        self._source = source
-        self._sign = sign
-
-    def now(self) -> datetime:
-        """The writer's clock."""
-        return datetime.now(UTC)
-
-    def entries(self, tasks: Sequence[Any], events: Sequence[Any], home: Home) -> list[Entry]:
-        """
-        Return entries of tasks and events, in this order.
-
-        Raises:
-            OutboxRefusedError: as of `task_entries` and `event_entry`, and for what is no list.
-            DeploymentError, PyMongoError: the process has not read the signing key yet, and cannot.
-        """
-        now, events = self.now(), list_given(events)
-        found = [entry for task in list_given(tasks) for entry in task_entries(self._app, task, now, home)]
-        if events:
-            source = self._source()
-            found += [event_entry(self._app, event, now, source=source, home=home) for event in events]
-        return [self._sign(entry) for entry in found]
-
-
-def bound_event(entry: Entry, document_id: object) -> Entry:
-    """An event that was stored before its document was known, made that of one document: its id, subject and body."""
+def bind_event(entry: Entry, document_id: object) -> Entry:
+    """Bind an event, which was stored before its document was known, to one document: its id, subject and body."""
     event_id, payload = with_document(str(entry.payload), entry.bind, document_id)
     return replace(entry, id=event_id, payload=payload, bind="")
 
 
 def decode_canvas(app: Celery, entry: Entry, document_id: object) -> Any:
     """
-    Return the signature or canvas of a task's entry, of one document where the entry is bound late.
+    Return the signature or canvas of a task's entry. If it is bound late, for one document.
 
     Raises:
-        Exception: whatever a serializer raises, also for a content type that the app does not accept.
+        Exception: a serializer's error, also for a content type that the app does not accept.
     """
     accepted = prepare_accept_content(app.conf.accept_content)
     data = loads(entry.payload, entry.content_type, entry.content_encoding, accept=accepted, force=True)
     if entry.bind:
-        data = bind_message(data, entry.bind, document_id, entry.keeps)
+        data = bind_message(data, entry.bind, document_id)
     return Signature.from_dict(data, app=app)
 
 
-def read_entries(
-    stored: Iterable[Mapping[str, Any]], is_trusted: Callable[[Entry], bool]
-) -> Sequence[Entry | Mapping[str, Any]]:
-    """Return stored entries; one that cannot be read or is not trusted stays as it is, and is set aside."""
-    found: list[Entry | Mapping[str, Any]] = []
+StoredEntry = Entry | Mapping[str, Any]
+"""An entry as read, or the stored value of an unreadable or unsigned one."""
+
+
+def entry_id(entry: StoredEntry) -> Any:
+    """Return the id for removing an entry. None if another program has written it without one."""
+    return entry.id if isinstance(entry, Entry) else entry.get("id")
+
+
+def read_attempts(entry: StoredEntry) -> int:
+    """Return the number of an entry's own failures, as far as stored."""
+    found = entry.attempts if isinstance(entry, Entry) else entry.get("attempts")
+    return int(found) if isinstance(found, int) and found > 0 else 0
+
+
+def read_entries(stored: Iterable[Mapping[str, Any]], is_trusted: Callable[[Entry], bool]) -> Sequence[StoredEntry]:
+    """Return stored entries. An unreadable or untrusted one keeps its stored form, and becomes a dead letter."""
+    found: list[StoredEntry] = []
     for document in stored:
         try:
             entry = Entry.from_document(document)

@@ -1,4 +1,4 @@
-"""Events for consumers that are not Celery: JSON with the attributes of CloudEvents 1.0."""
+"""Events for consumers other than Celery: JSON with the attributes of CloudEvents 1.0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bson import Decimal128, ObjectId
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.stored_id import as_argument, derived_id, put_in
+from mongo_celery.outbox.stored_id import derive_id, make_argument, substitute
 
 CONTENT_TYPE = "application/json"
 _KEY_BYTES_MAX = 255  # AMQP's short string
@@ -27,17 +27,17 @@ _OWN = ("specversion", "id", "source", "type", "time", "subject", "datacontentty
 @dataclass(frozen=True, slots=True)
 class Event:
     """
-    A message for a topic exchange, published with the document that it tells of.
+    A message for a topic exchange, published with its document.
 
     Args:
-        routing_key: of the topic exchange, such as `order.placed`; also the event's `type` unless one is given.
-        body: what JSON can hold; dates become ISO 8601 text, ObjectIds, UUIDs and decimals become text.
+        routing_key: routing key for the topic exchange, such as `order.placed`. It is also the default of `type`.
+        body: a value that JSON can hold. Dates become ISO 8601 text, ObjectIds, UUIDs and decimals become text.
         type: CloudEvents' type of the event.
-        subject: CloudEvents' subject; by default the document's `_id` where it is known at writing.
-        attributes: further CloudEvents attributes (extensions), names of lower-case letters and digits.
+        subject: CloudEvents' subject. By default the document's `_id`, if known at the write.
+        attributes: further CloudEvents attributes (extensions). Their names have lower-case letters and digits.
 
     Raises:
-        OutboxRefusedError: when it is written, if it cannot be encoded.
+        OutboxRefusedError: raised by the write, if it cannot be encoded.
     """
 
     routing_key: str
@@ -57,18 +57,18 @@ def cloud_event(
     trace: Mapping[str, str],
 ) -> str:
     """
-    The event as JSON text: CloudEvents 1.0, structured mode.
+    Return the event as JSON text: CloudEvents 1.0, structured mode.
 
     Args:
-        event: what to tell.
+        event: the event to publish.
         id: of the event.
-        source: where it comes from.
-        time: when it was written.
-        subject: where the event has none.
-        trace: the trace context in which it was written; an attribute of the same name in the event stands.
+        source: CloudEvents' source of the event.
+        time: the writing time.
+        subject: used if the event has none.
+        trace: the trace context of the write. An attribute of the same name in the event takes precedence.
 
     Raises:
-        OutboxRefusedError: a body that JSON cannot hold, or a routing key or attribute that the formats refuse.
+        OutboxRefusedError: JSON cannot hold the body, or the formats refuse a routing key or an attribute.
     """
     key = event.routing_key
     if not isinstance(key, str) or not key or len(key.encode()) > _KEY_BYTES_MAX:
@@ -97,31 +97,34 @@ def cloud_event(
 
 def with_document(payload: str, bind: str, document_id: object) -> tuple[str, str]:
     """
-    The text of an event that was stored before its document was known, made that of one document.
+    Bind an event's text, which was stored before its document was known, to one document.
 
     Args:
-        payload: as of `cloud_event`.
-        bind: what stands for the document's `_id` in its body.
-        document_id: the `_id`; also the subject of an event that has none.
+        payload: as in `cloud_event`.
+        bind: the placeholder of the document's `_id` in its body.
+        document_id: the `_id`. Also the subject of an event without one.
 
     Returns:
         The event's id for this document, and its text.
     """
     event = json.loads(payload)
-    event_id = derived_id(event["id"], document_id)
-    event |= {"id": event_id, "data": put_in(event["data"], bind, as_told(document_id))}
+    event_id = derive_id(event["id"], document_id)
+    event |= {"id": event_id, "data": substitute(event["data"], bind, to_json(document_id))}
     if not (document_id is None or isinstance(document_id, Mapping)):
         event.setdefault("subject", str(document_id))
     return event_id, json.dumps(event, separators=(",", ":"))
 
 
-def as_told(document_id: object) -> Any:
-    """An `_id` as an event's body has it in place of `STORED_ID`: as JSON holds it; bytes are hexadecimal digits."""
-    return json.loads(json.dumps(as_argument(document_id), default=_plain_or_text))
+def to_json(document_id: object) -> Any:
+    """
+    Return an `_id` in the JSON form that replaces `STORED_ID` in an event's body. Bytes become
+    hexadecimal digits.
+    """
+    return json.loads(json.dumps(make_argument(document_id), default=_plain_or_text))
 
 
 def _plain_or_text(value: object) -> str:
-    """An `_id` as JSON holds it, whatever it is: where it is bound late, nobody is there to be told of a refusal."""
+    """Return any `_id` in JSON form. If it is bound late, no caller could get a refusal."""
     try:
         return value.hex() if isinstance(value, bytes) else _plain(value)
     except TypeError:

@@ -1,22 +1,21 @@
 """
-What becomes of an entry whose publishing has failed: the same for every storage.
+The policy for entries that could not be published.
 
-An entry is charged with its own faults only: a payload that cannot be read, or a refusal of *this* entry by a broker
-that takes others. An outage, a time limit, a task that this process does not know and an entry of another app are
-nobody's fault, and count nothing.
+Only an entry's own faults count: an unreadable payload, or a broker that refuses *this* entry and accepts others. An
+outage, a time limit, a task unknown to this process and an app with another broker do not count.
 
 ===================  =====================================================================================
-`wait for broker`    it took nothing; the entry is tried again as soon as the broker is back, or after a pause
-`wait for task`      no process has told the task yet, as during a deploy: tried again every 30 s, for 6 hours
-`other app`          the entry belongs to an app that this process does not deliver for: stop in front of it
-`attempt`            its own fault: counted, and tried again after a pause that grows to 5 minutes
-`stuck`              as `attempt`, and it has failed `max_attempts` times: a person should look (policy `halt`)
-`dead letter`        set aside, so that what stands behind it goes on (policy `dead_letter`)
-`unsigned`           set aside at once, whatever the policy: the outbox has not written it
+`wait for broker`    it accepted nothing; the entry is tried again as soon as the broker is back, or after a pause
+`other process`      a process that knows its task, or of its app, delivers it: stop before it. It is held back for
+                     some seconds, so that a sweep tries all others first
+`attempt`            its own fault: counted, and tried again after a pause that grows to 5 minutes. With the policy
+                     `halt` it is stuck after `max_attempts`: a person should look
+`dead letter`        a dead letter, so that later entries continue (policy `dead_letter`)
+`unsigned`           a dead letter immediately, whatever the policy: the outbox has not written it
 ===================  =====================================================================================
 
-`dead_letter` waits for `max_attempts` *and* for ten minutes. No moment is stored for that: what an entry was held back
-for after each of its attempts adds up to the time that has passed since the first one, by the server's clock.
+`dead_letter` waits for `max_attempts` *and* ten minutes. No time is stored for that: the sum of the entry's pauses
+equals the time since its first attempt, by the server's clock.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from mongo_celery.command_line import ANY_APP
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.publisher import BrokerUnavailableError, OtherAppError, UnknownTaskError
+from mongo_celery.outbox.entries import StoredEntry, entry_id, read_attempts
+from mongo_celery.outbox.origin import OtherBrokerError
+from mongo_celery.outbox.publisher import BrokerUnavailableError, UnknownTaskError
 from mongo_celery.outbox.signing import UnsignedEntryError
 from mongo_celery.quantities import number
 
@@ -42,48 +40,48 @@ logger = logging.getLogger("mongo_celery.outbox")
 FAILURE_POLICIES = ("halt", "dead_letter")
 
 BROKER_PAUSE_SECONDS = 1.0
-"""How long entries wait that a broker did not answer for."""
+"""Pause of entries after the broker did not answer."""
 
 REFUSED_PAUSE_SECONDS = 30.0
-"""How long entries wait that a broker has refused with all others, as one out of memory does."""
+"""Pause of entries after the broker refused all, for example because its memory is full."""
 
-UNKNOWN_PAUSE_SECONDS = 30.0
-UNKNOWN_SECONDS_MAX = 6 * 3600.0
-"""After so long a task that nobody knows is the entry's fault: no deploy takes that long."""
+UNKNOWN_PAUSE_SECONDS = 5.0
+"""Pause of entries that another process must publish, which may run the next sweep."""
 
 DEAD_SECONDS_MIN = 600.0
-"""An entry is set aside only after so long: a mistake in a deploy is put right within minutes."""
+"""Least age of an entry before it becomes a dead letter: a deploy's mistake is fixed within minutes."""
 
 _PAUSES = Pauses(first=1.0, longest=300.0)
 _PAUSES_MAX = 64
-"""So many pauses are longer than `DEAD_SECONDS_MIN` in any case; a stored number of attempts may be any."""
+"""This many pauses always exceed `DEAD_SECONDS_MIN`. A stored number of attempts may be arbitrary."""
 
+
+_OTHER_BROKER_SECONDS = 60.0
+"""Seconds between two log records about entries for another broker."""
 
 _UNSIGNED_SECONDS = 10.0
-"""Between two records of unsigned entries: whoever writes many of them must not fill the log."""
+"""Seconds between two log records about unsigned entries, so that a flood of them cannot fill the log."""
 
 
 class FailureKind(Enum):
-    """What is to be done about an entry that could not be published."""
+    """The kinds of consequences of a failed publish."""
 
     WAIT_FOR_BROKER = "wait for broker"
-    WAIT_FOR_TASK = "wait for task"
-    OTHER_APP = "other app"
+    OTHER_PROCESS = "other process"
     ATTEMPT = "attempt"
-    STUCK = "stuck"
     DEAD_LETTER = "dead letter"
 
 
 @dataclass(frozen=True, slots=True)
 class FailureVerdict:
     """
-    What becomes of an entry, and what to write down about it.
+    The consequence of an entry's failure.
 
     Attributes:
-        kind: what is to be done.
-        pause: seconds for which what stands at the head is held back.
-        attempts: how many there were with this one; 0 where it does not count.
-        is_outage: whether the broker does not answer at all, so that nothing else can be published either.
+        kind: the action.
+        pause: seconds for which the document is held back.
+        attempts: number of attempts including this one. 0 if it does not count.
+        is_outage: True if the broker does not answer at all, so that nothing else can be published.
     """
 
     kind: FailureKind
@@ -93,95 +91,77 @@ class FailureVerdict:
 
     @property
     def counts(self) -> bool:
-        """Whether the entry's attempts grow by one; a dead letter keeps those that were counted before."""
+        """Return True if the entry's attempts increase. A dead letter keeps its earlier number."""
         return self.attempts > 0 and self.kind is not FailureKind.DEAD_LETTER
 
 
 @dataclass(slots=True)
 class FailurePolicy:
     """
-    How an entry's own faults are dealt with.
+    The policy for entries with their own faults.
 
     Args:
-        name: `halt`, to try for ever, or `dead_letter`, to set aside.
-        max_attempts: after how many attempts an entry is stuck, or may be set aside.
+        name: `halt` to try forever, or `dead_letter` to move it to the dead letters.
+        max_attempts: number of attempts before an entry is stuck, or may become a dead letter.
     """
 
     name: str
     max_attempts: int
     _logged_at: float = field(default=-math.inf, init=False, repr=False)
     _unlogged: int = field(default=0, init=False, repr=False)
+    _other_logged_at: float = field(default=-math.inf, init=False, repr=False)
 
-    def verdict(self, entry: Entry | Mapping[str, Any], error: BaseException, age: float | None) -> FailureVerdict:
+    def judge(self, entry: StoredEntry, error: BaseException) -> FailureVerdict:
         """
-        What becomes of an entry.
+        Return the consequence for an entry.
 
         Args:
-            entry: as it was read, or the stored value where that cannot be read.
-            error: what its publishing has raised.
-            age: seconds since it was written, by the server's clock; None where that is not known.
+            entry: as read, or the stored value if unreadable.
+            error: the error of its publishing.
         """
         if isinstance(error, BrokerUnavailableError):
             pause = REFUSED_PAUSE_SECONDS if error.answers else BROKER_PAUSE_SECONDS
             return FailureVerdict(FailureKind.WAIT_FOR_BROKER, pause, is_outage=not error.answers)
         if isinstance(error, UnsignedEntryError):
             return FailureVerdict(FailureKind.DEAD_LETTER)
-        if isinstance(error, OtherAppError):
-            return FailureVerdict(FailureKind.OTHER_APP)
-        if isinstance(error, UnknownTaskError) and (age is None or age < UNKNOWN_SECONDS_MAX):
-            return FailureVerdict(FailureKind.WAIT_FOR_TASK, UNKNOWN_PAUSE_SECONDS)
-        attempts = attempts_of(entry) + 1
+        if isinstance(error, (UnknownTaskError, OtherBrokerError)):
+            return FailureVerdict(FailureKind.OTHER_PROCESS, UNKNOWN_PAUSE_SECONDS)
+        attempts = read_attempts(entry) + 1
         if self.name == "dead_letter" and self._is_over(attempts):
             return FailureVerdict(FailureKind.DEAD_LETTER, attempts=attempts)
-        is_stuck = self.name == "halt" and attempts >= self.max_attempts
-        return FailureVerdict(FailureKind.STUCK if is_stuck else FailureKind.ATTEMPT, _PAUSES.nth(attempts), attempts)
+        return FailureVerdict(FailureKind.ATTEMPT, _PAUSES.nth(attempts), attempts)
 
     def _is_over(self, attempts: int) -> bool:
         held_back = sum(_PAUSES.nth(count) for count in range(1, min(attempts, _PAUSES_MAX)))
         return attempts >= self.max_attempts and held_back >= DEAD_SECONDS_MIN
 
-    def tell(
-        self, verdict: FailureVerdict, entry: Entry | Mapping[str, Any], document_id: object, error: BaseException
-    ) -> None:
+    def log(self, verdict: FailureVerdict, entry: StoredEntry, document_id: object, error: BaseException) -> None:
         """
-        Log a verdict. A stuck entry is an error once, and a warning from then on. Unsigned entries are an error every
-        ten seconds. An entry of another app is nothing unusual, and the sweep reports it when it has waited.
+        Log a verdict. A stuck entry is an error once, then a warning. Unsigned entries are an error every ten seconds,
+        those for other brokers every minute. An unknown task is normal, and the sweep reports it after a while.
         """
-        if verdict.kind is FailureKind.OTHER_APP:
-            return
-        id, said = entry_id_of(entry), short(error)  # noqa: A001
-        if verdict.kind is FailureKind.WAIT_FOR_BROKER:
+        if isinstance(error, UnsignedEntryError):
+            self._log_unsigned(document_id)
+        elif isinstance(error, OtherBrokerError):
+            self._log_other_broker(document_id, error)
+        elif verdict.kind is FailureKind.WAIT_FOR_BROKER:
             logger.warning(
                 "outbox: the broker took no message (%s); entries wait in MongoDB",
-                said,
+                short(error),
                 extra={"event": "broker_refused"},
             )
-        elif verdict.kind is FailureKind.WAIT_FOR_TASK:
-            logger.warning(
-                "outbox: entry %s of document %r waits for a process that knows its task: %s",
-                id, document_id, said,
-                extra={"event": "task_unknown"},
-            )  # fmt: skip
-        elif isinstance(error, UnsignedEntryError):
-            self._log_unsigned(document_id)
-        elif verdict.kind is FailureKind.DEAD_LETTER:
-            logger.error(
-                "outbox: entry %s of document %r is a dead letter after %s: %s",
-                id, document_id, number(verdict.attempts, "attempt", "attempts"), said,
-                extra={"event": "entry_dead"},
-            )  # fmt: skip
-        elif verdict.kind is FailureKind.STUCK and verdict.attempts == self.max_attempts:
-            logger.error(
-                "outbox: entry %s of document %r is stuck after %s and holds back what stands behind it: %s",
-                id, document_id, number(verdict.attempts, "attempt", "attempts"), said,
-                extra={"event": "entry_stuck"},
-            )  # fmt: skip
-        else:
-            logger.warning(
-                "outbox: entry %s of document %r failed (%s): %s",
-                id, document_id, number(verdict.attempts, "attempt", "attempts"), said,
-                extra={"event": "entry_failed"},
-            )  # fmt: skip
+        elif verdict.kind is not FailureKind.OTHER_PROCESS:
+            attempts = number(verdict.attempts, "attempt", "attempts")
+            about = entry_id(entry), document_id, attempts, short(error)
+            if verdict.kind is FailureKind.DEAD_LETTER:
+                text = "outbox: entry %s of document %r is a dead letter after %s: %s"
+                logger.error(text, *about, extra={"event": "entry_dead"})
+            elif self.name == "halt" and verdict.attempts == self.max_attempts:
+                text = "outbox: entry %s of document %r is stuck after %s, and entries after it wait: %s"
+                logger.error(text, *about, extra={"event": "entry_stuck"})
+            else:
+                text = "outbox: entry %s of document %r failed (%s): %s"
+                logger.warning(text, *about, extra={"event": "entry_failed"})
 
     def _log_unsigned(self, document_id: object) -> None:
         if time.monotonic() - self._logged_at < _UNSIGNED_SECONDS:
@@ -195,13 +175,13 @@ class FailurePolicy:
         )  # fmt: skip
         self._logged_at, self._unlogged = time.monotonic(), 0
 
-
-def entry_id_of(entry: Entry | Mapping[str, Any]) -> Any:
-    """By which an entry is removed; None where somebody else has written what has none."""
-    return entry.id if isinstance(entry, Entry) else entry.get("id")
-
-
-def attempts_of(entry: Entry | Mapping[str, Any]) -> int:
-    """How often an entry has failed through its own fault, as far as that is stored."""
-    found = entry.attempts if isinstance(entry, Entry) else entry.get("attempts")
-    return int(found) if isinstance(found, int) and found > 0 else 0
+    def _log_other_broker(self, document_id: object, error: OtherBrokerError) -> None:
+        if time.monotonic() - self._other_logged_at < _OTHER_BROKER_SECONDS:
+            return
+        self._other_logged_at = time.monotonic()
+        logger.error(
+            "outbox: document %r waits for another app: %s. Later entries of the document also wait. Give apps that "
+            "share a collection the same broker_url, or separate collections. Until then run the sweep of each app.",
+            document_id, error,
+            extra={"event": "other_broker"},
+        )  # fmt: skip

@@ -1,125 +1,214 @@
-"""How outboxes stand, in words: what is pending, whether the broker answers, and what to do about it."""
+"""The health of outboxes: their pending entries, their needs, and findings about both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import OperationFailure
 
-from mongo_celery.broker.connection import reach_broker, write_connection
-from mongo_celery.command_line import ANY_APP, CommandLine
-from mongo_celery.errors import ConfigurationError, DeploymentError
-from mongo_celery.findings import Finding, degraded, failing, ok
-from mongo_celery.mongo.opening import ping
-from mongo_celery.mongo.redaction import short, without_credentials
-from mongo_celery.mongo.verdicts import ErrorContext, explain_error
-from mongo_celery.outbox.backing import OutboxStatus
-from mongo_celery.outbox.entries import FIELD
+from mongo_celery.broker.server_check import check_broker
+from mongo_celery.broker.workers import WorkerReplies, ask_workers
+from mongo_celery.command_line import CommandLine
+from mongo_celery.findings import Finding, degraded, failing, list_some, ok
+from mongo_celery.mongo.indexes import is_index
+from mongo_celery.mongo.opening import collect_findings
+from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.verdicts import ErrorContext
+from mongo_celery.outbox.pending_documents import PENDING_INDEX, UnknownTask
+from mongo_celery.outbox.requirements import check_collection, check_rights, error_context, reach
 from mongo_celery.outbox.sweep import SWEEP_TASK
-from mongo_celery.outbox.swept import patience
+from mongo_celery.outbox.sweep_records import patience
 from mongo_celery.quantities import duration, number
 
 if TYPE_CHECKING:
     from celery import Celery
 
-    from mongo_celery.outbox.registry import AnyOutbox
+    from mongo_celery.outbox.registry import BaseOutbox
+    from mongo_celery.outbox.runtime import OutboxStatus
 
-BROKER_SECONDS = 3
-"""How long a command waits for the broker's answer."""
+INSPECT_SECONDS = 1.5
+"""Time limit of workers for each of two questions."""
 
 _LATE = 3
-"""An entry that is older than so many times `sweep_after`, or has been due for two sweeps, should be delivered."""
+"""An entry that is older than this many times `sweep_after`, or has been due for two sweeps, is late."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+@dataclass(frozen=True, slots=True)
+class OutboxHealth:
     """
-    One outbox and what its delivery needs.
+    One outbox at one moment.
 
     Attributes:
         name: of the outbox.
-        status: counts and ages.
-        sweep_after: seconds after which the sweep takes an entry.
-        scheduled: whether the app has a beat entry for the sweep.
-        swept_seconds: how long ago somebody has noted a sweep; None where there is no note, or it cannot be read.
-        patience: seconds after which somebody should have swept.
-        indexed: whether the index is there; None where it cannot be seen.
-        broker_error: why the broker does not answer; None when it does.
-        index: name under which the index is created.
-        sweeps_known: whether the notes of sweeps could be read.
-        sweep_every: seconds between two sweeps; None where nobody knows.
+        findings: about its state and its needs.
+        status: counts and ages. None if MongoDB is unreadable, which is a finding.
     """
 
     name: str
-    status: OutboxStatus
-    sweep_after: float
-    scheduled: bool
-    swept_seconds: float | None
-    patience: float
-    indexed: bool | None
-    broker_error: str | None
-    index: str = FIELD
-    sweeps_known: bool = True
-    sweep_every: float | None = None
-
-    @property
-    def late(self) -> bool:
-        """Whether an entry has waited for so long that a sweep should have delivered it."""
-        oldest = self.status.oldest_seconds
-        return oldest is not None and oldest > late_after(self.sweep_after, self.sweep_every)
-
-    @property
-    def swept(self) -> bool:
-        """Return True if somebody has swept lately, as far as that can be known."""
-        if self.swept_seconds is None:
-            return not self.sweeps_known
-        return self.swept_seconds <= self.patience
-
-    def advice(self) -> list[str]:
-        """What to do, most urgent first; empty when all is well."""
-        broker, hidden = [], {"late"}
-        if self.broker_error is not None:
-            broker = [f"The broker does not answer: {self.broker_error}. Entries wait in MongoDB until it is back."]
-            hidden = {"late", "sweep"}
-        elif self.swept and self.status.failing + self.status.other_apps < self.status.documents:
-            hidden = set()  # else another sentence says why it is late
-        wrong = [each for each in judge_health(self, ANY_APP) if each.severity != "ok" and each.code not in hidden]
-        return [*broker, *(f"{each.sentence} `{each.command}`" if each.command else each.sentence for each in wrong)]
+    findings: Sequence[Finding]
+    status: OutboxStatus | None = None
 
 
-def judge_health(health: Health, line: CommandLine) -> Iterator[Finding]:
-    """Judge what is pending, for how long, what has failed, and whether somebody sweeps."""
-    status = health.status
-    if not health.late:
-        yield ok("late", f"{number(status.pending, 'entry is', 'entries are')} pending, none for long.")
+def read_health(app: Celery, outboxes: Sequence[BaseOutbox], *, thorough: bool = False) -> list[OutboxHealth]:
+    """
+    Return the health of one app's outboxes. The broker is queried once. Nothing is written.
+
+    If a server does not answer, that is a finding, and the rest is still checked.
+
+    Args:
+        outboxes: of the app.
+        thorough: True to also check everything outside our code that writes and delivery need, for some more seconds:
+            rights, the collection, workers, and settings of the app and the broker. The result may change later.
+    """
+    broker = check_broker(app)
+    answers = not any(each.code == "broker" and each.severity == "failing" for each in broker)
+    shared = broker if thorough else [each for each in broker if each.code == "broker"]
+    if thorough and app.conf.task_always_eager:
+        shared.append(failing("task_always_eager", "The process that delivers runs the tasks itself. Unset it."))
+    if thorough and answers:
+        shared += _check_workers(app)
+    return [_read_one(each, shared, broker_answers=answers, thorough=thorough) for each in outboxes]
+
+
+def _read_one(outbox: BaseOutbox, shared: Sequence[Finding], *, broker_answers: bool, thorough: bool) -> OutboxHealth:
+    status: OutboxStatus | None = None
+
+    def check_mongodb() -> Iterator[Finding]:
+        reach(outbox)
+        yield ok("mongodb", f"The primary answers, and {outbox.collection.full_name} can be opened.")
+
+    def check_state() -> Iterator[Finding]:
+        nonlocal status
+        status = outbox.status()
+        yield from _check_state(outbox, status, broker_answers=broker_answers)
+
+    def collect(part: Callable[[], Iterable[Finding]], context: ErrorContext) -> list[Finding]:
+        return collect_findings("state_unreadable", part, context)
+
+    found = collect(check_mongodb, ErrorContext("what this command needs", "readWrite there"))
+    if found[-1].severity == "failing":
+        return OutboxHealth(_name_safely(outbox), [*found, *shared])
+    context = error_context(outbox)
+    if not thorough:
+        found = []
     else:
+        found += collect(lambda: check_rights(outbox), context) + collect(lambda: check_collection(outbox), context)
+    found += collect(check_state, context)
+    return OutboxHealth(outbox.name, [*found, *shared], status)
+
+
+def _name_safely(outbox: BaseOutbox) -> str:
+    try:
+        return outbox.name
+    except Exception:  # noqa: BLE001 - whatever the user's function raises
+        return repr(outbox)
+
+
+# -- state -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Sweeping:
+    """
+    Facts about the sweeps of an outbox.
+
+    Attributes:
+        seconds: time since the last noted sweep. None if there is no note.
+        is_readable: True if the notes could be read.
+        after: seconds after which a sweep takes an entry.
+        every: seconds between two sweeps. None if unknown.
+    """
+
+    seconds: float | None
+    is_readable: bool = True
+    after: float = 5.0
+    every: float | None = 15.0
+
+    @property
+    def has_swept(self) -> bool:
+        """Return True if a sweep ran recently, as far as known."""
+        return not self.is_readable if self.seconds is None else self.seconds <= patience(self.every)
+
+
+def _check_state(outbox: BaseOutbox, status: OutboxStatus, *, broker_answers: bool) -> Iterator[Finding]:
+    seconds, is_readable = None, True
+    try:
+        seconds = outbox.runtime.sweeps.read_age()
+    except OperationFailure:  # a user who may not read the notes sees the rest
+        is_readable = False
+    sweeping = Sweeping(seconds, is_readable, outbox.runtime.options.sweep_after, outbox.runtime.options.sweep_every)
+    line, unknown = CommandLine.of(outbox.app), outbox.runtime.find_unknown_tasks()
+    yield from judge_state(status, sweeping, line, broker_answers=broker_answers, unknown=unknown)
+    with suppress(OperationFailure):  # as for the notes
+        yield from judge_indexes(outbox.collection.name, outbox.runtime.plain.list_indexes(), status.pending)
+
+
+def judge_state(
+    status: OutboxStatus,
+    sweeping: Sweeping,
+    line: CommandLine,
+    *,
+    broker_answers: bool,
+    unknown: Sequence[UnknownTask] = (),
+) -> Iterator[Finding]:
+    """
+    Judge pending entries, their age, failures, and whether sweeps run.
+
+    Entries that are late for another reported reason are not a separate finding.
+
+    Args:
+        status: counts and ages.
+        sweeping: facts about its sweeps.
+        line: the command line of the app.
+        broker_answers: True if the broker answers, as far as known.
+        unknown: unknown tasks of this process that documents wait for.
+    """
+    late = max(_LATE * sweeping.after, sweeping.after + 2 * (sweeping.every or 0.0))
+    is_late = status.oldest_seconds is not None and status.oldest_seconds > late
+    explained = status.failing + status.other_brokers + sum(each.documents for each in unknown)
+    if not is_late:
+        yield ok("late", f"{number(status.pending, 'entry is', 'entries are')} pending, none for long.")
+    elif broker_answers and sweeping.has_swept and explained < status.documents:
         yield failing(
             "late",
             f"{number(status.pending, 'entry waits', 'entries wait')}, the oldest for "
-            f"{duration(status.oldest_seconds or 0.0)}; a sweep should take them after {health.sweep_after:g} s. Look "
+            f"{duration(status.oldest_seconds or 0.0)}. A sweep should take them after {sweeping.after:g} s. Look "
             "for `outbox` in the worker's log. This delivers them now:",
             line.celery("outbox", "sweep"),
         )
-    if health.swept:
+    if sweeping.has_swept:
         yield ok("sweep", "Somebody sweeps it.")
-    else:
-        since = "yet" if health.swept_seconds is None else f"for {duration(health.swept_seconds)}"
-        beat = "" if health.scheduled else "This app has no beat entry for it: make the outbox with sweep_every. "
+    elif broker_answers:
+        since = "yet" if sweeping.seconds is None else f"for {duration(sweeping.seconds)}"
+        beat = "" if sweeping.every is not None else "Its app does not ask beat for it: give it sweep_every. "
         yield failing(
             "sweep",
-            f"Nobody has swept it {since}: what a crash or an outage leaves is never sent. {beat}Run beat, or the "
-            "listener of a bridge, and a worker on the queue of the sweep, each with the module that makes the outbox.",
+            f"Nobody has swept it {since}: tasks that a crash or an outage leaves are never sent. {beat}Run beat, or "
+            "the listener of a bridge, and a worker on the queue of the sweep, each with the module that makes the "
+            "outbox.",
             line.celery("beat"),
         )
-    yield from _judge_failures(status, line)
-    if health.indexed is False and status.pending:
-        yield degraded(
-            "index",
-            f"The index {health.index} is missing: each sweep reads the whole collection. The first delivery creates "
-            "it, unless the user may not create indexes, or a transaction stays open; then create it by hand.",
+    if unknown:
+        report = failing if max(each.seconds for each in unknown) > late else degraded
+        yield report(
+            "unknown_tasks",
+            f"{number(sum(each.documents for each in unknown), 'document waits', 'documents wait')} for a process that "
+            f"knows {list_some([each.name for each in unknown])}, which this app does not. During a deploy that ends "
+            "automatically. Else import the module where workers run, for example with include=[...]. Tasks of another "
+            "app go as an Event.",
         )
+    if status.other_brokers:
+        yield failing(
+            "other_broker",
+            f"{number(status.other_brokers, 'document waits', 'documents wait')} for another app, which publishes to "
+            "another broker. Give apps that share a collection the same broker_url, or a collection each. Until then "
+            "run the sweep of each app. The worker's log names both (`other_broker`).",
+        )
+    yield from _judge_failures(status, line)
 
 
 def _judge_failures(status: OutboxStatus, line: CommandLine) -> Iterator[Finding]:
@@ -128,21 +217,15 @@ def _judge_failures(status: OutboxStatus, line: CommandLine) -> Iterator[Finding
         yield failing(
             "stuck",
             f"{number(status.stuck, 'document is', 'documents are')} stuck behind an entry that fails again and again "
-            "through its own fault; the worker's log says why. Fix the cause, or set such entries aside with "
-            "failure_policy='dead_letter'.",
+            "through its own fault. The worker's log has the reason. Fix the cause, or move such entries to the dead "
+            "letters with failure_policy='dead_letter'.",
         )
     failed = status.failing - status.stuck
     if failed > 0:
         yield degraded(
             "failing",
-            f"{number(failed, 'document holds', 'documents hold')} an entry that could not be published; the worker's "
+            f"{number(failed, 'document holds', 'documents hold')} an entry that could not be published. The worker's "
             "log says why. It is tried again, with growing pauses.",
-        )
-    if status.other_apps:
-        yield degraded(
-            "other_apps",
-            f"{number(status.other_apps, 'document waits', 'documents wait')} for another app, whose entry is the next "
-            "one there: run that app's sweep, or name the app in delivers= here.",
         )
     if status.unsigned:
         yield failing(
@@ -154,120 +237,76 @@ def _judge_failures(status: OutboxStatus, line: CommandLine) -> Iterator[Finding
         )
     if status.dead_letters:
         entries = number(status.dead_letters, "entry was", "entries were")
-        yield degraded("dead_letters", f"{entries} set aside: look at them, then replay or discard them:", letters)
+        text = f"{entries} moved to the dead letters. Look at them, then replay or discard them:"
+        yield degraded("dead_letters", text, letters)
 
 
-def late_after(sweep_after: float, sweep_every: float | None) -> float:
-    """From which age in seconds on an entry should have been delivered by a sweep."""
-    return max(_LATE * sweep_after, sweep_after + 2 * (sweep_every or 0.0))
+def judge_indexes(name: str, indexes: Iterable[Mapping[str, Any]], pending: int) -> Iterator[Finding]:
+    """
+    Judge whether the sweep has its index, and whether another index lets documents expire.
+
+    Args:
+        name: of the collection.
+        indexes: of the collection.
+        pending: number of pending entries. Without any, the index is not used.
+    """
+    indexes = list(indexes)
+    fits = [each for each in indexes if is_index(each, PENDING_INDEX)]
+    if fits:
+        yield ok("index", f"{fits[0]['name']} leads the sweep to what is pending.")
+    elif not pending:
+        yield ok("index", "The first delivery creates it.")
+    else:
+        options = {**PENDING_INDEX.document}
+        keys = dict(options.pop("key"))
+        yield degraded(
+            "index",
+            "It is missing: each sweep reads the whole collection. The first delivery creates it, unless the user may "
+            "not or a transaction stays open. With many documents create it in advance:",
+            f"db.{name}.createIndex({json.dumps(keys)}, {json.dumps(options)})",
+        )
+    for each in indexes:
+        if "expireAfterSeconds" in each:
+            yield degraded(
+                "expiry",
+                f"The index {each['name']} removes documents by their age, with what is pending in them. Let them live "
+                "longer than any outage of the broker.",
+            )
+
+
+# -- workers ---------------------------------------------------------------------------------------
 
 
 def is_scheduled(app: Celery) -> bool:
-    """Whether the app has a beat entry for the sweep."""
+    """Return True if the app has a beat entry for the sweep."""
     return any(entry.get("task") == SWEEP_TASK for entry in app.conf.beat_schedule.values())
 
 
-def reach(outbox: AnyOutbox) -> None:
+def _check_workers(app: Celery) -> Iterable[Finding]:
+    try:
+        return judge_workers(find_sweep_queue(app), ask_workers(app, INSPECT_SECONDS))
+    except Exception as failure:  # noqa: BLE001 - every transport raises its own; some have no remote control
+        return [degraded("workers", f"They cannot be asked over this broker: {short(failure)}")]
+
+
+def find_sweep_queue(app: Celery) -> str:
+    """Return the queue of the app's sweep."""
+    queue = app.amqp.router.route({}, SWEEP_TASK).get("queue")
+    return str(getattr(queue, "name", queue) or app.conf.task_default_queue)
+
+
+def judge_workers(queue: str, said: WorkerReplies) -> Iterator[Finding]:
     """
-    Have the primary answer once, within some seconds.
+    Judge workers that take the sweep from its queue and drop it.
 
-    Raises:
-        PyMongoError: it did not.
-        ConfigurationError: the collection cannot be opened.
+    Args:
+        queue: of the sweep.
+        said: the workers' answers.
     """
-    try:
-        client = outbox.collection.database.client
-    except ValueError as error:  # what the driver raises for a port that is none
-        raise ConfigurationError(f"the collection of {outbox!r} cannot be opened: {short(error)}") from error
-    ping(client)
-
-
-def read_health(app: Celery, outboxes: Sequence[AnyOutbox]) -> tuple[list[Health], dict[str, Exception]]:
-    """
-    Look at outboxes of one app; the broker is asked once.
-
-    Returns:
-        Those that could be read, and by its name why another could not.
-
-    Raises:
-        DeploymentError: none could be read: a right is missing, or the login was refused.
-        PyMongoError: none could be read: MongoDB did not answer.
-        ConfigurationError: none could be read: a collection cannot be opened.
-    """
-    found, unread, broker_error = list[Health](), dict[str, Exception](), None
-    for outbox in outboxes:
-        try:
-            reach(outbox)
-            broker_error = ask_broker(app) if not found else broker_error
-            found.append(read_outbox(outbox, app, broker_error))
-        except (DeploymentError, ConfigurationError, PyMongoError) as error:
-            unread[known_name(outbox)] = error
-    if unread and not found:
-        raise next(iter(unread.values()))
-    return found, unread
-
-
-def known_name(outbox: AnyOutbox) -> str:
-    """Return the name of an outbox, also where its collection cannot be opened."""
-    try:
-        return outbox.name
-    except Exception:  # noqa: BLE001 - whatever the user's function raises
-        return repr(outbox)
-
-
-def concern_of(outbox: AnyOutbox) -> ErrorContext:
-    """Whom an error of MongoDB concerns that an outbox meets, and what the outbox needs."""
-    documents, dead_letters = outbox.collection.full_name, outbox.dead_letters.full_name
-    notes, keys = outbox.backing.sweeps.full_name, outbox.backing.signer.full_name
-    return ErrorContext(
-        f"the outbox's collection {documents}, its dead letters, {dead_letters}, the notes of its sweeps, {notes}, or "
-        f"its signing keys, {keys}",
-        f"find, insert, update, remove and createIndex on {documents}, find, insert, update and remove on "
-        f"{dead_letters}, and find, insert and update on {notes} and {keys}",
-    )
-
-
-def _last_sweep(outbox: AnyOutbox) -> tuple[float | None, bool]:
-    """How many seconds ago, and whether that could be read at all: whoever may not read the notes sees the rest."""
-    try:
-        last = outbox.backing.sweeps.last()
-    except OperationFailure:
-        return None, False
-    return (None if last is None else last.seconds), True
-
-
-def read_outbox(outbox: AnyOutbox, app: Celery, broker_error: str | None) -> Health:
-    """Look at one whose primary has answered, and of whose broker is known why it does not; errors as above."""
-    try:
-        status, (seconds, is_known) = outbox.status(), _last_sweep(outbox)
-    except PyMongoError as error:
-        known = explain_error(error, concern_of(outbox))
-        if known is None:
-            raise
-        raise known from error
-    return Health(
-        name=outbox.name,
-        status=status,
-        sweep_after=outbox.sweep_after,
-        scheduled=is_scheduled(app),
-        swept_seconds=seconds,
-        sweeps_known=is_known,
-        patience=patience(outbox.backing.options.sweep_every),
-        sweep_every=outbox.backing.options.sweep_every,
-        indexed=outbox.backing.is_indexed(),
-        broker_error=broker_error,
-        index=outbox.backing.field.name,
-    )
-
-
-def ask_broker(app: Celery) -> str | None:
-    """Why the broker does not answer within some seconds, without credentials; None when it does."""
-    try:
-        reach_broker(app, BROKER_SECONDS)
-    except (ConfigurationError, KeyError, ImportError, ValueError) as error:
-        return f"its URL is not usable ({short(error)})"
-    except Exception as error:  # noqa: BLE001 - every transport raises its own
-        with write_connection(app) as connection:
-            where = without_credentials(connection.as_uri())
-        return f"no answer from {where} within {BROKER_SECONDS} s ({short(error)})"
-    return None
+    for worker, queues in sorted(said.queues.items()):
+        if queue in queues and worker in said.tasks and SWEEP_TASK not in said.tasks[worker]:
+            yield failing(
+                "sweep_task",
+                f"Worker {worker} consumes the queue {queue} and lacks {SWEEP_TASK}: it drops the sweeps that it gets. "
+                "Let it import the module that makes the outbox, or route that task to a queue of its own.",
+            )

@@ -1,38 +1,50 @@
 """
-Idempotency records: which ids have run, and which run now. One document per id.
+Idempotency records: the ids that have run, and those that are running. One document per id.
 
 ::
 
     {_id, state: "running" | "done", owner, until, expiresAt, result: JSON text}
 
-`_id` is a task's id, or `{t: task, k: key}` where `once` has a key: two tasks about one order have a record each. A
-run claims its record until a time of the server's clock, and renews the claim while its function runs. A record that
-is done is final, until `expiresAt` removes it.
+`_id` is a task's id, or `{t: task, k: key}` if `once` has a key, so two tasks for one order have separate records. A
+run claims its record until a server time, and a thread renews the claim while its function runs. A finished record is
+final, until `expiresAt` removes it.
+
+The first renewal is due a third of the claim's time after the *start* of the claim call. So a slow answer shortens the
+first pause, not the safety. A function that ends within a third of the time needs no renewal. A frozen process's claim
+(stopped, swapped out, in a debugger) lapses, and a second run may start beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
+import pymongo
 from bson import ObjectId
 from bson.codec_options import CodecOptions
-from pymongo import MongoClient, ReturnDocument
+from pymongo import IndexModel, MongoClient, ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.forking import per_process
 from mongo_celery.mongo.expressions import after, literal
+from mongo_celery.mongo.indexes import Indexes
 from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, with_majority
-from mongo_celery.outbox.index import OutboxIndex, OutboxIndexes
+from mongo_celery.mongo.redaction import short
 
-_INDEX = "expires-at"
-_OTHERWISE = "the idempotency records of `once` stay for ever"
+logger = logging.getLogger("mongo_celery.outbox")
+
+_INDEX = IndexModel([("expiresAt", 1)], name="expires-at", expireAfterSeconds=0)
 _WAIT_SECONDS = 10.0
+_ANSWER_SECONDS_MIN = 1.0
+_TEXT_MAX = 200
 
 _IS_NEW = {"$eq": [{"$type": "$state"}, "missing"]}
 _HAS_LAPSED = {"$and": [{"$eq": ["$state", "running"]}, {"$lte": ["$until", "$$NOW"]}]}
@@ -41,12 +53,12 @@ _HAS_LAPSED = {"$and": [{"$eq": ["$state", "running"]}, {"$lte": ["$until", "$$N
 @dataclass(frozen=True, slots=True)
 class IdempotencyClaim:
     """
-    The answer to a claim on an id.
+    The answer to a claim of an id.
 
     Attributes:
-        owner: of the claim; None if it was refused.
-        wait: seconds after which to ask again, if another run has the id.
-        result: JSON of the result, if the id has run and its result was kept.
+        owner: the claim's owner. None if it was refused.
+        wait: seconds before the next attempt, if another run has the id.
+        result: the result as JSON, if the id has run and its result was stored.
     """
 
     owner: ObjectId | None = None
@@ -61,7 +73,7 @@ class IdempotencyStore:
     Args:
         source: the collection, or a callable that returns it.
         keep: seconds for which a finished id is remembered.
-        claim_ttl: seconds for which a run keeps duplicates away, unless it is renewed.
+        claim_ttl: seconds for which an unrenewed claim stops duplicates.
     """
 
     def __init__(self, source: Source, keep: float, claim_ttl: float) -> None:
@@ -75,37 +87,35 @@ class IdempotencyStore:
 
     @property
     def client(self) -> MongoClient[Any]:
-        """Whose sessions can write the records."""
+        """The client whose sessions can write the records."""
         return resolve_collection(self._source).database.client
 
     @property
     def types(self) -> CodecOptions[dict[str, Any]]:
-        """How the records are encoded."""
+        """The encoding of the records."""
         return plain_types(resolve_collection(self._source))
 
     @property
     def full_names(self) -> Sequence[str]:
-        """The namespace of the records; without a call to a server."""
+        """Return the namespace of the records, without a server call."""
         return [resolve_collection(self._source).full_name]
 
     @property
     def collection(self) -> Collection[dict[str, Any]]:
-        """With majority writes; its TTL index exists afterwards, if it can be created now."""
+        """Return the collection with majority writes. Its TTL index is created if possible now."""
         self._indexes.ensure(patiently=False)
         return self._open()
 
     @per_process
-    def _indexes(self) -> OutboxIndexes:
-        return OutboxIndexes(
-            OutboxIndex(self._open(), _INDEX, [("expiresAt", 1)], _OTHERWISE, options={"expireAfterSeconds": 0})
-        )
+    def _indexes(self) -> Indexes:
+        return Indexes(self._open(), [_INDEX], "the idempotency records of `once` never expire")
 
     def _open(self) -> Collection[dict[str, Any]]:
         given = resolve_collection(self._source)
         return with_majority(given, plain_types(given))
 
     def claim(self, identity: Any, owner: ObjectId) -> IdempotencyClaim:
-        """Claim an id to run; the same owner may ask again, if it got no answer."""
+        """Claim an id. The same owner may call again after a lost answer."""
         times = {"until": after(self.claim_ttl), "expiresAt": after(self.claim_ttl + self._keep)}
         return self._take(identity, owner, {"state": "running", **times}, None)
 
@@ -113,17 +123,17 @@ class IdempotencyStore:
         """
         Record an id as done inside a transaction, unless it runs or has run.
 
-        Of two transactions one conflicts, and is repeated.
+        If two transactions do this, one conflicts and repeats.
         """
         return self._take(identity, owner, {"state": "done", "expiresAt": after(self._keep)}, session)
 
     def _take(
         self, identity: Any, owner: ObjectId, state: dict[str, Any], session: ClientSession | None
     ) -> IdempotencyClaim:
-        """Write by `_id` alone: a record that still counts stays as it is, and is what comes back."""
+        """Write by `_id` alone. A record that is still valid stays, and is returned."""
         taken = {"_id": "$_id", "owner": literal(owner), **state}
         is_free = {"$or": [_IS_NEW, _HAS_LAPSED, {"$eq": ["$owner", literal(owner)]}]}
-        with suppress(DuplicateKeyError):  # another run has just made it
+        with suppress(DuplicateKeyError):  # another run has just created it
             found: Any = self.collection.find_one_and_update(
                 {"_id": identity},
                 [{"$replaceWith": {"$cond": [is_free, taken, "$$ROOT"]}}],
@@ -137,34 +147,23 @@ class IdempotencyStore:
                 return IdempotencyClaim(result=found.get("result"))
         return IdempotencyClaim(wait=min(self.claim_ttl, _WAIT_SECONDS))
 
-    def renew(self, running: Sequence[tuple[Any, ObjectId]]) -> set[ObjectId]:
-        """
-        Renew claims, all by one write.
-
-        Args:
-            running: ids with the owners of their claims.
-
-        Returns:
-            The owners whose claims are lost: another run has them. A claim that has ended meanwhile is not lost.
-        """
-        identities, owners = [identity for identity, _ in running], [owner for _, owner in running]
-        mine = {"_id": {"$in": identities}, "owner": {"$in": owners}, "state": "running"}
+    def renew(self, identity: Any, owner: ObjectId) -> bool:
+        """Renew a claim. Return False if another run has it. A claim that has just ended is not lost."""
+        mine = {"_id": identity, "owner": owner, "state": "running"}
         times = {"until": after(self.claim_ttl), "expiresAt": after(self.claim_ttl + self._keep)}
         collection = self.collection
-        if collection.update_many(mine, [{"$set": times}]).matched_count == len(owners):
-            return set()
-        others = {"_id": {"$in": identities}, "owner": {"$nin": owners}}
-        taken = [found["_id"] for found in collection.find(others, {"_id": 1})]
-        return {owner for identity, owner in running if identity in taken}
+        if collection.update_one(mine, [{"$set": times}]).matched_count:
+            return True
+        return collection.find_one({"_id": identity, "owner": {"$ne": owner}}, {"_id": 1}) is None
 
     def finish(self, identity: Any, owner: ObjectId, result: str | None) -> bool:
-        """Record that an id has run, and with which result; False if its claim was lost."""
+        """Record that an id has run, with its result. Return False if its claim was lost."""
         change = [{"$set": {"state": "done", "result": literal(result), "expiresAt": after(self._keep)}}]
         return self.collection.update_one({"_id": identity, "owner": owner}, change).matched_count == 1
 
-    def free(self, identity: Any, owner: ObjectId, session: ClientSession | None = None) -> None:
-        """Remove the record of a run that has failed."""
-        self.collection.delete_one({"_id": identity, "owner": owner}, session=session)
+    def free(self, identity: Any, owner: ObjectId, session: ClientSession | None = None) -> bool:
+        """Remove the record of a failed run. Return False if its claim was lost."""
+        return self.collection.delete_one({"_id": identity, "owner": owner}, session=session).deleted_count == 1
 
     def add_result(self, identity: Any, result: str | None, session: ClientSession) -> None:
         """Add the result to a record of the same transaction."""
@@ -172,4 +171,49 @@ class IdempotencyStore:
 
 
 IDEMPOTENCY_STORES: WeakSet[IdempotencyStore] = WeakSet()
-"""Those of this process."""
+"""The stores of this process."""
+
+
+@contextmanager
+def renew_claim(
+    store: IdempotencyStore, identity: Any, owner: ObjectId, started: float
+) -> Iterator[Callable[[], None]]:
+    """
+    Renew a claim in the block by a thread. The yielded function stops that: a renewal in flight then changes nothing.
+
+    Args:
+        store: the record's store.
+        identity: the record's `_id`.
+        owner: the claim's owner.
+        started: monotonic start of the claim call.
+    """
+    ended, period = threading.Event(), store.claim_ttl / 3
+
+    def renew(due: float) -> None:
+        while not ended.wait(max(0.0, due - time.monotonic())):
+            due = time.monotonic() + period
+            try:
+                with pymongo.timeout(max(period, _ANSWER_SECONDS_MIN)):
+                    if not store.renew(identity, owner):
+                        return
+            except Exception as error:  # noqa: BLE001 - the user's callable, too; without this thread the claim lapses
+                logger.warning(
+                    "renewal of the claim of %s failed, trying again: %s",
+                    describe_identity(identity),
+                    short(error),
+                    extra={"event": "mark_renewal_failed"},
+                )
+                due = time.monotonic() + period / 4
+
+    threading.Thread(target=renew, args=[started + period], name="mongo_celery-once", daemon=True).start()
+    try:
+        yield ended.set
+    finally:
+        ended.set()
+
+
+def describe_identity(identity: Any) -> str:
+    """Describe an id for logs and errors: the task and its key, or the task's id."""
+    named = isinstance(identity, dict)
+    text = f"{identity['t']} for {identity['k']!r}" if named else repr(identity)
+    return text if len(text) <= _TEXT_MAX else f"{text[:_TEXT_MAX]}..."

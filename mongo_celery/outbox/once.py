@@ -1,20 +1,20 @@
 """
 Idempotent functions: a call whose id has run does not run again.
 
-An outbox dispatches at least once, with the same task id each time. `once` keeps an idempotency record of each id, for
-a stated time by the server's clock (`idempotency`).
+An outbox dispatches at least once, with the same task id each time. `once` keeps an idempotency record of each id for a
+given time, by the server's clock (`idempotency`).
 
-The result is kept too, as JSON. A worker can die after the function and before Celery has sent the next step of a
-chain; the duplicate then sends that step, with the argument that the first run had for it.
+It also stores the result as JSON. A worker may die after the function, but before Celery has sent a chain's next step.
+Then the duplicate sends that step, with the first run's result.
 
 | event | effect |
 |---|---|
-| the function failed, or asked for a retry | no record: the next delivery runs |
+| the function failed, or requested a retry | no record: the next delivery runs |
 | the process died while the function ran | its claim lapses, and a duplicate runs |
 | the process was frozen for longer than `claim_ttl` | a second run beside it; with `session` only one commits |
-| the call is inside a transaction | the record is part of it: both are committed, or none is |
-| MongoDB did not answer before the function | asked again for half a minute; then the error, and nothing has run |
-| MongoDB did not answer after it | asked again for half a minute; then a log record, and the task has succeeded |
+| the call is inside a transaction | the record is part of it: both commit, or neither |
+| MongoDB did not answer before the function | repeated for half a minute; then the error, and nothing has run |
+| MongoDB did not answer after it | repeated for half a minute; then a log record, and the task has succeeded |
 """
 
 from __future__ import annotations
@@ -47,15 +47,14 @@ from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 from mongo_celery.mongo.transaction import Collects, hide_session
-from mongo_celery.mongo.transaction.scopes import Session, innermost_session, scope_of
-from mongo_celery.outbox.idempotency import IdempotencyClaim, IdempotencyStore
-from mongo_celery.outbox.idempotency_heartbeat import HEARTBEATS, RunningClaim, describe_identity
+from mongo_celery.mongo.transaction.scopes import innermost_session, scope_of
+from mongo_celery.outbox.idempotency import IdempotencyClaim, IdempotencyStore, describe_identity, renew_claim
 
 logger = logging.getLogger("mongo_celery.outbox")
 
 _RESULT_SIZE_MAX = 2**20
 _ANSWER_SECONDS = 30.0
-"""How long MongoDB is asked for a claim, and told that its function has succeeded."""
+"""Time limit for claiming an id, and for recording its success."""
 _FREE_SECONDS = 5.0
 _PAUSES = Pauses(0.1, 2.0, jitter=0.5)
 
@@ -63,7 +62,7 @@ Result = TypeVar("Result")
 
 
 class RunningElsewhereError(Retry):
-    """Another run has the id. The task or the change comes again later, and no retry is counted."""
+    """Another run has the id. The task or change comes again later, without counting a retry."""
 
 
 def once(
@@ -77,18 +76,18 @@ def once(
     """
     Decorate a function so that a call whose id has run does not run again.
 
-    It decorates a task's own function, below `@app.task(...)`, or a *step*: a function that a task, a handler or a
+    Put it below `@app.task(...)` on a task's function, or on a *step*: a function that a task, a handler or a
     transaction's body calls. If the function has a parameter `session`, the idempotency record and the function's own
-    writes are one transaction: its effects in that cluster happen once, whatever happens. Otherwise the record is
+    writes are one transaction: its effects in that cluster always happen once. Otherwise the record is
     written after the function has succeeded, so a crash in between repeats it. While it runs, duplicates are sent again
-    for later, and use up no retries. An exception, `retry()` included, leaves no record.
+    for later, and no retry is counted. An exception, including `retry()`, leaves no record.
 
-    Inside a transaction of `transactional` or of a handler with `transactional=True`, or with the `session` of one
-    among its arguments, the call joins: its record is committed or aborted with that transaction.
+    Inside a transaction of `transactional` or of a handler with `transactional=True`, or with its `session` as an
+    argument, the call joins: its record commits or aborts with that transaction.
 
-    A duplicate returns the result of the run that counted. A result that JSON (Celery's) cannot have, or of more than
-    1 MB, is not kept; the log says so once for each function (`result_not_kept`). A duplicate then returns None. A
-    duplicate of a task's own function ends by `Ignore` instead: nothing that follows the task gets a wrong argument.
+    A duplicate returns the first run's result. If Celery's JSON cannot hold the result, or it exceeds 1 MB, it is not
+    stored, which is logged once per function (`result_not_kept`). Then a duplicate returns None. A duplicate of a
+    task's function ends by `Ignore` instead, so no later task gets a wrong argument.
 
     ::
 
@@ -96,20 +95,20 @@ def once(
         def send_receipt(order_id): ...
 
     Args:
-        collection: of the records, or a callable that returns it; any number of functions may share it.
-        keep: seconds or `timedelta` for which a finished id is remembered. A duplicate that comes later runs.
-        claim_ttl: without `session`: how long a run keeps duplicates away after its process was last heard of. It is
-            renewed while the function runs, however long that takes. After a crash the duplicate runs when it is
-            over; so it does beside a process that was frozen for longer, which only `session` makes harmless.
-        key: gives the key from the function's arguments. The id is then the task (or the step) with that key: another
-            task with the same key has a record of its own. If it gives None, the function just runs. A step needs a
-            key. For a task's own function the default is the task's id, and a direct call just runs.
-        outbox: an `OutboxCollection`, with a parameter `session`: what the function sends is then part of the same
-            transaction, too.
+        collection: the collection of the records, or a callable that returns it. Several functions may share it.
+        keep: seconds or `timedelta` for which a finished id is remembered. A later duplicate runs.
+        claim_ttl: without `session`: seconds for which a run stops duplicates after its last renewed claim. The process
+            renews it while the function runs. After a crash, a duplicate runs when the claim lapses. It also runs
+            beside a process that was frozen for longer, which only `session` makes harmless.
+        key: returns the key from the function's arguments. The id is then the task (or the step) with that key: another
+            task with the same key has another record. If it returns None, the function runs without a record. A step
+            needs a key. For a task's function the default is the task's id, and a direct call runs without a record.
+        outbox: an `OutboxCollection`, for a function with a parameter `session`. Tasks that the function sends are then
+            part of the same transaction.
 
     Raises:
-        ConfigurationError: when the decorator runs, if it cannot work; when the function is called, if its key cannot
-            be stored, a step has none, or the transaction around it is one of another client.
+        ConfigurationError: at the decorator, if it cannot work. At a call, if the key cannot be stored, a step has no
+            key, or the surrounding transaction belongs to another client.
     """
     kept, claimed = positive(keep, "keep"), positive(claim_ttl, "claim_ttl")
     if not isinstance(collection, Collection) and not callable(collection):
@@ -137,11 +136,8 @@ def _refuse(function: Callable[..., Any]) -> None:
         raise ConfigurationError("once stands on a Celery task; put it below @app.task(...), on the function.")
     if not callable(function) or isinstance(function, type):
         raise ConfigurationError(f"once needs a function, not {type(function).__name__}.")
-    if (
-        inspect.iscoroutinefunction(function)
-        or inspect.isgeneratorfunction(function)
-        or inspect.isasyncgenfunction(function)
-    ):
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if any(is_kind(function) for is_kind in kinds):
         raise ConfigurationError("once runs plain functions; neither coroutines nor generators.")
 
 
@@ -151,9 +147,9 @@ class _Call:
     One call of a function under `once`.
 
     Attributes:
-        name: of the task whose own function it is, or of the step.
-        identity: `_id` of its record; None if it just runs.
-        is_own: whether a worker runs it as a task's own function.
+        name: of the task, if this is its own function, or of the step.
+        identity: `_id` of its record. None for no record.
+        is_own: True if a worker runs it as a task's own function.
     """
 
     name: str
@@ -170,17 +166,17 @@ def _guard(
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if takes_session:
-            joined = kwargs.pop("session", None)
-        else:
-            of_django = (each.session for each in connections_in_transaction())
-            joined = _session_among(args, kwargs) or innermost_session() or next(of_django, None)
+        joined = kwargs.pop("session", None) if takes_session else _find_session(args, kwargs)
         this = _identify(call, key, store, args, kwargs)
         run = functools.partial(function, *args, **kwargs)
         if this.identity is None and not takes_session:
             return run()
-        if joined is not None:
-            _check_client(this, store, joined)
+        if joined is not None and joined.client is not store.client:
+            raise ConfigurationError(
+                f"{this.name} is called inside a transaction of another client: its idempotency record would stay if "
+                "that is aborted, and its effect would be lost. Call it after the commit, with after_commit, or give "
+                "once a collection of the transaction's client: session.client, in a handler bridge.client."
+            )
         if takes_session:
             return _run_in_transaction(this, store, transaction, joined, lambda session: run(session=session))
         if joined is not None:
@@ -192,22 +188,12 @@ def _guard(
     return call
 
 
-def _session_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClientSession | None:
-    """Return the session of a transaction in progress that a function without a parameter `session` is given."""
+def _find_session(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the session of a call's transaction: one in its arguments, otherwise the innermost open one."""
     for each in (*args, *kwargs.values()):
         if isinstance(each, ClientSession) and each.in_transaction:
             return each
-    return None
-
-
-def _check_client(this: _Call, store: IdempotencyStore, joined: Session) -> None:
-    if joined.client is not store.client:
-        scope = scope_of(joined)
-        raise ConfigurationError(
-            f"{this.name} is called inside a transaction of another client: its idempotency record would stay if that "
-            "is aborted, and its effect would be lost. Call it after the commit, with after_commit, or give once a "
-            f"collection of the transaction's client, {scope.client_name if scope else 'session.client'}."
-        )
+    return innermost_session() or next((each.session for each in connections_in_transaction()), None)
 
 
 def _run_in_transaction(
@@ -217,7 +203,7 @@ def _run_in_transaction(
     joined: Any,
     run: Callable[[ClientSession], Any],
 ) -> Any:
-    """Run a call with its record in one transaction, which is that around it if there is one."""
+    """Run a call and store its record in one transaction. Use the surrounding one, if there is one."""
     identity, owner = this.identity, ObjectId()
 
     def body(session: ClientSession) -> tuple[IdempotencyClaim, Any]:
@@ -227,8 +213,8 @@ def _run_in_transaction(
         try:
             result = run(session)
         except BaseException:
-            if identity is not None and scope_of(session) is None:  # the driver may commit what is there
-                with suppress(PyMongoError):  # else the server has ended the transaction
+            if identity is not None and scope_of(session) is None:  # the driver may commit the partial data
+                with suppress(PyMongoError):  # otherwise the server has ended the transaction
                     store.free(identity, owner, session)
             raise
         if identity is not None:
@@ -240,42 +226,40 @@ def _run_in_transaction(
 
 
 def _run_claimed(this: _Call, store: IdempotencyStore, run: Callable[[], Any]) -> Any:
+    """Run a call under a claim. After its success the task has succeeded, even if MongoDB does not store the record."""
     started, owner = time.monotonic(), ObjectId()
     claim = _ask_until_answered(lambda: store.claim(this.identity, owner))
     if claim.owner is None:
         return _duplicate(this, claim)
-    running = HEARTBEATS.get().begin(store, this.identity, owner, started)
-    try:
-        result = _run_or_free(running, run)
-        _record_done(running, _encode_result(this, result))
-    finally:
-        HEARTBEATS.get().end(running)
+    with renew_claim(store, this.identity, owner, started) as end_renewal:
+        try:
+            result = run()
+        except BaseException:
+            end_renewal()  # before another run may claim it
+            with suppress(PyMongoError), pymongo.timeout(_FREE_SECONDS):  # otherwise it lapses
+                _log_if_lost(this, is_mine=store.free(this.identity, owner))
+            raise
+        text = _encode_result(this, result)
+        try:
+            _log_if_lost(this, is_mine=_ask_until_answered(lambda: store.finish(this.identity, owner, text)))
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception as error:  # noqa: BLE001 - a failure would be repeated, and with it the effects
+            logger.warning(
+                "%s has run, and its idempotency record cannot be written, so a duplicate would run again: %s",
+                describe_identity(this.identity),
+                short(error),
+                extra={"event": "mark_unwritten"},
+            )
     return result
 
 
-def _run_or_free(running: RunningClaim, run: Callable[[], Result]) -> Result:
-    try:
-        return run()
-    except BaseException:
-        HEARTBEATS.get().end(running)  # before another run may have it
-        with suppress(PyMongoError), pymongo.timeout(_FREE_SECONDS):  # else it lapses
-            running.store.free(running.identity, running.owner)
-        raise
-
-
-def _record_done(running: RunningClaim, result: str | None) -> None:
-    """Write the record. The function has succeeded, and so does its task, whether the write does or not."""
-    try:
-        if not _ask_until_answered(lambda: running.store.finish(running.identity, running.owner, result)):
-            running.lose()
-    except SoftTimeLimitExceeded:
-        raise
-    except Exception as error:  # noqa: BLE001 - a failure would be repeated, and with it the effects
+def _log_if_lost(this: _Call, *, is_mine: bool) -> None:
+    if not is_mine:
         logger.warning(
-            "%s has run, and its idempotency record cannot be written, so a duplicate would run again: %s",
-            describe_identity(running.identity),
-            short(error),
-            extra={"event": "mark_unwritten"},
+            "%s may have run twice: this process was frozen, and its claim lapsed",
+            describe_identity(this.identity),
+            extra={"event": "mark_lost"},
         )
 
 
@@ -285,21 +269,19 @@ def _ask_until_answered(ask: Callable[[], Result]) -> Result:
 
 
 def _duplicate(this: _Call, claim: IdempotencyClaim) -> Any:
-    """End a call that does not run. Only a task's own function ends its task: a step's caller has more to do."""
+    """End a call that does not run. Only a task's own function ends its task, because a step's caller continues."""
     if claim.wait is not None:
         _send_again(this, claim.wait)
     if claim.result is not None:
-        with suppress(ValueError):  # a type that nobody has registered here
+        with suppress(ValueError):  # the type may not be registered here
             return loads(claim.result)
     if this.is_own:
-        said = f"{describe_identity(this.identity)} has run, and its result was not kept"
-        logger.info("%s", said, extra={"event": "result_not_remembered"})
-        raise Ignore(said)
+        raise Ignore(f"{describe_identity(this.identity)} has run, and its result was not kept")
     return None
 
 
 def _send_again(this: _Call, wait: float) -> NoReturn:
-    """Come back later. Not by `Task.retry`: its limit is for failures; waiting must neither meet it nor use it up."""
+    """Return later, not by `Task.retry`: waiting must neither reach nor use up its limit for failures."""
     said = f"{describe_identity(this.identity)} is running elsewhere"
     if not _is_run_by_a_worker():
         raise ConfigurationError(f"{said}, and a direct call cannot be sent again.")
@@ -317,11 +299,11 @@ def _send_again(this: _Call, wait: float) -> NoReturn:
 
 
 _unkept: set[str] = set()
-"""Functions of which this process has logged that a result was not kept."""
+"""Functions for which this process has logged an unstored result."""
 
 
 def _encode_result(this: _Call, result: object) -> str | None:
-    """Return a result as Celery's JSON; None if that cannot have it, or if it is too large to keep."""
+    """Return a result as Celery's JSON. None if it cannot be encoded or is too large."""
     try:
         text: str = dumps(result)
     except SoftTimeLimitExceeded:
@@ -356,11 +338,17 @@ def _identify(
     kwargs: dict[str, Any],
 ) -> _Call:
     task, is_run = current_task or None, _is_run_by_a_worker()
-    is_own = task is not None and _leads_to(task.run, call)
+    is_own = task is not None and _has_call(task.run, call)
     name = task.name if task is not None and is_own else f"{call.__module__}.{call.__qualname__}"
     if key is not None:
         found = key(*args, **kwargs)
-        identity = None if found is None else _storable({"t": name, "k": found}, store)
+        identity = None if found is None else {"t": name, "k": found}
+        try:
+            bson.encode({"_id": identity}, codec_options=store.types)
+        except Exception as error:
+            raise ConfigurationError(
+                f"The key of {name} cannot be stored ({short(error)}); let key= return a text, a number or an ObjectId."
+            ) from error
         return _Call(name, identity, is_own and is_run)
     if task is None or not is_run:
         return _Call(name, None, is_own=False)
@@ -377,22 +365,11 @@ def _identify(
     return _Call(name, task.request.id, is_own=True)
 
 
-def _leads_to(run: Any, call: Callable[..., Any]) -> bool:
-    """Return True if a task's `run` is this function, or wraps it; a task may call steps that have records, too."""
+def _has_call(run: Any, call: Callable[..., Any]) -> bool:
+    """Return True if a task's `run` is or wraps this function. A task may also call steps with records."""
     while run is not None:
         run = getattr(run, "__func__", run)
         if run is call:
             return True
         run = getattr(run, "__wrapped__", None)
     return False
-
-
-def _storable(identity: dict[str, Any], store: IdempotencyStore) -> dict[str, Any]:
-    try:
-        bson.encode(identity, codec_options=store.types)
-    except Exception as error:
-        raise ConfigurationError(
-            f"The key of {identity['t']} cannot be stored ({short(error)}); let key= return a text, a number or an "
-            "ObjectId.",
-        ) from error
-    return identity

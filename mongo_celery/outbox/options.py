@@ -1,10 +1,10 @@
-"""The options of an outbox: one frozen value, checked when it is made."""
+"""The options of an outbox: one frozen value, checked when made."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from mongo_celery.arguments import Duration, check_count, check_flags, check_known, check_texts, positive, seconds
 from mongo_celery.errors import ConfigurationError
@@ -13,72 +13,60 @@ from mongo_celery.outbox.failures import FAILURE_POLICIES
 
 _SECONDS_MAX = 3600.0
 _CLAIM_SECONDS_MIN = 1.0
-"""A relay relies on half of it; a claim that a majority has to acknowledge may take as long as less."""
+"""A relay relies on half of it. With less time, a majority may acknowledge the claim too late."""
 
 _DURATIONS = ("sweep_after", "sweep_every", "claim_ttl")
-
-AtOnce = bool | Literal["wait"]
 
 
 class SharedOptions(TypedDict, total=False):
     """
-    What may be given to an outbox of either kind; each has a default.
+    The options of both kinds of outbox. Each has a default.
 
     Attributes:
-        name: what commands and logs call it; by default the collection's full name.
+        name: for commands and logs. By default the collection's full name.
         sweep_after: seconds after which the sweep takes an entry.
-        sweep_every: seconds between two sweeps, which `celery beat` asks for, and the listener of a bridge of the app;
-            None where something else calls `sweep`.
-        at_once: whether this process dispatches what it has written, or committed, by a thread of its own; `"wait"` to
-            have a write wait for that, half of `claim_ttl` and 5 s at most.
+        sweep_every: seconds between two sweeps, which `celery beat` or the listener of a bridge of the app requests.
+            None if something else calls `sweep`.
+        at_once: True if a thread of this process dispatches its own writes and commits.
         claim_ttl: seconds for which a document, or a key, belongs to one relay.
-        max_attempts: how often an entry may fail through its own fault before it is stuck, or may be set aside.
-        database: where dead letters, notes of sweeps and signing keys are kept.
-        exchange: topic exchange of the events.
-        source: CloudEvents' source; by default `/<database>/<collection>`.
-        foreign_tasks: publish tasks that this app does not know, for another app to run.
-        failure_policy: `"halt"` tries an entry with a fault of its own for ever, in front of what stands behind it;
-            `"dead_letter"` sets it aside after `max_attempts` and ten minutes.
-        delivers: names of other apps that write to this collection, whose entries this app publishes too.
-        dead_letter_retention: seconds for which a dead letter is kept; None until it is replayed or discarded.
+        max_attempts: number of an entry's own failures before it is stuck, or may become a dead letter.
+        database: the database of dead letters, notes of sweeps and signing keys.
+        exchange: topic exchange of events.
+        failure_policy: `"halt"` tries an entry with its own fault forever, before later entries. `"dead_letter"` moves
+            it to the dead letters after `max_attempts` and ten minutes.
+        dead_letter_retention: seconds for which a dead letter is kept. None until it is replayed or discarded.
     """
 
     name: str | None
     sweep_after: Duration
     sweep_every: Duration | None
-    at_once: AtOnce
+    at_once: bool
     claim_ttl: Duration
     max_attempts: int
     database: str
     exchange: str
-    source: str | None
-    foreign_tasks: bool
     failure_policy: str
-    delivers: Sequence[str]
     dead_letter_retention: Duration | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxOptions:
     """
-    What an outbox was told, durations in seconds; `SharedOptions` and `Outbox` say what each option means.
+    The options of one outbox, with durations in seconds. `SharedOptions` explains them.
 
     Raises:
-        ConfigurationError: a value cannot work; the message names the option.
+        ConfigurationError: a value cannot work. The message names the option.
     """
 
     name: str | None = None
     sweep_after: float = 5.0
     sweep_every: float | None = 15.0
-    at_once: AtOnce = True
+    at_once: bool = True
     claim_ttl: float = 10.0
     max_attempts: int = 5
     database: str = DEFAULT_DATABASE
     exchange: str = "mongo_celery.events"
-    source: str | None = None
-    foreign_tasks: bool = False
     failure_policy: str = "halt"
-    delivers: Sequence[str] = ()
     dead_letter_retention: float | None = None
 
     def __post_init__(self) -> None:
@@ -89,38 +77,33 @@ class OutboxOptions:
             kept = positive(self.dead_letter_retention, "dead_letter_retention")
             object.__setattr__(self, "dead_letter_retention", kept)
         check_count("max_attempts", self.max_attempts)
-        optional = {name: getattr(self, name) for name in ("name", "source") if getattr(self, name) is not None}
-        check_texts(database=self.database, exchange=self.exchange, **optional)
-        check_flags(foreign_tasks=self.foreign_tasks)
-        if not isinstance(self.at_once, bool) and self.at_once != "wait":
-            raise ConfigurationError(f"at_once={self.at_once!r} is none of True, False and 'wait'.")
+        check_texts(
+            database=self.database, exchange=self.exchange, **({} if self.name is None else {"name": self.name})
+        )
+        check_flags(at_once=self.at_once)
         if self.failure_policy not in FAILURE_POLICIES:
             raise ConfigurationError(
                 f"failure_policy={self.failure_policy!r} is none of {' and '.join(map(repr, FAILURE_POLICIES))}.",
             )
-        if not isinstance(self.delivers, (list, tuple)) or not all(
-            isinstance(name, str) and name for name in self.delivers
-        ):
-            raise ConfigurationError(f"delivers={self.delivers!r} must list names of apps: delivers=('web',).")
         if self.claim_ttl < _CLAIM_SECONDS_MIN:
             raise ConfigurationError(
                 f"claim_ttl={self.claim_ttl!r} leaves no time to publish in; give it at least 1 s."
             )
 
 
-def options_of(given: Mapping[str, Any]) -> OutboxOptions:
+def parse_options(given: Mapping[str, Any]) -> OutboxOptions:
     """
-    Return the options of one outbox from its keyword arguments.
+    Return an outbox's options from its keyword arguments.
 
     Raises:
-        ConfigurationError: there is no such option, or a value cannot work.
+        ConfigurationError: an option does not exist, or a value cannot work.
     """
     check_known(list(given), list(SharedOptions.__annotations__), "option")
     return OutboxOptions(**given)
 
 
 def _check_duration(value: Duration, name: str) -> float:
-    """A duration in seconds: more than none, and at most an hour."""
+    """Return a duration in seconds, above zero and at most an hour."""
     found = seconds(value, name)
     if not 0 < found <= _SECONDS_MAX:
         raise ConfigurationError(f"{name}={value!r} must be more than 0 seconds and at most an hour.")

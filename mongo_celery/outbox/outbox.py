@@ -1,4 +1,4 @@
-"""The outbox of one collection: writes that carry their tasks and events, and their delivery."""
+"""The outbox of one collection: writes with tasks and events, and their delivery."""
 
 from __future__ import annotations
 
@@ -15,30 +15,28 @@ from mongo_celery.mongo.identity import NO_ID, parse_filter_id
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.transaction.scopes import after_commit, innermost_session
 from mongo_celery.mongo.writes import Modifications
-from mongo_celery.outbox.entries import Home, list_given
+from mongo_celery.outbox.entries import list_given
 from mongo_celery.outbox.options import SharedOptions
-from mongo_celery.outbox.pending import explain_refusals
+from mongo_celery.outbox.pending import COUNT, explain_refusals
 from mongo_celery.outbox.plain_values import PlainValues
-from mongo_celery.outbox.registry import OUTBOXES, AnyOutbox
-
-__all__ = ["OUTBOXES", "Outbox"]
+from mongo_celery.outbox.registry import BaseOutbox
 
 
-class Outbox(AnyOutbox):
+class Outbox(BaseOutbox):
     """
-    Saves documents together with the tasks and events that are to follow: both, or neither.
+    Saves documents with their tasks and events: both, or neither.
 
-    Each write stores its entries in the document itself (`pendingEvents`), by the same atomic write. Afterwards
-    they are dispatched: immediately by the writer, by a bridge that watches the collection, and by a sweep for what
-    was left behind. In order per document, at least once; consumers deduplicate by the id (see `once`).
+    Each write stores its entries in the document (`pendingEvents`), in the same atomic write. Then they are dispatched:
+    immediately by the writer, by a bridge that watches the collection, or later by a sweep. Delivery is in order for
+    each document, and at least once. Consumers deduplicate by id (see `once`).
 
-    Not promised: that an entry is dispatched only once; an order between documents; anything for documents that
-    are deleted or replaced behind the outbox's back while something is pending.
+    An entry may be dispatched more than once. There is no order between documents. If other code deletes or replaces a
+    document with pending entries, they are lost.
 
     Args:
         app: the Celery app.
-        collection: a PyMongo collection, or a callable that returns one; it is asked once in each process, since
-            prefork workers make their clients after the fork.
+        collection: a PyMongo collection, or a callable that returns one. The callable runs once in each process,
+            because prefork workers make their clients after the fork.
         options: see `SharedOptions`.
 
     Raises:
@@ -47,8 +45,7 @@ class Outbox(AnyOutbox):
 
     def __init__(self, app: Celery, collection: Source, **options: Unpack[SharedOptions]) -> None:
         super().__init__(app, collection, options)
-        self.field = self.backing.field
-        self._values = PlainValues(self.field, self._maker)
+        self._values = PlainValues(self._make_entries)
 
     # -- plain values ------------------------------------------------------------------------------
 
@@ -61,28 +58,27 @@ class Outbox(AnyOutbox):
         id: Any = NO_ID,  # noqa: A002 - MongoDB's word
     ) -> Any:
         """
-        Return a plain value that carries tasks and events, for whatever driver writes it.
+        Return a plain value with tasks and events, for the driver that writes it.
 
-        PyMongo's collections write it, sync and async, in bulk writes and transactions; so do MongoEngine's `__raw__`,
-        Beanie and a fenced view. Write it once. It is saved with its tasks or not at all. They are dispatched soon
-        after, or immediately if `dispatch` says where.
+        Write it with PyMongo's collections, sync or async, also in bulk writes and transactions. MongoEngine's
+        `__raw__`, Beanie and a fenced view also work. Write it once. It is saved with its tasks or not at all. They are
+        dispatched soon after, or immediately after a call of `dispatch`.
 
-        A document that carries tasks is for an insert. As a replacement it would drop what others have pending: pass a
-        `ReplaceOne` instead. So would a `save()` of MongoEngine or Beanie of a document that is there already.
+        Use a document with tasks only for an insert. As a replacement, or in a `save()` of an existing document by
+        MongoEngine or Beanie, it would remove pending entries. Pass a `ReplaceOne` instead.
 
         Args:
             what: a document to insert, update operators, a pipeline, or a request of a bulk write. It is not changed,
-                but for the `_id` that an `InsertOne` gives its document.
-            tasks: signatures, chains, groups. `STORED_ID` among their arguments becomes the document's `_id`;
-                where that is known already, a callable of it that makes the signature will do as well.
-            events: events, or callables of the `_id`.
-            id: the `_id` of the document that is updated, where only the filter will say it.
+                except that an `InsertOne` gives its document an `_id`.
+            tasks: signatures, chains, groups. `STORED_ID` among their arguments becomes the document's `_id`.
+            events: events. `STORED_ID` in their bodies becomes the `_id`.
+            id: the updated document's `_id`, if only the filter contains it.
 
         Returns:
-            A value of the same kind; for a `ReplaceOne` an `UpdateOne` that does the same and keeps what is pending.
+            A value of the same kind. For a `ReplaceOne`, an equivalent `UpdateOne` that keeps pending entries.
 
         Raises:
-            OutboxRefusedError: nothing was made; the message says why.
+            OutboxRefusedError: nothing was made. The message names the reason.
         """
         carried = self._values.of(what, tasks, events, id=id)
         if tasks or events:
@@ -101,23 +97,23 @@ class Outbox(AnyOutbox):
         **options: Any,
     ) -> InsertOneResult:
         """
-        Insert a document with its tasks and events, as PyMongo's `insert_one`; then dispatch them.
+        Insert a document with its tasks and events, like PyMongo's `insert_one`. Then dispatch them.
 
         Args:
-            document: gets an `_id` if it has none, as with PyMongo; is not changed otherwise.
-            tasks: as of `with_tasks`.
-            events: as of `with_tasks`.
+            document: gets an `_id` if it has none, as with PyMongo. Otherwise it does not change.
+            tasks: as for `with_tasks`.
+            events: as for `with_tasks`.
             session: inside a transaction nothing is dispatched before the commit.
             options: further options of PyMongo's `insert_one`.
 
         Raises:
-            OutboxRefusedError: nothing was written; the message says why.
+            OutboxRefusedError: nothing was written. The message has the reason.
         """
         carried = self._values.of_document(document, tasks, events)
         with self._explain():
             self.collection.insert_one(carried, session=session, **options)
         if tasks or events:
-            self.backing.dispatch([document["_id"]], session)
+            self.runtime.dispatch([document["_id"]], session)
         return InsertOneResult(document["_id"], acknowledged=True)
 
     def insert_many(
@@ -130,18 +126,18 @@ class Outbox(AnyOutbox):
         **options: Any,
     ) -> InsertManyResult:
         """
-        Insert documents, each with these tasks and events of its own, as PyMongo's `insert_many`.
+        Insert documents, each with these tasks and events, like PyMongo's `insert_many`. Then dispatch them.
 
         Args:
-            documents: as of `insert_one`.
-            tasks: for each document: `STORED_ID` among the arguments is its `_id`, and a callable gets it.
+            documents: as for `insert_one`.
+            tasks: for each document: `STORED_ID` among the arguments is its `_id`.
             events: for each document.
-            session: as of `insert_one`.
+            session: as for `insert_one`.
             options: further options of PyMongo's `insert_many`.
 
         Raises:
-            OutboxRefusedError: nothing was written; the message says why.
-            BulkWriteError: as PyMongo's; what was inserted is dispatched.
+            OutboxRefusedError: nothing was written. The message has the reason.
+            BulkWriteError: as with PyMongo. The tasks of inserted documents are dispatched.
         """
         documents, tasks, events = list(documents), list_given(tasks), list_given(events)
         carried = [self._values.of_document(document, tasks, events) for document in documents]
@@ -151,7 +147,7 @@ class Outbox(AnyOutbox):
                 self.collection.insert_many(carried, session=session, **options)
         finally:
             if tasks or events:
-                self.backing.dispatch(ids, session)
+                self.runtime.dispatch(ids, session)
         return InsertManyResult(ids, acknowledged=True)
 
     def update_one(
@@ -166,19 +162,18 @@ class Outbox(AnyOutbox):
         **options: Any,
     ) -> UpdateResult:
         """
-        Update one document and add its tasks and events, as PyMongo's `update_one`; then dispatch them.
+        Update one document and add its tasks and events, like PyMongo's `update_one`. Then dispatch them.
 
-        If no document matches and `upsert` is false, nothing is written and nothing is dispatched. Callables of the
-        `_id` need a filter that names it.
+        If no document matches and `upsert` is false, nothing is written and nothing is dispatched.
 
         Raises:
-            OutboxRefusedError: nothing was written; the message says why.
+            OutboxRefusedError: nothing was written. The message has the reason.
         """
-        home = self._find_home(filter, options)
-        carried = self._values.of_update(update, tasks, events, home, filter if upsert else {})
+        known = _find_id(filter, options)
+        carried = self._values.of_update(update, tasks, events, known, filter if upsert else {})
         with self._explain():
             result = self.collection.update_one(filter, carried, upsert=upsert, session=session, **options)
-        self._dispatch_updated(result, home, tasks, events, session)
+        self._dispatch_updated(result, known, tasks, events, session)
         return result
 
     def update_many(
@@ -193,18 +188,18 @@ class Outbox(AnyOutbox):
         **options: Any,
     ) -> UpdateResult:
         """
-        Update documents and add these tasks and events to each, as PyMongo's `update_many`.
+        Update documents and add these tasks and events to each, like PyMongo's `update_many`.
 
-        In each document they have ids of their own, and `STORED_ID` among their arguments is its `_id`.
+        In each document the entries have new ids, and `STORED_ID` in their arguments is the document's `_id`.
 
         Raises:
-            OutboxRefusedError: nothing was written, or the message says what may have been.
+            OutboxRefusedError: nothing was written, or the message names the documents that may be written.
         """
-        home = self._find_home(filter, options, many=True)
-        carried = self._values.of_update(update, tasks, events, home, filter if upsert else {})
+        known = _find_id(filter, options)
+        carried = self._values.of_update(update, tasks, events, known, filter if upsert else {})
         with self._explain("documents before it may have been written"):
             result = self.collection.update_many(filter, carried, upsert=upsert, session=session, **options)
-        self._dispatch_updated(result, home, tasks, events, session)
+        self._dispatch_updated(result, known, tasks, events, session)
         return result
 
     def find_one_and_update(
@@ -220,19 +215,18 @@ class Outbox(AnyOutbox):
         **options: Any,
     ) -> Any:
         """
-        Update one document, add its tasks and events and return it, as PyMongo's `find_one_and_update`.
+        Update one document, add its tasks and events and return it, like PyMongo's `find_one_and_update`.
 
         Raises:
-            OutboxRefusedError: nothing was written; the message says why.
+            OutboxRefusedError: nothing was written. The message has the reason.
         """
-        home = self._find_home(filter, options)
-        carried = self._values.of_update(update, tasks, events, home, filter if upsert else {})
+        known = _find_id(filter, options)
+        carried = self._values.of_update(update, tasks, events, known, filter if upsert else {})
         given = {"upsert": upsert, "return_document": return_document, "session": session, **options}
         with self._explain():
             document = self.collection.find_one_and_update(filter, carried, **given)
         if (tasks or events) and (upsert or document is not None):
-            known = document["_id"] if document is not None and "_id" in document else home.id
-            self.backing.dispatch([known], session)
+            self.runtime.dispatch([(document or {}).get("_id", known)], session)
         return document
 
     def delete_one(
@@ -243,19 +237,20 @@ class Outbox(AnyOutbox):
         **options: Any,
     ) -> DeleteResult:
         """
-        Delete one document in which nothing is pending, as PyMongo's `delete_one`.
+        Delete one document without pending entries, like PyMongo's `delete_one`.
 
-        A delete that does not go through the outbox takes the pending entries with it.
+        A delete that bypasses the outbox also deletes pending entries.
 
         Raises:
-            OutboxRefusedError: something is pending; the document is still there, and is dispatched now. Try again.
+            OutboxRefusedError: entries are pending. The document still exists, and they are being dispatched. Try
+                again.
         """
-        guarded = {**filter, "$and": [*filter.get("$and", ()), {self.field.count: {"$not": {"$gt": 0}}}]}
+        guarded = {**filter, "$and": [*filter.get("$and", ()), {COUNT: {"$not": {"$gt": 0}}}]}
         result = self.collection.delete_one(guarded, session=session, **options)
         if not result.deleted_count:
-            found = self.backing.latest.find_one(filter, {"_id": 1}, session=session, **_finding(options))
+            found = self.runtime.latest.find_one(filter, {"_id": 1}, session=session, **_finding(options))
             if found is not None:
-                self.backing.dispatch([found["_id"]], session)
+                self.runtime.dispatch([found["_id"]], session)
                 raise OutboxRefusedError(
                     f"document {found['_id']!r} of {self.collection.full_name} has pending entries; it was not "
                     "deleted. Try again when they are dispatched.",
@@ -268,46 +263,47 @@ class Outbox(AnyOutbox):
 
     def dispatch(self, *document_ids: object) -> None:
         """
-        Have the dispatcher look at documents that may have something pending. It never blocks and never fails.
+        Let the dispatcher read documents that may have pending entries. It never blocks and never fails.
 
-        For writes that carry tasks and that you have carried out. Inside a transaction of `transactional` it waits for
-        the commit. In a transaction of the driver's own, or of Django's, call it after the commit.
+        Call it after your writes with tasks. Inside a transaction of `transactional` it waits for the commit. In a
+        transaction of the driver or of Django, call it after the commit.
 
         Args:
-            document_ids: their `_id`s; without any, the index is looked at.
+            document_ids: their `_id`s. Without any, the dispatcher reads the index.
         """
-        after_commit(lambda: self.backing.dispatcher.hint(*document_ids, expected=True))
+        after_commit(lambda: self.runtime.dispatcher.hint(*document_ids, expected=True))
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _expect(self) -> None:
-        """Have the index looked at soon, and after a commit: there is what somebody else writes."""
-        self.backing.watch.needed()
-        if self.backing.at_once:
-            self.backing.dispatcher.expect()
+        """Poll the index soon, and after a commit, for the writes of other code."""
+        self.runtime.watch.needed()
+        if self.runtime.at_once:
+            self.runtime.dispatcher.expect()
             if innermost_session() is not None:
-                after_commit(self.backing.dispatcher.expect)
-
-    def _find_home(self, filter: Mapping[str, Any], options: Mapping[str, Any], *, many: bool = False) -> Home:  # noqa: A002
-        """Return what a filter says of the document; a collation may mean another `_id` than it names."""
-        return Home(NO_ID if options.get("collation") else parse_filter_id(filter), many)
+                after_commit(self.runtime.dispatcher.expect)
 
     def _dispatch_updated(
         self,
         result: UpdateResult,
-        home: Home,
+        known: Any,
         tasks: Sequence[Any],
         events: Sequence[Any],
         session: ClientSession | None,
     ) -> None:
         upserted = (result.raw_result or {}).get("upserted", NO_ID)
         if (tasks or events) and (result.matched_count or upserted is not NO_ID):
-            self.backing.dispatch([home.id if upserted is NO_ID else upserted], session)
+            self.runtime.dispatch([known if upserted is NO_ID else upserted], session)
 
     def _explain(self, otherwise: str = "nothing was written") -> Any:
-        return explain_refusals(self.collection.full_name, self.field.name, otherwise)
+        return explain_refusals(self.collection.full_name, otherwise)
+
+
+def _find_id(filter: Mapping[str, Any], options: Mapping[str, Any]) -> Any:  # noqa: A002
+    """Return the `_id` in a filter, or `NO_ID`. A collation may select another one."""
+    return NO_ID if options.get("collation") else parse_filter_id(filter)
 
 
 def _finding(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a write that also say which document it means."""
+    """Return the options of a write that also affect which document it selects."""
     return {name: options[name] for name in ("collation", "hint", "let") if name in options}

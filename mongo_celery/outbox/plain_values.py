@@ -1,5 +1,5 @@
 """
-Plain values that carry their tasks and events, for whatever driver writes them.
+Plain values with their tasks and events, for any driver.
 
 ====================  =====================================================  =======================================
 what the user has     what carries the entries                               which `_id` is known
@@ -11,12 +11,12 @@ a bulk write's        a request of the same kind; for a `ReplaceOne` an      of 
 request               `UpdateOne`                                            equality, without a collation
 ====================  =====================================================  =======================================
 
-Nothing is asked and nothing is written here.
+This module reads and writes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from bson import ObjectId
@@ -26,29 +26,35 @@ from pymongo.common import validate_is_document_type, validate_ok_for_replace
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID, parse_filter_id, same_bson
 from mongo_celery.mongo.writes import BulkRequest, Modifications
-from mongo_celery.outbox.entries import EntryMaker, Home
-from mongo_celery.outbox.pending import PendingField
+from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.pending import (
+    FIELD,
+    append_entries,
+    new_field,
+    refuse_in_document,
+    refuse_in_filter,
+    refuse_in_update,
+    replace_whole,
+)
 
 
 class PlainValues:
     """
-    Makes plain values that carry entries.
+    Makes plain values with entries.
 
     Args:
-        field: in which entries wait.
-        maker: of entries.
+        make: returns entries of tasks and events, for an `_id`.
     """
 
-    def __init__(self, field: PendingField, maker: EntryMaker) -> None:
-        self.field = field
-        self._maker = maker
+    def __init__(self, make: Callable[[Sequence[Any], Sequence[Any], Any], list[Entry]]) -> None:
+        self._make = make
 
     def of(self, what: Any, tasks: Sequence[Any], events: Sequence[Any], *, id: Any) -> Any:  # noqa: A002
         """
-        A value of the kind of `what` that carries tasks and events; see `Outbox.with_tasks`.
+        Return a value of the same kind as `what`, with tasks and events, as in `Outbox.with_tasks`.
 
         Raises:
-            OutboxRefusedError: the message says why.
+            OutboxRefusedError: the message names the reason.
         """
         if isinstance(what, (InsertOne, UpdateOne, UpdateMany, ReplaceOne, DeleteOne, DeleteMany)):
             if id is not NO_ID:
@@ -56,9 +62,8 @@ class PlainValues:
                     f"id= is for operators and pipelines; {type(what).__name__} says itself what it writes."
                 )
             return self.of_request(what, tasks, events)
-        home = Home(id, None if id is NO_ID else False)
         if isinstance(what, list):
-            return self.of_update(what, tasks, events, home)
+            return self.of_update(what, tasks, events, id)
         if not isinstance(what, Mapping):
             raise OutboxRefusedError(
                 f"{type(what).__name__} can carry no tasks; pass a document, update operators, a pipeline or a request "
@@ -74,17 +79,17 @@ class PlainValues:
             raise OutboxRefusedError(
                 "operators and fields stand side by side: neither a document to insert nor an update; pass one of them."
             )
-        return self.of_update(what, tasks, events, home)
+        return self.of_update(what, tasks, events, id)
 
     def of_document(self, document: Any, tasks: Sequence[Any], events: Sequence[Any]) -> dict[str, Any]:
-        """Return a document to insert with its entries; the given one gets an `_id`, as PyMongo would give it one."""
+        """Return a document to insert, with its entries. The given one gets an `_id`, as with PyMongo."""
         validate_is_document_type("document", document)
-        self.field.refuse_in_document(document)
+        refuse_in_document(document)
         if "_id" not in document and isinstance(document, MutableMapping):
             document["_id"] = ObjectId()
         document_id = document["_id"] if "_id" in document else ObjectId()
-        entries = self._maker.entries(tasks, events, Home(document_id))
-        field = {self.field.name: self.field.new_field(entries)} if entries else {}
+        entries = self._make(tasks, events, document_id)
+        field = {FIELD: new_field(entries)} if entries else {}
         return {"_id": document_id, **document, **field}
 
     def of_update(
@@ -92,7 +97,7 @@ class PlainValues:
         update: Modifications,
         tasks: Sequence[Any],
         events: Sequence[Any],
-        home: Home,
+        document_id: Any,
         upserts: Mapping[str, Any] | None = None,
     ) -> Any:
         """
@@ -102,16 +107,16 @@ class PlainValues:
             update: the user's.
             tasks: to follow.
             events: to follow.
-            home: which document it goes to.
-            upserts: the filter, where the write may create its document.
+            document_id: of its document. `NO_ID` if unknown.
+            upserts: the filter, if the write may create its document.
         """
-        self.field.refuse_in_filter(upserts or {})
-        entries = self._maker.entries(tasks, events, home)
-        self.field.refuse_in_update(update)
-        return self.field.with_entries(update, entries) if entries else update
+        refuse_in_filter(upserts or {})
+        entries = self._make(tasks, events, document_id)
+        refuse_in_update(update)
+        return append_entries(update, entries) if entries else update
 
     def of_request(self, request: Any, tasks: Sequence[Any], events: Sequence[Any]) -> Any:
-        """A bulk write's request that carries tasks and events, errors as of `of`."""
+        """Return a bulk write's request with tasks and events. Errors as in `of`."""
         if isinstance(request, (DeleteOne, DeleteMany)):
             if tasks or events:
                 raise OutboxRefusedError(
@@ -124,14 +129,14 @@ class PlainValues:
         if isinstance(request, InsertOne):
             return InsertOne(self.of_document(facts.document, tasks, events), **place)
         known = NO_ID if facts.options.get("collation") else parse_filter_id(facts.filter)
-        home, upserts = Home(known, isinstance(request, UpdateMany)), facts.filter if facts.upsert else {}
+        upserts = facts.filter if facts.upsert else {}
         if isinstance(request, ReplaceOne):
             validate_ok_for_replace(facts.document)
-            self.field.refuse_in_document(facts.document)
-            self.field.refuse_in_filter(upserts)
-            update: Any = self.field.replacement(facts.document, self._maker.entries(tasks, events, home))
+            refuse_in_document(facts.document)
+            refuse_in_filter(upserts)
+            update: Any = replace_whole(facts.document, self._make(tasks, events, known))
         else:
-            update = self.of_update(facts.document, tasks, events, home, upserts)
+            update = self.of_update(facts.document, tasks, events, known, upserts)
         sort = {} if facts.sort is None else {"sort": facts.sort}
         kind: Any = UpdateMany if isinstance(request, UpdateMany) else UpdateOne
         return kind(facts.filter, update, upsert=facts.upsert, **facts.options, **place, **sort)

@@ -1,11 +1,10 @@
 """
-What stands for a document's `_id` where that is not known yet, and the ids that follow from it.
+`STORED_ID`: the placeholder for an unknown document `_id`, and ids derived from it.
 
-A task that is written to many documents, or to one whose `_id` nobody knows before the write, cannot have the `_id`
-among its arguments. `STORED_ID` stands there instead. In the stored entry a text that no other entry contains stands
-for it, and whoever publishes the entry puts the `_id` in its place. The same entry then lies in many documents; so
-that its tasks are not one and the same, every id in it is derived from the stored id and the document's `_id`: the
-same at each dispatch, another one for each document.
+A task for many documents, or for one whose `_id` is unknown before the write, cannot have the `_id` in its arguments.
+`STORED_ID` is its placeholder. The stored entry contains a unique text instead, and the publishing process replaces it
+by the `_id`. So many documents contain the same entry. To keep their tasks apart, every id in it is derived from the
+stored id and the document's `_id`: the same at each dispatch, but different for each document.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _CODEC: CodecOptions[Any] = CodecOptions(uuid_representation=UuidRepresentation.
 
 
 class _StoredId:
-    """Stands for the `_id` of the document with which a task or event is stored; there is one, `STORED_ID`."""
+    """Placeholder for the `_id` of a task's or event's document. The only instance is `STORED_ID`."""
 
     __slots__ = ()
 
@@ -43,14 +42,14 @@ class _StoredId:
 
 STORED_ID: Any = _StoredId()
 """
-The `_id` of the document with which a task or event is stored: `remind.s(STORED_ID)`, also inside lists and dicts.
+The `_id` of the document of a task or event: `remind.s(STORED_ID)`, also inside lists and dicts.
 
-The task gets the `_id` as an argument can hold it: an ObjectId and a Decimal128 as text, all else as it is.
+The task gets the `_id` in a form for arguments: an ObjectId and a Decimal128 as text, other types unchanged.
 """
 
 
 def mentions_stored_id(value: object) -> bool:
-    """Whether `STORED_ID` is the value or lies in it."""
+    """Return True if the value is or contains `STORED_ID`."""
     if isinstance(value, Mapping):
         return any(map(mentions_stored_id, value.values()))
     if isinstance(value, (list, tuple)):
@@ -59,17 +58,19 @@ def mentions_stored_id(value: object) -> bool:
 
 
 def placeholder(entry_id: str) -> str:
-    """The text that stands for `STORED_ID` in an entry; its random id keeps it from being anybody's own text."""
+    """Return the text for `STORED_ID` in an entry. Its random id makes it unique."""
     return f"mongo_celery.STORED_ID:{entry_id}"
 
 
-def put_in(value: Any, what: object, instead: object) -> Any:
-    """A value with `instead` wherever `what` stands in it; parts without it are not copied."""
-    return _mapped(value, lambda each: instead if each is what or (isinstance(each, str) and each == what) else each)
+def substitute(value: Any, what: object, instead: object) -> Any:
+    """Return a value with `instead` in place of `what`. Other parts are not copied."""
+    return _map_values(
+        value, lambda each: instead if each is what or (isinstance(each, str) and each == what) else each
+    )
 
 
-def as_argument(document_id: Any) -> Any:
-    """An `_id` as tasks get it: what every serializer of Celery can hold."""
+def make_argument(document_id: Any) -> Any:
+    """Return an `_id` in the form for tasks, which every serializer of Celery supports."""
     if isinstance(document_id, (ObjectId, Decimal128)):
         return str(document_id)
     if isinstance(document_id, Int64):
@@ -77,24 +78,24 @@ def as_argument(document_id: Any) -> Any:
     if isinstance(document_id, Binary):
         return bytes(document_id)
     if isinstance(document_id, Mapping):
-        return {name: as_argument(value) for name, value in document_id.items()}
+        return {name: make_argument(value) for name, value in document_id.items()}
     if isinstance(document_id, (list, tuple)):
-        return [as_argument(value) for value in document_id]
+        return [make_argument(value) for value in document_id]
     return document_id
 
 
-def derived_id(id: str, document_id: object) -> str:  # noqa: A002
-    """The id that one of a shared entry's ids has for one document."""
+def derive_id(id: str, document_id: object) -> str:  # noqa: A002
+    """Return the id of a shared entry's id for one document."""
     stored = bson.encode({"": document_id}, codec_options=_CODEC).hex()
     return str(uuid5(_NAMESPACE, f"{id} {stored}"))
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+def _map_values(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, Mapping):
-        changed = {name: _mapped(each, change) for name, each in value.items()}
+        changed = {name: _map_values(each, change) for name, each in value.items()}
         return changed if any(changed[name] is not value[name] for name in changed) else value
     if isinstance(value, (list, tuple)):
-        parts = [_mapped(each, change) for each in value]
+        parts = [_map_values(each, change) for each in value]
         if all(one is other for one, other in zip(parts, value, strict=True)):
             return value
         return tuple(parts) if isinstance(value, tuple) else parts

@@ -1,12 +1,12 @@
 """
-The sweep: delivers what a crash, a lost connection or a broker outage has left behind.
+The sweep delivers entries after a crash, a lost connection or a broker outage.
 
-Outboxes take turns, a handful of documents each, so that a large backlog in one collection does not keep the others
-waiting. Documents come in the order of the index. One that may still be due after its turn is passed over until all
-others have had theirs. After a turn in vain they come by lot: MongoDB may refuse all that stand in front, each time.
+A sweep processes an outbox's due documents once, in index order, so earlier failures come last. A document that cannot
+be delivered delays no other. Outboxes take turns, with a few documents each. A document with more entries than a turn
+delivers continues after all others have had their turn.
 
-A broker that takes nothing ends the sweep: everything waits for the next. So does the soft time limit of its task,
-which is about no entry: every claim is let go before it passes through.
+If the broker accepts nothing, the sweep ends, and everything waits for the next one. The soft time limit of its task
+also ends it, after every claim is released.
 """
 
 from __future__ import annotations
@@ -14,60 +14,41 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, cast
+from itertools import islice
+from typing import Any
 
 from bson import ObjectId
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import ConnectionFailure, PyMongoError
 
+from mongo_celery.findings import list_some
 from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.backing import Backing
-from mongo_celery.outbox.commands import tell_undeliverable
+from mongo_celery.outbox.commands import log_undeliverable
 from mongo_celery.outbox.delivery import Delivery
-from mongo_celery.outbox.index import waiting_for_others
 from mongo_celery.outbox.relay import Relay
+from mongo_celery.outbox.runtime import OutboxRuntime
 
 logger = logging.getLogger("mongo_celery.outbox")
 
 SWEEP_TASK = "mongo_celery.outbox.sweep"
 
 _TURN = 50
-"""Documents of one outbox before the next has its turn."""
+"""Number of documents of one outbox before the next one's turn."""
+
+_ROUNDS = 20
+"""A manual sweep has no time limit, so it leaves the rest of a document with continuous writes."""
 
 _SWEEP_SECONDS = 60.0
-"""After so long a sweep leaves the rest to the next, which beat has started meanwhile."""
+"""Seconds after which a sweep leaves the rest to the next one, which beat has started meanwhile."""
 
 _NOTE_SECONDS = 5.0
-"""How often a process notes that it sweeps."""
+"""Seconds between two notes of a running sweep."""
 
-_IN_VAIN_MAX = 250
-"""After so many documents, in turns in which nothing could be delivered, an outbox waits for the next sweep."""
-
-_SEEN_MAX = 1000
-"""Documents that are passed over; with more of them the first ones may have a second turn before others."""
-
-_OTHERS_SECONDS = 60.0
-"""What has waited for another app for so long is told, and looked for no more often than this."""
-
-
-@dataclass(frozen=True, slots=True)
-class SweepTarget:
-    """
-    An outbox to sweep.
-
-    Attributes:
-        name: gives what logs call it; asked for late, since the collection may not be open yet.
-        backing: of the outbox.
-        age: seconds after which an entry is due.
-    """
-
-    name: Callable[[], str]
-    backing: Backing
-    age: float
+_UNKNOWN_SECONDS = 60.0
+"""An entry that has waited this long for another process is logged, at most this often."""
 
 
 class OutboxSweep:
@@ -75,66 +56,62 @@ class OutboxSweep:
     One outbox in one sweep.
 
     Args:
-        target: the outbox to sweep.
-        older_than: seconds that the oldest entry of a document must have waited.
-        limit: how many documents at most, each in one turn, not counting turns in which nothing was delivered; None
-            for no limit, and as many turns as it takes.
+        outbox: the outbox to sweep.
+        older_than: least age of a document's oldest entry in seconds. By default the option `sweep_after`.
+        rounds: number of turns for a document with more entries than a turn delivers. The rest counts as left.
+
+    Attributes:
+        total: the total of the results.
+        failure: the MongoDB error that ended it.
     """
 
-    def __init__(self, target: SweepTarget, older_than: float, limit: int | None = None) -> None:
-        self.target = target
+    def __init__(self, outbox: OutboxRuntime, older_than: float | None = None, rounds: float = _ROUNDS) -> None:
+        self.outbox = outbox
         self.id: ObjectId | None = None
         self.total = Delivery()
-        self._older_than = older_than
-        self._room = limit
-        self._in_vain = 0
-        self._seen: list[Any] = []
-        self._has_moved = False
+        self.failure: PyMongoError | None = None
+        self.older_than = outbox.options.sweep_after if older_than is None else older_than
+        self._due: Iterator[Any] | None = None
+        self._more: list[Any] = []
+        self._rounds = rounds
 
-    def turn(self, deadline: float = math.inf) -> bool:
+    def take_turn(self, deadline: float = math.inf) -> bool:
         """
-        Deliver some documents; whether it is to have another turn.
+        Deliver some documents. Return True if there may be more.
 
         Args:
-            deadline: moment of the monotonic clock from which on documents that go one by one are left.
+            deadline: monotonic time after which no further single document is tried.
 
         Raises:
             PyMongoError: MongoDB did not answer, or refused the query.
         """
-        relay = self.target.backing.relay
-        self.target.backing.sweeps.note(_NOTE_SECONDS, self.id)
-        found = self._due()
-        if not found and self._has_moved and self._seen and self._room is None:  # all others have had their turn
-            self._seen, self._has_moved = [], False
-            found = self._due()
+        relay = self.outbox.relay
+        self.outbox.sweeps.note(_NOTE_SECONDS, self.id)
+        if self._due is None:
+            self._due = self.outbox.pending.find_due(self.older_than)
+        found = list(islice(self._due, _TURN))
+        if not found and self._rounds > 1:  # all others have had their turn
+            self._rounds -= 1
+            self._due, self._more = iter(self._more), []
+            found = list(islice(self._due, _TURN))
         if not found:
+            self.total, self._more = self.total.and_(Delivery(left=len(self._more))), []
             return False
-        delivery = _deliver(self.target, relay, found, self._older_than, deadline)
+        delivery = _deliver(self.outbox, relay, found, deadline)
         self.total = self.total.and_(delivery)
-        done = delivery.dispatched + delivery.dead
-        if done < len(found) or delivery.left or delivery.error:
-            self._seen = [*self._seen, *found][-_SEEN_MAX:]
-        self._in_vain = 0 if done else self._in_vain + len(found)
-        self._has_moved = self._has_moved or done > 0
-        if self._room is not None and done:
-            self._room -= len(found)
-        return not delivery.broker_down and self._in_vain < _IN_VAIN_MAX and self._room != 0
-
-    def _due(self) -> list[Any]:
-        limit = _TURN if self._room is None else min(_TURN, self._room)
-        return self.target.backing.due(self._older_than, limit, passing_over=self._seen, by_lot=self._in_vain > 0)
+        self._more += delivery.more
+        return not delivery.broker_down
 
 
-def take_turns(
-    sweeps: Iterable[OutboxSweep], failed: Callable[[OutboxSweep, PyMongoError], object], seconds: float = math.inf
-) -> None:
+def take_turns(sweeps: Iterable[OutboxSweep], seconds: float = math.inf) -> None:
     """
-    Deliver what is due in some outboxes, until nothing is, or nothing can be; what was done stands in each.
+    Deliver due documents of some outboxes, until none is due or deliverable.
+
+    If MongoDB does not answer for an outbox, or refuses it, the others continue.
 
     Args:
         sweeps: of the outboxes.
-        failed: is told of those that MongoDB does not answer for, or refuses; the others go on.
-        seconds: after which the rest is left to the next sweep.
+        seconds: time after which the rest is left to the next sweep.
     """
     deadline = time.monotonic() + seconds
     waiting = list(sweeps)
@@ -143,31 +120,21 @@ def take_turns(
             if time.monotonic() >= deadline:
                 return
             try:
-                goes_on = sweep.turn(deadline)
+                has_more = sweep.take_turn(deadline)
             except PyMongoError as error:
-                goes_on = False
-                renew_connections(sweep.target.backing.collection.database.client, error)
-                failed(sweep, error)
+                has_more = False
+                renew_connections(sweep.outbox.collection.database.client, error)
+                sweep.failure, sweep.total = error, sweep.total.and_(Delivery(error=short(error)))
             if sweep.total.broker_down:
                 return
-            if not goes_on:
+            if not has_more:
                 waiting.remove(sweep)
 
 
-def sweep_one(target: SweepTarget, older_than: float, limit: int) -> Delivery:
-    """Deliver documents of one outbox, the given number at most; the sum of what was done."""
-    sweep = OutboxSweep(target, older_than, limit)
-    while sweep.turn():
-        pass
-    return sweep.total
-
-
-def _deliver(
-    target: SweepTarget, relay: Relay, document_ids: list[Any], older_than: float, deadline: float
-) -> Delivery:
-    """Deliver some documents; one that nobody can make sense of stops no other."""
+def _deliver(outbox: OutboxRuntime, relay: Relay, document_ids: list[Any], deadline: float) -> Delivery:
+    """Deliver some documents. An unreadable one does not stop others."""
     try:
-        return relay.deliver_all(document_ids, older_than=older_than)
+        return relay.deliver_all(document_ids)
     except (ConnectionFailure, SoftTimeLimitExceeded):
         raise
     except Exception as error:  # noqa: BLE001 - whatever is wrong with it
@@ -176,60 +143,55 @@ def _deliver(
             for place, document_id in enumerate(document_ids):
                 if time.monotonic() >= deadline:
                     return total.and_(Delivery(left=len(document_ids) - place))
-                total = total.and_(_deliver(target, relay, [document_id], older_than, deadline))
+                total = total.and_(_deliver(outbox, relay, [document_id], deadline))
             return total
-        tell_undeliverable(target.name(), document_ids[0], error)
+        log_undeliverable(outbox.name, document_ids[0], error)
         return Delivery(left=1, error=short(error))
 
 
-def _report_others(target: SweepTarget) -> None:
-    """What waits for another app waits in silence otherwise, since this process passes it over."""
-    backing = target.backing
-    if time.monotonic() < backing.others_told_at + _OTHERS_SECONDS:
+def _report_unknown_tasks(outbox: OutboxRuntime) -> None:
+    """Log entries that wait for a process that knows their task, because nothing else reports them."""
+    if time.monotonic() < outbox.unknown_logged_at + _UNKNOWN_SECONDS:
         return
-    backing.others_told_at = time.monotonic()
-    found = waiting_for_others(backing.plain, backing.claims, _OTHERS_SECONDS)
-    if found is not None:
+    outbox.unknown_logged_at = time.monotonic()
+    unknown = [each for each in outbox.find_unknown_tasks() if each.seconds > _UNKNOWN_SECONDS]
+    if unknown:
         logger.warning(
-            "outbox %s: document %r waits for another app, and this app (%s) does not deliver its entries; run that "
-            "app's sweep, or make the outbox here with delivers=",
-            target.name(), found["_id"], backing.app.main,
-            extra={"event": "other_app"},
+            "outbox %s: entries wait for a process that knows %s. Import the module where workers run.",
+            outbox.name, list_some([each.name for each in unknown]),
+            extra={"event": "task_unknown"},
         )  # fmt: skip
 
 
-def sweep_all(targets: Iterable[SweepTarget]) -> dict[str, Any]:
+def sweep_all(outboxes: Iterable[OutboxRuntime]) -> dict[str, Any]:
     """
-    Deliver what is due in some outboxes, in turns; nothing of one that another sweep of the app is delivering.
+    Deliver due documents of some outboxes in turns. Skip an outbox that another sweep is delivering.
 
     Returns:
-        Per outbox `{"dispatched", "dead", "error"}`, as plain values for a task's result.
+        For each outbox `{"dispatched", "dead", "error"}`, as plain values for a task's result.
     """
-    sweeps, begun = [OutboxSweep(target, target.age) for target in targets], list[OutboxSweep]()
+    sweeps, begun = [OutboxSweep(each, rounds=math.inf) for each in outboxes], list[OutboxSweep]()
     try:
-        for sweep in sweeps:  # also those whose turn does not come, since the broker is down
+        for sweep in sweeps:  # includes those without a turn, because the broker is down
             sweep.id = ObjectId()
             with suppress(PyMongoError):
-                if not sweep.target.backing.sweeps.note(0.0, sweep.id):
+                if not sweep.outbox.sweeps.note(0.0, sweep.id):
                     continue
-                _report_others(sweep.target)
+                _report_unknown_tasks(sweep.outbox)
             begun.append(sweep)
-        take_turns(begun, _report_failure, _SWEEP_SECONDS)
+        take_turns(begun, _SWEEP_SECONDS)
     finally:
         for sweep in begun:
-            with suppress(PyMongoError):
-                sweep.target.backing.sweeps.end(cast(ObjectId, sweep.id))
+            if sweep.id is not None:
+                sweep.outbox.sweeps.end(sweep.id)
+            if sweep.failure is not None:
+                failed = sweep.outbox.name, short(sweep.failure)
+                logger.warning("outbox %s was not swept: %s", *failed, extra={"event": "sweep_failed"})
     return {
-        sweep.target.name(): {
+        sweep.outbox.name: {
             "dispatched": sweep.total.dispatched,
             "dead": sweep.total.dead,
             "error": sweep.total.error,
         }
         for sweep in sweeps
     }
-
-
-def _report_failure(sweep: OutboxSweep, error: PyMongoError) -> None:
-    """MongoDB does not answer, or refuses the query."""
-    logger.warning("outbox %s was not swept: %s", sweep.target.name(), short(error), extra={"event": "sweep_failed"})
-    sweep.total = sweep.total.and_(Delivery(error=short(error)))

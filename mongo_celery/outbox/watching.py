@@ -1,10 +1,10 @@
 """
-How a bridge that watches the collection delivers: a handler that dispatches what a change has left pending.
+Delivery by a bridge that watches the collection: a handler dispatches a changed document's pending entries.
 
-The bridge brings the position in the stream, the order and the repetition; the handler claims the document as
-every relay does. A change whose entries the writer has dispatched meanwhile is passed over by the listener, by a
-flag that the server computes from the document as it is when the change is read: what it no longer holds then
-has been dispatched, and what is added later brings a change of its own.
+The bridge provides the position in the stream, order and repetition. The handler claims the document like every relay.
+If the writer has already dispatched a change's entries, the listener skips the change, by a flag that the server
+computes from the document at the time of reading. Entries that are gone by then were dispatched, and later entries
+cause their own change.
 """
 
 from __future__ import annotations
@@ -14,43 +14,39 @@ from collections.abc import Callable
 from typing import Any
 
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.outbox.pending import PendingField
+from mongo_celery.outbox.pending import COUNT
 from mongo_celery.outbox.relay import Relay
 
 OPERATIONS = ("insert", "update", "replace")
 
 
-def watched_fields(field: PendingField) -> tuple[str, ...]:
-    """A claim changes other fields, so a delivery does not call for the next one."""
-    return (field.count,)
+WATCHED_FIELDS = (COUNT,)
+"""A claim changes other fields, so a delivery does not cause the next one."""
 
-
-def still_pending(field: PendingField) -> dict[str, Any]:
-    """True of a change whose document has something pending when the change is read."""
-    return {
-        "$or": [
-            {"$eq": [{"$type": "$fullDocument"}, "missing"]},  # a bridge that does not look documents up
-            {"$gt": [f"$fullDocument.{field.count}", 0]},
-        ],
-    }
-
+STILL_PENDING: dict[str, Any] = {
+    "$or": [
+        {"$eq": [{"$type": "$fullDocument"}, "missing"]},  # a bridge without document lookup
+        {"$gt": [f"$fullDocument.{COUNT}", 0]},
+    ],
+}
+"""True for a change whose document has pending entries when it is read."""
 
 _BUSY = Pauses(first=2.0, longest=8.0)
-"""Whoever holds a document is done in a moment, as a rule; on a busy machine he takes some seconds."""
+"""A relay usually finishes a document in a moment, and on a busy machine in some seconds."""
 _RETRIES_MAX = 1_000_000
-"""No limit: to `retry`, None means the task's own, which is 3. A claim lapses, so this comes to an end."""
+"""No limit: for `retry`, None means the task's own limit, 3. A claim lapses, so this ends."""
 
 
 def delivery_handler(relay: Callable[[], Relay], namespace: str) -> Callable[[Any, Any], None]:
     """
-    The function for `Bridge.on_change(..., bind=True)`.
+    Return the function for `Bridge.on_change(..., bind=True)`.
 
-    A document that another relay holds is tried again until it is empty or free: that relay may have crashed. An
-    entry that cannot be published is left to the sweep, so that it does not hold up the partition.
+    If another relay holds a document, it is tried again until it is empty or free, because that relay may have crashed.
+    An entry that cannot be published is left to the sweep, so that it does not block the partition.
     """
 
     def deliver(task: Any, change: Any) -> None:
-        """Dispatch what is pending in the changed document."""
+        """Dispatch the pending entries of the changed document."""
         document_id = change.document_key["_id"]
         delivery = relay().deliver(document_id)
         if not delivery.dispatched and relay().is_held(document_id):

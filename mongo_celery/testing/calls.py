@@ -1,8 +1,8 @@
 """
-What the handlers of a runner were called with, and what is to happen to a call.
+The calls of a runner's handlers, and the faults that a test requests.
 
-A call is looked at where the task calls its function: behind claim and envelope, in front of `autoretry_for` and
-the transaction. So a retry shows as Celery's `Retry`, and a failure as the handler's own error.
+A call is recorded when the task calls its function: after claim and envelope, inside `autoretry_for` and the
+transaction. So a retry is recorded as Celery's `Retry`, and a failure as the handler's own error.
 """
 
 from __future__ import annotations
@@ -22,35 +22,31 @@ from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.execution import current
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
-from mongo_celery.errors import HandlerUsageError, StaleFencingTokenError
+from mongo_celery.errors import StaleFencingTokenError
 
 CrashPoint = Literal["claimed", "called", "handled"]
 CRASH_POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
-_FAREWELLS = ("advance", "crash", "relinquish")  # what a process that ends still writes of a claim
+_FAREWELLS = ("advance", "crash", "relinquish")  # writes to a claim by a process that ends
 
 
 class ProcessKilledError(BaseException):
-    """The worker's process was killed here: no code of it runs any more, and nothing more is written."""
+    """The worker's process was killed at this point. It runs and writes nothing more."""
 
 
 @dataclass(slots=True)
 class PlannedCrash:
     """
-    An execution that is to die.
+    A planned death of an execution.
 
     Attributes:
-        point: where.
-        handler: that it is about; None for any.
-        after: how many executions are to go well before.
+        point: the place in the execution.
+        handler: its name; None for any.
+        after: number of executions that pass the point first.
     """
 
     point: CrashPoint
     handler: str | None
     after: int = 0
-
-    def concerns(self, handler: str) -> bool:
-        """Whether it is about this one."""
-        return self.handler in (None, handler)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +65,10 @@ class HandlerCall:
 
     Attributes:
         handler: its name.
-        changes: that it was given; one, unless it is a bulk handler.
-        error: that it ended with; None where it returned, or its process was killed.
-        was_killed: whether its process was killed, before or after the function.
-        was_stale: whether newer executions had been there before the function was called.
+        changes: its changes. There is one, unless the handler is a bulk handler.
+        error: the error with which it ended. None if it returned, or its process was killed.
+        was_killed: True if its process was killed, before or after the function.
+        was_stale: True if newer executions ran before the function was called.
     """
 
     handler: str
@@ -83,17 +79,17 @@ class HandlerCall:
 
     @property
     def is_retry(self) -> bool:
-        """Whether the handler asked to be called again."""
+        """Return True if the handler requested another call."""
         return isinstance(self.error, Retry)
 
     @property
     def is_done(self) -> bool:
-        """Whether the handler's work counts as done."""
+        """Return True if the handler's work counts as done."""
         return not self.was_killed and (self.error is None or isinstance(self.error, Ignore))
 
     @property
     def has_failed(self) -> bool:
-        """Whether the error is one of the handler's own."""
+        """Return True if the error is the handler's own."""
         excused = (Retry, Ignore, StaleFencingTokenError, ProcessKilledError)
         return self.error is not None and not isinstance(self.error, excused)
 
@@ -108,12 +104,12 @@ class CallRecorder:
     The calls of some bridges' handlers.
 
     Args:
-        overtake: delivers all else while a call stands still.
+        overtake: delivers all other work while a call hangs.
 
     Attributes:
         calls: in the order of their ends.
-        crashes: the next executions that die, in their order.
-        stalls: the next calls that stand still until all else is done, each by its handler; None for any.
+        crashes: the next executions to crash, in order.
+        stalls: handlers whose next call hangs until all other work is done. None for any handler.
     """
 
     def __init__(self, overtake: Callable[[], None]) -> None:
@@ -124,19 +120,19 @@ class CallRecorder:
 
     @property
     def awaited(self) -> str | None:
-        """In words, what was to happen and has not; None where all of it has."""
+        """Return the next fault that has not happened yet, as text. None if all have."""
         if self.stalls:
             return f"stands still before {self.stalls[0] or 'its handler'}"
         return f"is killed at {self.crashes[0].point!r}" if self.crashes else None
 
     def forget(self) -> None:
-        """Nothing more is to happen."""
+        """Drop all faults that have not happened yet."""
         self.crashes.clear()
         self.stalls.clear()
 
     @contextlib.contextmanager
     def watching(self, wiring: Wiring) -> Iterator[None]:
-        """Inside, the handlers of a bridge are watched."""
+        """Record the calls of a bridge's handlers in the block."""
         wiring.app.finalize(auto=True)
         with contextlib.ExitStack() as stack:
             for handler in wiring.handlers:
@@ -151,7 +147,7 @@ class CallRecorder:
             yield
 
     def _call(self, handler: Handler, function: Callable[..., Any], *args: Any) -> Any:
-        if current.get() is None:  # somebody calls the handler himself
+        if current.get() is None:  # the test calls the handler itself
             return function(*args)
         given = args[-1]
         changes = (given,) if isinstance(given, Change) else tuple(given)
@@ -173,13 +169,13 @@ class CallRecorder:
         return None
 
     def _link(self, publish: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self._reach("handled", self.calls[-1].handler)  # that has just returned
+        self._reach("handled", self.calls[-1].handler)  # of the call that has just returned
         return publish(*args, **options)
 
     def _reach(self, point: CrashPoint, handler: str) -> None:
-        """Die here, if that is to happen next."""
+        """Crash here if the next planned crash is at this point."""
         planned = self.crashes[0] if self.crashes else None
-        if planned is None or planned.point != point or not planned.concerns(handler):
+        if planned is None or planned.point != point or planned.handler not in (None, handler):
             return
         if planned.after:
             planned.after -= 1
@@ -189,28 +185,15 @@ class CallRecorder:
 
 
 def handlers_part(error: BaseException) -> BaseException:
-    """An error of a handler, with that part of its traceback that is the handler's own."""
+    """Return a handler's error with only the handler's part of its traceback."""
     found = error.__traceback__
     while found is not None and found.tb_frame.f_globals is not globals():
         found = found.tb_next
     return error if found is None else error.with_traceback(found.tb_next)
 
 
-def checked_point(point: str) -> CrashPoint:
-    """
-    A crash point by its name.
-
-    Raises:
-        HandlerUsageError: there is none of it.
-    """
-    for known in CRASH_POINTS:
-        if point == known:
-            return known
-    raise HandlerUsageError(f"crash({point!r}): a process dies at one of {', '.join(map(repr, CRASH_POINTS))}.")
-
-
 def _unless_killed(write: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Who is told to end has time for a last write; who is killed has not."""
+    """Return a write that does nothing if the process was killed. A regular end still allows it."""
     killed = sys.exception()
     if isinstance(killed, ProcessKilledError):
         raise killed

@@ -1,4 +1,4 @@
-"""Changes for unit tests, as MongoDB gives them: one function for each operation on a document."""
+"""Changes for unit tests in MongoDB's form: one function for each operation on a document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ANY_UUID: CodecOptions[Any] = CodecOptions(uuid_representation=UuidRepresentati
 
 def inserted(ns: str, document: Mapping[str, Any], **options: Any) -> Change:
     """
-    An insert.
+    Return an insert.
 
     ::
 
@@ -29,7 +29,7 @@ def inserted(ns: str, document: Mapping[str, Any], **options: Any) -> Change:
     Args:
         ns: `"db.collection"`.
         document: with its `_id`.
-        options: `fence`, `client`, `fencing_token` and fields of the event, as of `Change.build`.
+        options: `fence`, `client`, `fencing_token` and fields of the event, as in `Change.build`.
 
     Raises:
         HandlerUsageError: the namespace, the `_id` or the values cannot be those of an event.
@@ -39,7 +39,7 @@ def inserted(ns: str, document: Mapping[str, Any], **options: Any) -> Change:
 
 def replaced(ns: str, document: Mapping[str, Any], **options: Any) -> Change:
     """
-    A replace.
+    Return a replace.
 
     ::
 
@@ -48,8 +48,8 @@ def replaced(ns: str, document: Mapping[str, Any], **options: Any) -> Change:
 
     Args:
         ns: `"db.collection"`.
-        document: as it is afterwards, with its `_id`.
-        options: as of `inserted`.
+        document: the new document, with its `_id`.
+        options: as in `inserted`.
 
     Raises:
         HandlerUsageError: the namespace, the `_id` or the values cannot be those of an event.
@@ -67,7 +67,7 @@ def updated(
     **options: Any,
 ) -> Change:
     """
-    An update.
+    Return an update.
 
     ::
 
@@ -76,11 +76,11 @@ def updated(
 
     Args:
         ns: `"db.collection"`.
-        document: as the server has looked it up, with its `_id`; None for one that was deleted meanwhile.
+        document: the document after lookup by the server, with its `_id`. None if it was deleted meanwhile.
         fields: paths that were set, with their values.
         removed: paths that were removed.
-        key: the `_id`, where `document` is None.
-        options: as of `inserted`.
+        key: the `_id`, if `document` is None.
+        options: as in `inserted`.
 
     Raises:
         HandlerUsageError: the namespace, the `_id` or the values cannot be those of an event.
@@ -96,7 +96,7 @@ def updated(
 
 def deleted(ns: str, key: Any, **options: Any) -> Change:
     """
-    A delete.
+    Return a delete.
 
     ::
 
@@ -105,8 +105,8 @@ def deleted(ns: str, key: Any, **options: Any) -> Change:
 
     Args:
         ns: `"db.collection"`.
-        key: the document's `_id`; the document is gone.
-        options: as of `inserted`.
+        key: the `_id` of the deleted document.
+        options: as in `inserted`.
 
     Raises:
         HandlerUsageError: the namespace, the `_id` or the values cannot be those of an event.

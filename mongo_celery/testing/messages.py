@@ -1,8 +1,8 @@
 """
-The messages of a runner: a broker in memory in the place of an app's own, and a worker that runs one message.
+The messages of a runner: a broker in memory replaces the app's, and a worker runs one message.
 
-The broker is kombu's memory transport, with queues of its own: messages that the process has sent by `memory://` are
-not among them. They stay until the runner takes them.
+The broker is kombu's memory transport with its own queues, separate from `memory://`. Messages stay until the runner
+takes them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty
 from typing import Any
+from unittest.mock import patch
 
 from celery import Celery
 from celery._state import _tls  # type: ignore[attr-defined] # Celery has no other way to take it back
@@ -21,14 +22,32 @@ from kombu.serialization import prepare_accept_content
 from kombu.transport import memory, virtual
 from kombu.utils.imports import symbol_by_name
 
-_REPLACED = ("connection_for_write", "connection_for_read", "connection")
 HOSTNAME = f"bridge_runner@{socket.gethostname()}"
 
 
 @dataclass(frozen=True, slots=True)
-class SentTask:
+class TaskCall:
+    """A task and its arguments, in the form in which workers get them."""
+
+    name: str
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+    def fits(self, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> bool:
+        """Return True if it has this task name and these arguments. None means any."""
+        has_args = args is None or tuple(args) == self.args
+        return self.name == name and has_args and (kwargs is None or dict(kwargs) == self.kwargs)
+
+    def __str__(self) -> str:
+        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        return f"{self.name}({', '.join(given)})"
+
+
+@dataclass(frozen=True, slots=True)
+class SentTask(TaskCall):
     """
-    One message that nobody has taken yet.
+    A sent message that no worker has taken yet.
 
     ::
 
@@ -38,58 +57,42 @@ class SentTask:
         assert task.args == (4,)
 
     Attributes:
-        name: of the task.
-        args: as a worker would give them.
-        kwargs: as a worker would give them.
-        id: of the task; of an outbox's, the same in each delivery.
-        queue: where it lies.
+        name: name of the task.
+        args: the arguments, as a worker would pass them.
+        kwargs: the keyword arguments, as a worker would pass them.
+        id: id of the task. A task of an outbox has the same id in each delivery.
+        queue: name of its queue.
     """
 
-    name: str
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    id: str
-    queue: str
+    queue: str = ""
 
     @classmethod
     def of(cls, queue: str, message: Any) -> SentTask:
-        """From a message of Celery's."""
+        """Return the task of a Celery message."""
         headers = message.headers
         args, kwargs, _ = message.payload
         return cls(headers["task"], tuple(args), dict(kwargs), headers["id"], queue)
 
-    def fits(self, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> bool:
-        """Whether it is of this task, with these arguments; None for any."""
-        return (
-            self.name == name
-            and (args is None or tuple(args) == self.args)
-            and (kwargs is None or dict(kwargs) == self.kwargs)
-        )
-
-    def __str__(self) -> str:
-        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
-        return f"{self.name}({', '.join(given)})"
-
 
 class RunnerChannel(memory.Channel):
-    """Its queues are those of all runners of this process, of which one runs at a time."""
+    """A channel whose queues all runners of this process share. One runner is active at a time."""
 
     queues: dict[str, Any] = {}  # noqa: RUF012 - kombu's own has it so, and so share all channels what lies there
 
     def close(self) -> None:
-        """Leave the queues to the other channels."""
+        """Keep the queues for other channels."""
         virtual.Channel.close(self)
 
 
 class RunnerTransport(memory.Transport):
-    """kombu's transport, with these channels."""
+    """kombu's memory transport with these channels."""
 
     Channel = RunnerChannel
     global_state = virtual.BrokerState()
 
 
 class MemoryBroker:
-    """What the apps of one runner send to, from any thread; taken by the runner's own thread."""
+    """The broker of a runner's apps. Any thread sends, only the runner's thread takes."""
 
     def __init__(self) -> None:
         self._connection = _connect()
@@ -97,29 +100,29 @@ class MemoryBroker:
 
     @contextlib.contextmanager
     def serving(self, apps: Iterable[Celery]) -> Iterator[None]:
-        """Inside, these apps send to it, and nothing is sent eagerly."""
+        """Make these apps send to this broker in the block, never eagerly."""
         _forget()
         self._channel = self._connection.default_channel
         with contextlib.ExitStack() as stack:
             for app in apps:
-                stack.enter_context(_replaced(app))
+                stack.enter_context(_replace_broker(app))
             stack.callback(_forget)
             stack.callback(self._connection.release)
             yield
 
     def take(self, queue: str) -> Any:
-        """The next message of a queue, as a consumer would be given it; None where there is none."""
+        """Return the next message of a queue in a consumer's form. None if there is none."""
         try:
             return self._channel.basic_get(queue, no_ack=True)
         except Empty:
             return None
 
     def queues(self) -> list[str]:
-        """Those with messages, in the order of their names."""
+        """Return the names of queues with messages, in order."""
         return sorted(name for name, each in list(RunnerChannel.queues.items()) if each.qsize())
 
     def look(self, queue: str) -> list[Any]:
-        """The messages of a queue, which stay there."""
+        """Return the messages of a queue without removing them."""
         found = RunnerChannel.queues.get(queue)
         bodies = list(found.queue) if found is not None else []
         return [self._channel.message_to_python(body) for body in bodies]
@@ -129,42 +132,39 @@ def _connect(*_args: Any, **_options: Any) -> Connection:
     return Connection(transport=RunnerTransport)
 
 
+_REPLACED: Any = dict.fromkeys(("connection_for_write", "connection_for_read", "connection"), _connect)
+
+
 def _forget() -> None:
     RunnerChannel.queues.clear()
     RunnerTransport.global_state.clear()
 
 
 @contextlib.contextmanager
-def _replaced(app: Celery) -> Iterator[None]:
-    """An app whose connections are ours; the pools that it has made are there again afterwards."""
-    amqp: Any = app.amqp
-    pools = app._pool, amqp._producer_pool  # type: ignore[attr-defined] # noqa: SLF001 - Celery has no other way
-    eager = app.conf.task_always_eager
-    app._pool = amqp._producer_pool = None  # type: ignore[attr-defined] # noqa: SLF001
-    app.conf.task_always_eager = False
-    before = {name: app.__dict__[name] for name in _REPLACED if name in app.__dict__}
-    app.__dict__.update(dict.fromkeys(_REPLACED, _connect))
-    try:
-        yield
+def _replace_broker(app: Celery) -> Iterator[None]:
+    """Give an app our connections for the block, then restore its own pools."""
+    eager, app.conf.task_always_eager = app.conf.task_always_eager, False
+    try:  # Celery has no other way to replace the broker temporarily
+        with (
+            patch.multiple(app, _pool=None, **_REPLACED),
+            patch.object(app.amqp, "_producer_pool", None),
+        ):
+            yield
     finally:
-        for name in _REPLACED:
-            del app.__dict__[name]
-        app.__dict__.update(before)
         app.conf.task_always_eager = eager
-        app._pool, amqp._producer_pool = pools  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def run_message(app: Celery, message: Any) -> None:
     """
-    Run a message's task to its end, with its links sent; what the task raises is Celery's to deal with.
+    Run a message's task to its end, and send its links. Celery handles the task's errors.
 
-    The app is the current one meanwhile, as in its worker, for a `shared_task` that is sent. Not the limits of time:
-    there is no pool to enforce them.
+    The app is the current one meanwhile, like in its worker, so that a `shared_task` can be sent. Time limits have no
+    effect, because there is no pool.
 
     Raises:
-        BaseException: what ends a process.
-        ContentDisallowed: its serializer is none of `accept_content`.
-        LookupError: the app has no such task.
+        BaseException: an error that ends a process.
+        ContentDisallowed: `accept_content` does not include its serializer.
+        LookupError: the app does not have the task.
     """
     name = message.headers["task"]
     task = app.tasks.get(name)
@@ -180,7 +180,7 @@ def run_message(app: Celery, message: Any) -> None:
 
 @contextlib.contextmanager
 def _current(app: Celery) -> Iterator[None]:
-    """Inside, an app is this thread's current one."""
+    """Make an app the current one of this thread for the block."""
     before = _tls.current_app
     app.set_current()
     try:

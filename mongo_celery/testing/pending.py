@@ -1,27 +1,29 @@
-"""What waits in an outbox, undispatched: in documents, or in the collection of an `OutboxCollection`."""
+"""Pending entries of an outbox, in documents or in the collection of an `OutboxCollection`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import leaves
 from mongo_celery.outbox.collection import key_text
-from mongo_celery.outbox.entries import Entry, bound_event, decode_canvas
-from mongo_celery.outbox.registry import AnyOutbox
+from mongo_celery.outbox.entries import Entry, bind_event, decode_canvas
+from mongo_celery.outbox.pending import FIELD
+from mongo_celery.outbox.registry import BaseOutbox
+from mongo_celery.testing.messages import TaskCall
 
-__tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
+__tracebackhide__ = True  # for pytest: show the line of the test or the handler
 _SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
-class PendingEntry:
+class PendingEntry(TaskCall):
     """
-    One task or event that was stored, and that nobody has dispatched yet.
+    A stored task or event that is not yet dispatched.
 
     ::
 
@@ -31,41 +33,27 @@ class PendingEntry:
         assert (entry.name, entry.args, entry.place) == ("shop.send_receipt", (8,), 8)
 
     Attributes:
-        name: of the task, or the routing key.
-        args: of the task, as they are stored: a later step of a chain gets the result in front.
-        kwargs: of the task.
-        id: of the task or event, the same in each delivery.
-        place: `_id` of the document that it waits in; with an `OutboxCollection` its key as text, or None.
+        name: name of the task, or the routing key.
+        args: arguments of the task, as stored. A later step of a chain also gets the result, as its first argument.
+        kwargs: keyword arguments of the task.
+        id: id of the task or event, the same in each delivery.
+        place: `_id` of the document that contains it. With an `OutboxCollection`, its key as text, or None.
         kind: `"task"` or `"event"`.
-        body: of an event.
+        body: body of an event.
     """
 
-    name: str
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    id: str = ""
     place: Any = None
     kind: str = "task"
     body: Any = None
 
-    def fits(self, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, place: object) -> bool:
-        """Whether it is of this name, with these arguments, at this place; None and `NO_ID` for any."""
-        return (
-            self.name == name
-            and (args is None or tuple(args) == self.args)
-            and (kwargs is None or dict(kwargs) == self.kwargs)
-            and (place is NO_ID or place == self.place)
-        )
-
     def __str__(self) -> str:
-        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
-        shown = ", ".join(given) if self.kind == "task" else repr(self.body)
-        return f"{self.name}({shown}) at {self.place!r}"
+        shown = TaskCall.__str__(self) if self.kind == "task" else f"{self.name}({self.body!r})"
+        return f"{shown} at {self.place!r}"
 
 
-def pending_entries(outbox: AnyOutbox) -> list[PendingEntry]:
+def pending_entries(outbox: BaseOutbox) -> list[PendingEntry]:
     """
-    What waits in an outbox, document by document in the order of their `_id`s.
+    Return the pending entries of an outbox, in the order of their documents' `_id`s.
 
     ::
 
@@ -73,32 +61,32 @@ def pending_entries(outbox: AnyOutbox) -> list[PendingEntry]:
             outbox.insert_one({"_id": 12}, tasks=[send_receipt.s(12)])
             assert [str(entry) for entry in pending_entries(outbox)] == ["shop.send_receipt(12) at 12"]
 
-    Of a chain, group or chord it is each task that is in it, links included.
+    A chain, group or chord gives one entry for each of its tasks, links included.
 
     Args:
-        outbox: an `Outbox` or an `OutboxCollection`, of whatever app.
+        outbox: an `Outbox` or an `OutboxCollection`, of any app.
 
     Raises:
-        ValueError: somebody else has written to a field of the outbox, and what is there cannot be read.
+        ValueError: another writer has changed a field of the outbox, so it cannot be read.
     """
-    backing = outbox.backing
-    found = backing.latest.find({backing.field.name: {"$exists": True}}).sort("_id", 1)
+    runtime = outbox.runtime
+    found = runtime.latest.find({FIELD: {"$exists": True}}).sort("_id", 1)
     entries: list[PendingEntry] = []
     for document in found:
-        place = None if backing.is_own and not isinstance(document["_id"], str) else document["_id"]
+        place = None if runtime.is_own and not isinstance(document["_id"], str) else document["_id"]
         try:
-            for stored in document[backing.field.name]["events"]:
+            for stored in document[FIELD]["events"]:
                 entries += _parts(outbox, Entry.from_document(stored), document["_id"], place)
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{outbox.name}: what waits in document {document['_id']!r} cannot be read; did something other than "
-                f"the outbox write to {backing.field.name}?"
+                f"the outbox write to {FIELD}?"
             ) from error
     return entries
 
 
 def assert_pending(
-    outbox: AnyOutbox,
+    outbox: BaseOutbox,
     name: str,
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -107,7 +95,7 @@ def assert_pending(
     times: int = 1,
 ) -> None:
     """
-    Demand that a task or event waits so many times in an outbox, stored and not dispatched.
+    Assert the number of pending entries of a task or event in an outbox.
 
     ::
 
@@ -115,33 +103,34 @@ def assert_pending(
             outbox.insert_one({"_id": 13}, tasks=[send_receipt.s(13)])
             assert_pending(outbox, "shop.send_receipt", [13], place=13)
 
-    A dispatcher empties the outbox behind its writer's back: write inside `undispatched`, or with `at_once=False`.
+    A dispatcher empties the outbox in the background. To prevent that, write inside `undispatched`, or with
+    `at_once=False`.
 
     Args:
         outbox: an `Outbox` or an `OutboxCollection`.
-        name: of the task, or the routing key of the event.
-        args: of the task; by default any.
-        kwargs: of the task; by default any.
-        place: `_id` of the document, or the key of an `OutboxCollection`; by default any.
-        times: how often; 0 for never.
+        name: name of the task, or the routing key of the event.
+        args: arguments of the task. By default any.
+        kwargs: keyword arguments of the task. By default any.
+        place: `_id` of the document, or the key of an `OutboxCollection`. By default any.
+        times: the expected number. 0 for none.
 
     Raises:
-        AssertionError: it does not; with what waits instead.
-        OutboxRefusedError: the place can be no key of an `OutboxCollection`.
+        AssertionError: the number differs. The message lists the pending entries.
+        OutboxRefusedError: an `OutboxCollection` cannot have this key.
     """
-    if place is not NO_ID and outbox.backing.is_own:
+    if place is not NO_ID and outbox.runtime.is_own:
         place = key_text(place)
     waiting = pending_entries(outbox)
-    count = sum(each.fits(name, args, kwargs, place) for each in waiting)
+    count = sum(each.fits(name, args, kwargs) and place in (NO_ID, each.place) for each in waiting)
     if count != times:
         others = ", ".join(map(str, waiting[:_SHOWN])) or "nothing"
         raise AssertionError(f"{name} waits {count} times in {outbox.name}, not {times}; what waits: {others}.")
 
 
 @contextlib.contextmanager
-def undispatched(*outboxes: AnyOutbox) -> Iterator[None]:
+def undispatched(*outboxes: BaseOutbox) -> Iterator[None]:
     """
-    Inside, this process dispatches nothing of what is written to these outboxes, as with `at_once=False`.
+    Keep this process from dispatching entries of these outboxes in the block, like `at_once=False`.
 
     ::
 
@@ -149,28 +138,29 @@ def undispatched(*outboxes: AnyOutbox) -> Iterator[None]:
             outbox.insert_one({"_id": 14}, tasks=[send_receipt.s(14)])
             assert outbox.status().pending == 1
 
-    What it has in hand is given up first. A sweep still dispatches, `outbox.sweep(older_than=0)`, here and afterwards;
-    so do other processes, a bridge that watches the collection, and a delete by the outbox, for its document.
+    The dispatcher first releases its entries. `outbox.sweep(older_than=0)` still dispatches, in the block and after it.
+    Other processes, a bridge that watches the collection, and a delete by the outbox (for its document) still dispatch
+    too.
 
     Args:
-        outboxes: those that are held back.
+        outboxes: the outboxes to stop.
     """
-    kept = [outbox.backing.at_once for outbox in outboxes]
+    kept = [outbox.runtime.at_once for outbox in outboxes]
     for outbox in outboxes:
-        outbox.backing.at_once = False
-        outbox.backing.close()  # else its dispatcher would look for what others have written
+        outbox.runtime.at_once = False
+        outbox.runtime.close()  # otherwise its dispatcher looks for entries of other writers
     try:
         yield
     finally:
         for outbox, at_once in zip(outboxes, kept, strict=True):
-            outbox.backing.close()
-            outbox.backing.at_once = at_once
+            outbox.runtime.close()
+            outbox.runtime.at_once = at_once
 
 
-def _parts(outbox: AnyOutbox, entry: Entry, document_id: object, place: object) -> Iterator[PendingEntry]:
-    """The tasks of an entry, or its event, as a relay would make them."""
+def _parts(outbox: BaseOutbox, entry: Entry, document_id: object, place: object) -> Iterator[PendingEntry]:
+    """Yield an entry's tasks or its event in the relay's form."""
     if entry.kind == "event":
-        event = bound_event(entry, document_id) if entry.bind else entry
+        event = bind_event(entry, document_id) if entry.bind else entry
         body = json.loads(event.payload).get("data")
         yield PendingEntry(event.name, id=event.id, place=place, kind="event", body=body)
         return

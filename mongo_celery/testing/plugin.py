@@ -1,9 +1,9 @@
 """
-The pytest plugin, `-p mongo_celery.testing.plugin` where entry points are switched off.
+The pytest plugin. Use `-p mongo_celery.testing.plugin` if entry points are disabled.
 
-Every suite of an environment loads it, so it imports nothing, and no fixture acts by itself. One check does, in a suite
-that has imported transactions: `require_sessions` around each test. Whatever is asked for stands in the configuration,
-where pytest-django, pytest-flask and xdist find theirs.
+Every suite of an environment loads it, so it imports nothing, and tests request its fixtures explicitly. One check is
+always active in a suite that has imported transactions: `require_sessions` around each test. Options are in pytest's
+configuration, as for pytest-django, pytest-flask and xdist.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ if TYPE_CHECKING:
 BRIDGE = "mongo_celery_bridge"
 MONGODB = "mongo_celery_mongodb_url"
 BROKER = "mongo_celery_broker_url"
+FENCE_TARGET = "mongo_celery_fence_target"
 WORKER = "{worker}"
 SESSIONLESS = "mongo_celery_sessionless"
 TRANSACTIONS = "mongo_celery.mongo.transaction"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """What a suite may set."""
+    """Add the options of a suite's configuration."""
     parser.addini(BRIDGE, "the bridges that bridge_runner runs, as module:name, with spaces between", default="")
     parser.addini(MONGODB, f"of a replica set, {WORKER} for the xdist process; by default one is started", default="")
+    parser.addini(FENCE_TARGET, "what mongo_celery.testing.contract examines, as module:function", default="")
     parser.addini(BROKER, f"of a broker for real workers, {WORKER} as above; by default a Redis is started", default="")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Register the marker."""
     config.addinivalue_line("markers", f"{SESSIONLESS}: the test may write without session= inside a transaction")
 
 
@@ -55,25 +57,19 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
 
 @pytest.fixture(scope="session")
 def mongo_celery_mongodb_url(pytestconfig: pytest.Config) -> Iterator[str]:
-    """Give the URL of MongoDB: the configured one, or of a replica set that is started for this session."""
-    from mongo_celery.testing.processes import serving_mongodb
-
-    with serving_mongodb(given_url(pytestconfig, MONGODB)) as url:
-        yield url
+    """Give the URL of MongoDB: the configured one, or that of a replica set started for this session."""
+    yield from _serve(find_url(pytestconfig, MONGODB), "MongoReplicaSet")
 
 
 @pytest.fixture(scope="session")
 def mongo_celery_broker_url(pytestconfig: pytest.Config) -> Iterator[str]:
-    """Give the URL of a broker for real workers: the configured one, or of a Redis that is started for this session."""
-    from mongo_celery.testing.processes import serving_redis
-
-    with serving_redis(given_url(pytestconfig, BROKER)) as url:
-        yield url
+    """Give the broker URL for real workers: the configured one, or that of a Redis started for this session."""
+    yield from _serve(find_url(pytestconfig, BROKER), "RedisServer")
 
 
 @pytest.fixture(scope="session")
 def mongo_celery_client(mongo_celery_mongodb_url: str) -> Iterator[MongoClient[dict[str, Any]]]:
-    """Give one client for the session, with the writes of a test. Forked children must make their own."""
+    """Give one client per session, for the test's writes. Forked children must make their own."""
     from pymongo import MongoClient
 
     with MongoClient[dict[str, Any]](mongo_celery_mongodb_url) as client:
@@ -82,10 +78,10 @@ def mongo_celery_client(mongo_celery_mongodb_url: str) -> Iterator[MongoClient[d
 
 @pytest.fixture
 def mongo_celery_emptied(pytestconfig: pytest.Config, mongo_celery_client: MongoClient[dict[str, Any]]) -> None:
-    """Empty every collection of the session's own MongoDB, and keep its indexes; refused with a configured URL."""
+    """Empty every collection of the session's own MongoDB, and keep the indexes. Refuse a configured URL."""
     from mongo_celery.testing.processes import empty
 
-    if given_url(pytestconfig, MONGODB):
+    if find_url(pytestconfig, MONGODB):
         raise pytest.UsageError(
             f"mongo_celery_emptied removes all documents, and {MONGODB} names a server that may have others': empty "
             "your collections yourself, or unset it.",
@@ -95,7 +91,7 @@ def mongo_celery_emptied(pytestconfig: pytest.Config, mongo_celery_client: Mongo
 
 @pytest.fixture
 def mongo_celery_bridges(pytestconfig: pytest.Config) -> list[Bridge]:
-    """Give the bridges that `bridge_runner` runs; a suite whose factory makes them has a fixture of this name."""
+    """Give the bridges that `bridge_runner` runs. If a factory makes them, override this fixture."""
     names = str(pytestconfig.getini(BRIDGE)).split()
     if not names:
         raise pytest.UsageError(
@@ -107,7 +103,7 @@ def mongo_celery_bridges(pytestconfig: pytest.Config) -> list[Bridge]:
 
 @pytest.fixture
 def bridge_runner(mongo_celery_bridges: list[Bridge], mongo_celery_mongodb_url: str) -> Iterator[BridgeRunner]:
-    """Give a `BridgeRunner` of the suite's bridges: what the test writes from now on, `deliver()` delivers."""
+    """Give a `BridgeRunner` of the suite's bridges. `deliver()` delivers the changes that the test writes."""
     from mongo_celery.testing.runner import BridgeRunner
 
     with BridgeRunner(*mongo_celery_bridges, url=mongo_celery_mongodb_url) as runner:
@@ -125,8 +121,19 @@ def bridge_workers(
         yield workers
 
 
-def given_url(config: pytest.Config, option: str) -> str:
-    """A configured URL, of this process of xdist; empty where there is none."""
+def _serve(url: str, server: str) -> Iterator[str]:
+    """Yield the given URL, or that of an embedded server that runs during the session."""
+    if url:
+        yield url
+        return
+    from mongo_celery import embedded
+
+    with getattr(embedded, server)() as started:
+        yield started.url
+
+
+def find_url(config: pytest.Config, option: str) -> str:
+    """Return a configured URL for this xdist process. Empty if there is none."""
     url, worker = str(config.getini(option)), getattr(config, "workerinput", None)
     if url and worker is not None and WORKER not in url:
         raise pytest.UsageError(
@@ -137,24 +144,21 @@ def given_url(config: pytest.Config, option: str) -> str:
 
 
 def _bridge_named(name: str) -> Bridge:
-    """The bridge that the configuration names as `module:name`."""
+    """Return the bridge that the configuration names as `module:name`."""
     import importlib
 
     from mongo_celery import Bridge
 
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        raise pytest.UsageError(f"{BRIDGE} = {name}: write it as module:name, such as shop.celery:bridge.")
+    module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # of the module's own imports
+            raise  # an import of the module itself failed
         raise pytest.UsageError(
             f"{BRIDGE} = {name}: there is no module {error.name}. Install the project, or set pythonpath = . in "
             "pytest's configuration, which is the directory of the packages.",
         ) from None
     if not isinstance(found, Bridge):
-        what = f"no {attribute}" if found is None else f"a {type(found).__name__} of this name"
-        raise pytest.UsageError(f"{BRIDGE} = {name}: the module {module} has {what}, and a Bridge is needed.")
+        raise pytest.UsageError(f"{BRIDGE} = {name} names no Bridge. Write module:name, such as shop.celery:bridge.")
     return found

@@ -1,4 +1,4 @@
-"""Real servers and workers for a test, and the wait for what they do."""
+"""Real servers and workers for a test, and functions that wait for them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from bson import Timestamp
 from pymongo import MongoClient
@@ -17,12 +17,14 @@ from mongo_celery.arguments import Duration, positive
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.wiring import Wiring
-from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from mongo_celery.embedded.processes import ChildProcess, Supervisor
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.outbox.signing import COLLECTION as KEYS
 from mongo_celery.outbox.signing import KEYS_OF_OUTBOXES
-from mongo_celery.testing.runner import Wired, placed
+from mongo_celery.testing.runner import place_url
+
+if TYPE_CHECKING:
+    from mongo_celery import Bridge
 
 _NOT_OURS = {"admin", "config", "local"}
 _PAUSE_SECONDS = 0.05
@@ -32,7 +34,7 @@ _STARTING_SECONDS = 60.0
 
 class BridgeWorkers:
     """
-    Starts workers on the servers of a test, and waits for them: a context manager.
+    A context manager that starts workers on the servers of a test, and waits for their work.
 
     ::
 
@@ -42,19 +44,19 @@ class BridgeWorkers:
             workers.drain()
         assert summaries.find_one({"_id": 5})["total"] == 20
 
-    In this process the bridges have those servers meanwhile, so that what a worker does can be looked at.
+    Inside the block, this process's bridges use the same servers, so that the test can inspect the results.
 
     Args:
-        bridges: that the workers run.
-        mongodb_url: of the replica set.
-        broker_url: of the broker.
-        directory: for what the workers write.
+        bridges: the bridges that the workers run.
+        mongodb_url: URL of the replica set.
+        broker_url: URL of the broker.
+        directory: for the output of the workers.
     """
 
-    def __init__(self, bridges: Sequence[Wired], mongodb_url: str, broker_url: str, directory: Path) -> None:
+    def __init__(self, bridges: Sequence[Bridge], mongodb_url: str, broker_url: str, directory: Path) -> None:
         self._bridges = bridges
         self._mongodb_url = mongodb_url
-        path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))  # what the test imports
+        path = os.pathsep.join(filter(None, [str(Path.cwd()), *sys.path]))  # the test's import path
         environment = {**os.environ, "CELERY_BROKER_URL": broker_url, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         self._processes = Supervisor(directory, ChildProcess, environment=environment, grace=_ENDING_SECONDS)
         self._stack = contextlib.ExitStack()
@@ -65,7 +67,7 @@ class BridgeWorkers:
                 wiring = bridge.wiring
                 wiring.app.loader.import_default_modules()
                 wiring.app.finalize(auto=True)
-                stack.enter_context(wiring.elsewhere(placed(self._mongodb_url, wiring), _as_it_is))
+                stack.enter_context(wiring.elsewhere(place_url(self._mongodb_url, wiring), _as_it_is))
             stack.enter_context(self._processes)
             self._stack = stack.pop_all()
         return self
@@ -81,19 +83,19 @@ class BridgeWorkers:
         timeout: Duration = _STARTING_SECONDS,
     ) -> None:
         """
-        Start `celery -A APP worker --listener`, and wait until its listener leads: what is written then is delivered.
+        Start `celery -A APP worker --listener`, and wait until its listener leads. It delivers later changes.
 
-        The broker's URL is handed on as `CELERY_BROKER_URL`, which Celery prefers to the app's own.
+        The worker gets the broker URL in `CELERY_BROKER_URL`, which overrides the app's.
 
         Args:
-            app: as behind `-A`.
-            arguments: more of the worker's, such as `"-c", "2"`.
-            environment: variables by which the app finds MongoDB, with the fixture's URL.
+            app: the argument of `-A`.
+            arguments: further arguments of the worker, such as `"-c", "2"`.
+            environment: variables for the app, such as the MongoDB URL from the fixture.
             timeout: seconds or `timedelta`.
 
         Raises:
-            ChildProcessError: it ended.
-            TimeoutError: no listener leads within the time; with what the worker wrote.
+            ChildProcessError: the worker ended.
+            TimeoutError: no listener leads in time. The notes contain the worker's output.
         """
         self._processes.celery(
             app, "worker", "--listener", *arguments, environment=environment or {}, directory=Path.cwd()
@@ -102,14 +104,14 @@ class BridgeWorkers:
 
     def drain(self, timeout: Duration = 30.0) -> None:
         """
-        As `drain`, for all bridges; it does not wait for a worker that has ended.
+        Wait like `drain`, for all bridges, but not for a worker that has ended.
 
         Args:
             timeout: seconds or `timedelta`, for each bridge.
 
         Raises:
             ChildProcessError: a worker ended.
-            TimeoutError: it took longer; with what the workers wrote.
+            TimeoutError: it took longer. The notes contain the workers' output.
         """
         try:
             for bridge in self._bridges:
@@ -121,7 +123,7 @@ class BridgeWorkers:
 
     @property
     def output(self) -> str:
-        """All that the workers wrote."""
+        """The output of all workers."""
         return "\n".join(process.text for process in self._processes.started)
 
     def _demand_workers(self) -> None:
@@ -136,9 +138,9 @@ def _as_it_is(_options: BridgeOptions, handler: Handler) -> Handler:
     return handler
 
 
-def drain(bridge: Wired, timeout: Duration = 30.0) -> None:
+def drain(bridge: Bridge, timeout: Duration = 30.0) -> None:
     """
-    Wait until the listener and the workers of a bridge have handled all that was written before the call.
+    Wait until listener and workers of a bridge have handled all changes from before the call.
 
     ::
 
@@ -148,21 +150,21 @@ def drain(bridge: Wired, timeout: Duration = 30.0) -> None:
             drain(bridge, timeout=60)
             assert summaries.find_one({"_id": 6})["total"] == 20
 
-    For processes: they run the bridge with the same URL, name and `database`. Not waited for: tasks that handlers have
-    sent, and what handlers write.
+    Use it for bridges in other processes with the same URL, name and `database`. It does not wait for tasks that
+    handlers send, or for changes that handlers write.
 
     Args:
-        bridge: of which the process of the test has the configuration and the handlers.
+        bridge: the bridge, with the same configuration and handlers in the test's process.
         timeout: seconds or `timedelta`.
 
     Raises:
-        TimeoutError: it took longer; with the handlers that are behind, and what is said of their partitions.
+        TimeoutError: it took longer. The message names the late handlers and their blocked partitions.
     """
     wait_until_handled(bridge, timeout, lambda: None)
 
 
-def wait_until_handled(bridge: Wired, timeout: Duration, check: Callable[[], None]) -> None:
-    """As `drain`; between two looks `check` is called, which may raise."""
+def wait_until_handled(bridge: Bridge, timeout: Duration, check: Callable[[], None]) -> None:
+    """Wait like `drain`. Between two polls call `check`, which may raise."""
     wiring, until = bridge.wiring, time.monotonic() + positive(timeout, "timeout")
     aim = operation_time(wiring.client)
     while behind := _behind(wiring, aim):
@@ -170,14 +172,14 @@ def wait_until_handled(bridge: Wired, timeout: Duration, check: Callable[[], Non
         if time.monotonic() > until:
             raise TimeoutError(
                 f"bridge {wiring.name} has not handled everything within {positive(timeout, 'timeout'):g} s: "
-                f"{', '.join(behind)} behind{_standing(wiring)}; do a listener and a worker run on this MongoDB? "
-                "`celery -A APP changes status` tells more.",
+                f"{', '.join(behind)} behind{_show_blocked(wiring)}. Check that a listener and a worker run on this "
+                "MongoDB: `celery -A APP changes status`.",
             )
         time.sleep(_PAUSE_SECONDS)
 
 
 def _behind(wiring: Wiring, aim: Timestamp) -> list[str]:
-    """Handlers whose watermark has not passed a time."""
+    """Return the handlers whose watermark is before a time."""
     found: dict[str, Any] = {
         document["_id"]: document.get("clusterTime") for document in wiring.store.subscriptions.read_all()
     }
@@ -185,8 +187,8 @@ def _behind(wiring: Wiring, aim: Timestamp) -> list[str]:
     return [name for name, place in places if place is None or place < aim]
 
 
-def _standing(wiring: Wiring) -> str:
-    """What stands, for the error."""
+def _show_blocked(wiring: Wiring) -> str:
+    """Describe blocked partitions for the error message."""
     partitions = wiring.client[wiring.options.database]["partitions"]
     found: Iterable[dict[str, Any]] = partitions.find(
         {"_id": {"$regex": f"^{wiring.name}/"}, "state": {"$ne": "flowing"}}, limit=3
@@ -195,42 +197,12 @@ def _standing(wiring: Wiring) -> str:
     return f" ({', '.join(said)})" if said else ""
 
 
-@contextlib.contextmanager
-def serving_mongodb(url: str) -> Iterator[str]:
-    """
-    The given URL, or that of a replica set that runs inside.
-
-    Raises:
-        EmbeddedServerError: there is no program for it, or it does not start.
-    """
-    if url:
-        yield url
-        return
-    with MongoReplicaSet() as started:
-        yield started.url
-
-
-@contextlib.contextmanager
-def serving_redis(url: str) -> Iterator[str]:
-    """
-    The given URL, or that of a Redis that runs inside.
-
-    Raises:
-        EmbeddedServerError: there is no program for it, or it does not start.
-    """
-    if url:
-        yield url
-        return
-    with RedisServer() as started:
-        yield started.url
-
-
 def empty(client: MongoClient[dict[str, Any]]) -> None:
-    """Remove all documents; collections and their indexes stay, and so do the keys by which outboxes sign."""
+    """Remove all documents. Keep collections, indexes and the signing keys of outboxes."""
     for database in client.list_database_names():
         if database in _NOT_OURS:
             continue
         for name in client[database].list_collection_names(filter={"type": "collection"}):
             if not name.startswith("system."):
-                # This process has read them, and would sign with keys that a worker started later does not know.
+                # This process has cached them. A worker started later would not know its keys.
                 client[database][name].delete_many({"$nor": [KEYS_OF_OUTBOXES]} if name == KEYS else {})

@@ -1,16 +1,17 @@
-"""The runner: a bridge whose changes are delivered in the process of a test, until nothing is left to do."""
+"""The runner delivers a bridge's changes in the test's process, until nothing is left to do."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 from uuid import uuid4
 
 from bson import Timestamp, json_util
+from celery.signals import task_failure
 from pymongo import MongoClient
 from pymongo.database import Database
 
@@ -22,35 +23,33 @@ from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.testing.calls import (
+    CRASH_POINTS,
     CallRecorder,
+    CrashPoint,
     HandlerCall,
     PlannedCrash,
     ProcessKilledError,
-    checked_point,
     handlers_part,
 )
 from mongo_celery.testing.messages import MemoryBroker, SentTask, run_message
 from mongo_celery.testing.term import SteppedTerm, await_ends
 
-__tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
+if TYPE_CHECKING:
+    from mongo_celery import Bridge
+
+__tracebackhide__ = True  # for pytest: show the line of the test or the handler
 _PAUSE_SECONDS = 0.005
 _STILL_SECONDS = 60.0
 _SENT_SECONDS = 5.0
 _SHOWN = 10
-
-
-class Wired(Protocol):
-    """A `Bridge`, as far as it is needed here."""
-
-    @property
-    def wiring(self) -> Wiring:
-        """What its parts are handed."""
+_TURN = threading.Lock()
+"""The running runner of this process holds it, because queues and connections belong to the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeliveredChanges:
     """
-    What one `deliver` did.
+    The result of one `deliver`.
 
     ::
 
@@ -61,8 +60,8 @@ class DeliveredChanges:
         assert not delivered.failures
 
     Attributes:
-        calls: of handlers, in the order of their ends.
-        standing: partitions that a person has to see to, each with its error.
+        calls: calls of handlers, in the order of their ends.
+        standing: the blocked partitions that need action, with their errors.
         handlers: names of all handlers of the bridges.
     """
 
@@ -72,10 +71,10 @@ class DeliveredChanges:
 
     def of(self, handler: str) -> tuple[HandlerCall, ...]:
         """
-        The calls of one handler.
+        Return the calls of one handler.
 
         Raises:
-            HandlerUsageError: there is no such handler.
+            HandlerUsageError: the handler does not exist.
         """
         _check_handler(handler, self.handlers)
         return tuple(call for call in self.calls if call.handler == handler)
@@ -87,7 +86,7 @@ class DeliveredChanges:
 
     @property
     def failures(self) -> tuple[HandlerCall, ...]:
-        """Calls that failed, and whose change was not handled by a later one."""
+        """Calls that failed, if no later call handled their change."""
         return tuple(
             call
             for number, call in enumerate(self.calls)
@@ -95,19 +94,20 @@ class DeliveredChanges:
         )
 
 
-def _check_handler(name: str, known: Sequence[str]) -> None:
-    if name not in known:
+def _check_handler(name: str | None, known: Sequence[str]) -> str | None:
+    if name is not None and name not in known:
         raise HandlerUsageError(f"no bridge of the runner has a handler {name!r}{nearest(name, known)}.")
+    return name
 
 
 def _drop(database: Database[Any]) -> None:
-    """Collection by collection: a database as a whole would take the server a tenth of a second, in each test."""
+    """Drop each collection. Dropping the database takes a tenth of a second per test."""
     for name in database.list_collection_names():
         database.drop_collection(name)
 
 
 def _repeats(later: HandlerCall, call: HandlerCall) -> bool:
-    """Whether a later call has done what this one was to do."""
+    """Return True if a later call has handled the changes of an earlier one."""
     places = {(change.partition, change.seq) for change in later.changes}
     return (
         later.is_done
@@ -118,7 +118,7 @@ def _repeats(later: HandlerCall, call: HandlerCall) -> bool:
 
 class BridgeRunner:
     """
-    Delivers the changes of bridges in this process and thread, by the listener's and the worker's own code.
+    Delivers the changes of bridges in this process and thread, with the code of listener and worker.
 
     ::
 
@@ -127,39 +127,37 @@ class BridgeRunner:
             runner.deliver()
         assert summaries.find_one({"_id": 1})["total"] == 20
 
-    A context manager. What is written inside is delivered by `deliver`; what was written before is not, unless a
-    handler begins with a snapshot. State lies in a database of its own that is removed at the end, and messages in a
-    broker in memory, whatever the app's is. Not shown: processes, so neither pools nor limits of time, nor prefetch,
-    nor the broker's own faults; nor two handlers at the same moment. One runner at a time in a process.
+    Use it as a context manager. `deliver` delivers changes that were written inside. It delivers earlier changes only
+    if a handler begins with a snapshot. The state is in a temporary database, which is removed at the end. Messages are
+    in a broker in memory. The runner has no processes, so it has no pools, time limits, prefetch or broker faults, and
+    it never runs two handlers at the same time. Use one runner at a time in a process.
 
     Args:
-        bridges: to run; of one app or several.
-        url: of the MongoDB replica set; by default the bridge's own.
+        bridges: the bridges to run, of one app or several.
+        url: URL of the MongoDB replica set. By default the bridge's.
 
     Raises:
         ConfigurationError: no bridge was given, or one has no handlers.
     """
 
-    def __init__(self, *bridges: Wired, url: str | None = None) -> None:
+    def __init__(self, *bridges: Bridge, url: str | None = None) -> None:
         if not bridges:
             raise ConfigurationError("BridgeRunner needs a bridge, such as BridgeRunner(bridge, url=mongo_celery_url).")
         self._wirings = [bridge.wiring for bridge in bridges]
         self._url = url
         self._terms: list[SteppedTerm] = []
         self._broker = MemoryBroker()
-        self._recorder = CallRecorder(self._overtake)
+        self._recorder = CallRecorder(self._run_until_idle)
         self._known: set[str] = set()
         self._began = self._limit = 0
         self._options = {"retries": True, "duplicates": False}
         self._stack, self._leading = contextlib.ExitStack(), contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        global _running  # noqa: PLW0603 - queues and connections are the process's
-        if _running:
+        if not _TURN.acquire(blocking=False):
             raise HandlerUsageError("A BridgeRunner runs in this process already; give it both bridges, or end it.")
         with contextlib.ExitStack() as stack:
-            _running = True
-            stack.callback(_ended)
+            stack.callback(_TURN.release)
             stack.callback(self._terms.clear)
             stack.enter_context(self._broker.serving({id(each.app): each.app for each in self._wirings}.values()))
             for wiring in self._wirings:
@@ -180,116 +178,113 @@ class BridgeRunner:
             raise AssertionError(f"no execution came that {awaited}: there was no deliver() behind what asked for it.")
 
     def _place(self, wiring: Wiring, stack: contextlib.ExitStack) -> None:
-        """Have a bridge work elsewhere, and watch its handlers."""
-        wiring.app.loader.import_default_modules()  # as workers do, whatever modules the tests import
+        """Make a bridge use the test's MongoDB, and record its handlers' calls."""
+        wiring.app.loader.import_default_modules()  # like workers, whatever modules the test imports
         wiring.app.finalize(auto=True)
         if not wiring.handlers:
             raise ConfigurationError(
                 f"bridge {wiring.name} has no handlers: import the module with the @bridge.on_change functions, "
                 "for example with include=[...] of the Celery app.",
             )
-        url, state = placed(self._url, wiring), f"mongo_celery_test_{uuid4().hex[:12]}"
+        url, state = place_url(self._url, wiring), f"mongo_celery_test_{uuid4().hex[:12]}"
         with MongoClient[dict[str, Any]](url) as client:
             now = operation_time(client)
         start_from = Timestamp(now.time, now.inc + 1)
-        stack.enter_context(wiring.elsewhere(url, _beginning(wiring.options), database=state, start_from=start_from))
+        stack.enter_context(wiring.elsewhere(url, _begin_here(wiring.options), database=state, start_from=start_from))
         stack.callback(_drop, wiring.client[state])
         stack.enter_context(self._recorder.watching(wiring))
 
     @property
     def calls(self) -> Sequence[HandlerCall]:
-        """All calls of handlers since it began."""
+        """All calls of handlers since the start."""
         return tuple(self._recorder.calls)
 
-    # -- what is to happen -------------------------------------------------------------------------
+    # -- faults and snapshots ------------------------------------------------------------------------
 
-    def crash(self, at: str = "called", handler: str | None = None, *, times: int = 1, after: int = 0) -> None:
+    def crash(self, at: CrashPoint = "called", handler: str | None = None, *, times: int = 1, after: int = 0) -> None:
         """
-        Have the next executions die, as by SIGKILL: nothing more is written, and the claim is left to lapse.
+        Let the next executions crash, like SIGKILL: they write nothing more, and their claims lapse.
 
         Args:
-            at: `"claimed"`, before the handler is called; `"called"`, when it has returned and nothing is recorded
-                (with `transactional=True` its transaction is committed); `"handled"`, when its success is recorded and
-                the commit message is not sent, which `commit="inline"` has not.
-            handler: name of the handler that it is about; by default any.
-            times: how many, one behind the other.
-            after: how many executions pass the point before the first of them.
+            at: `"claimed"`: before the handler is called. `"called"`: after the handler has returned, before anything
+                is recorded (with `transactional=True` its transaction is committed). `"handled"`: after its success is
+                recorded, before the commit message is sent. With `commit="inline"` there is no such message.
+            handler: name of the handler. By default any.
+            times: number of executions that crash, one after the other.
+            after: number of executions that pass the point before the first crash.
 
         Raises:
-            HandlerUsageError: there is no such point or handler.
+            HandlerUsageError: the point or the handler does not exist.
         """
-        point, name = checked_point(at), self._checked_handler(handler)
-        self._recorder.crashes += [PlannedCrash(point, name, 0 if number else after) for number in range(times)]
+        if at not in CRASH_POINTS:
+            raise HandlerUsageError(f"crash({at!r}): a process dies at one of {', '.join(map(repr, CRASH_POINTS))}.")
+        name = _check_handler(handler, self._handlers)
+        self._recorder.crashes += [PlannedCrash(at, name, 0 if number else after) for number in range(times)]
 
     def stall(self, handler: str | None = None) -> None:
         """
-        Have the next execution stand still under its claim until all else is done, its own change included.
+        Let the next execution hang under its claim until all other work, including its change, is done.
 
-        It then goes on as a stale one, with the change and the fencing token that it had.
+        It then continues as a stale execution, with its change and fencing token.
 
         Args:
-            handler: name of the handler that it is about; by default any.
+            handler: name of the handler. By default any.
 
         Raises:
             HandlerUsageError: there is no such handler.
         """
-        self._recorder.stalls.append(self._checked_handler(handler))
+        self._recorder.stalls.append(_check_handler(handler, self._handlers))
 
     @property
     def _handlers(self) -> tuple[str, ...]:
         return tuple(sorted({handler.name for wiring in self._wirings for handler in wiring.handlers}))
 
-    def _checked_handler(self, name: str | None) -> str | None:
-        if name is not None:
-            _check_handler(name, self._handlers)
-        return name
-
     def snapshot(self, handler: str, *, sources: Sequence[str] = (), match: Mapping[str, Any] | None = None) -> None:
         """
-        Have a handler be given the documents that exist, as `changes snapshot start` does: by the next `deliver`.
+        Start a snapshot for a handler, like `changes snapshot start`. The next `deliver` delivers its rows.
 
-        Each comes once, as operation type `snapshot`, under a claim at its place between the changes, so that its
-        fence is the product's.
+        Each document comes once, with the operation type `snapshot`, under a claim at its place between the changes. So
+        its fence is the same as in production.
 
         Args:
             handler: its name.
-            sources: collections that it watches, `"db.collection"`; all of them by default.
-            match: only documents whose event fulfils this expression, as `match=` of a handler.
+            sources: `"db.collection"` of the handler's collections. By default all of them.
+            match: deliver only documents whose event fulfils this expression, like a handler's `match=`.
 
         Raises:
             HandlerUsageError: there is no such handler.
-            CommandRefusedError: it takes no documents, does not watch a source, or the expression is none.
+            CommandRefusedError: the handler takes no documents, does not watch a source, or `match` is not valid.
         """
-        self._checked_handler(handler)
+        _check_handler(handler, self._handlers)
         text = None if match is None else json_util.dumps(match)
         for wiring, term in zip(self._wirings, self._terms, strict=True):
             if handler in {each.name for each in wiring.handlers}:
                 term.ask(handler, sources, text)
 
-    # -- delivering --------------------------------------------------------------------------------
+    # -- delivery ------------------------------------------------------------------------------------
 
     def deliver(
         self, *, retries: bool = True, duplicates: bool = False, raises: bool = True, limit: int = 1000
     ) -> DeliveredChanges:
         """
-        Deliver what was written until now, and what handlers write meanwhile, until nothing is left to do.
+        Deliver all changes, including those that handlers write meanwhile, until all work is done.
 
         Args:
-            retries: whether to move the time of changes that wait for it; else they wait on.
-            duplicates: run each message twice, as a broker may deliver it.
-            raises: raise the error of a handler that has failed for good, behind its retries.
-            limit: most calls of handlers.
+            retries: True to run changes that wait for a retry immediately. With False they wait.
+            duplicates: run each message twice, like a broker that delivers it again.
+            raises: raise the error of a handler that fails permanently, after its retries.
+            limit: largest number of handler calls.
 
         Raises:
-            AssertionError: there are more calls than `limit`, a partition stands, a change waits for a server that
-                stays away, or what `crash` or `stall` asked for had no occasion to happen.
-            Exception: the first failed handler's own.
+            AssertionError: there are more calls than `limit`, a partition is blocked, a change waits for an unavailable
+                server, or a requested `crash` or `stall` did not happen.
+            Exception: the first failed handler's error.
         """
         began, self._began = len(self.calls), len(self.calls)
         self._limit = limit
         self._options = {"retries": retries, "duplicates": duplicates}
-        self._until_idle()
-        standing = [each for term in self._terms for each in term.standing()]
+        self._run_until_idle()
+        standing = [each for term in self._terms for each in term.list_blocked()]
         delivered = DeliveredChanges(tuple(self._recorder.calls[began:]), tuple(standing), self._handlers)
         self._demand_faults()
         new, self._known = set(standing) - self._known, set(standing)
@@ -298,15 +293,14 @@ class BridgeRunner:
         return delivered
 
     def sent(self, name: str | None = None) -> list[SentTask]:
-        """Tasks that were sent and that nobody has taken yet, the bridges' own left out; of one name, or all."""
-        own = {queue for term in self._terms for queue in term.queues}
-        found = [
-            SentTask.of(queue, message)
-            for queue in self._broker.queues()
-            if queue not in own
-            for message in self._broker.look(queue)
-        ]
+        """Return the sent tasks that no worker has taken yet, or those of one name. The bridges' tasks are left out."""
+        found = [SentTask.of(queue, message) for queue in self._task_queues() for message in self._broker.look(queue)]
         return [each for each in found if name is None or each.name == name]
+
+    def _task_queues(self) -> list[str]:
+        """Return the queues with messages, without those of the bridges."""
+        own = {queue for term in self._terms for queue in term.queues}
+        return [queue for queue in self._broker.queues() if queue not in own]
 
     def assert_enqueued(
         self,
@@ -317,64 +311,59 @@ class BridgeRunner:
         times: int = 1,
     ) -> None:
         """
-        Demand that a task was sent so many times, by `delay` and its like or by an outbox, and is not taken yet.
+        Assert how often a task was sent by `delay` or an outbox and not yet taken.
 
-        Waits some seconds for it, since the thread of an outbox sends.
+        It waits some seconds, because a thread of the outbox sends tasks.
 
         Args:
-            name: of the task.
-            args: as a worker would give them; by default any.
-            kwargs: as a worker would give them; by default any.
-            times: how often; 0 for never, which can only be asked at once.
+            name: name of the task.
+            args: the arguments that a worker would pass. By default any.
+            kwargs: the keyword arguments that a worker would pass. By default any.
+            times: the expected number. 0 for none, which is checked without waiting.
 
         Raises:
-            AssertionError: it was not; with what was sent instead.
+            AssertionError: the number differs. The message lists the sent tasks.
         """
-        until = time.monotonic() + (_SENT_SECONDS if times else 0.0)
-        while len([each for each in self.sent() if each.fits(name, args, kwargs)]) < times:
+        until = time.monotonic() + _SENT_SECONDS
+        while (count := sum(each.fits(name, args, kwargs) for each in self.sent())) < times:
             if time.monotonic() > until:
                 break
             time.sleep(_PAUSE_SECONDS)
-        found = [each for each in self.sent() if each.fits(name, args, kwargs)]
-        if len(found) != times:
+        if count != times:
             others = ", ".join(map(str, self.sent()[:_SHOWN])) or "nothing"
-            raise AssertionError(f"{name} was sent {len(found)} times, not {times}; what was sent: {others}.")
+            raise AssertionError(f"{name} was sent {count} times, not {times}; what was sent: {others}.")
 
     def run_tasks(self, *, duplicates: bool = False, limit: int = 1000) -> list[SentTask]:
         """
-        Run the tasks that were sent, and those that they send, in this process; their retries at once.
+        Run sent tasks, and those that they send, in this process. Retries run immediately.
 
         Args:
-            duplicates: run each message twice, as a broker may deliver it.
-            limit: most messages.
+            duplicates: run each message twice, like a broker that delivers it again.
+            limit: largest number of messages.
 
         Returns:
-            What was run, each message once.
+            The tasks that ran, once for each message.
 
         Raises:
             AssertionError: there are more messages than `limit`.
-            Exception: the first task's own that has failed.
+            Exception: the first failed task's error.
         """
-        own = {queue for term in self._terms for queue in term.queues}
-        taken: list[SentTask] = []
-        with failures_of_tasks() as errors:
-            while queues := [queue for queue in self._broker.queues() if queue not in own]:
+        apps, taken = [wiring.app for wiring in self._wirings], list[SentTask]()
+        with collect_failures() as errors:
+            while queues := self._task_queues():
                 message = self._broker.take(queues[0])
                 taken.append(SentTask.of(queues[0], message))
                 if len(taken) > limit:
                     raise AssertionError(f"more than {limit} tasks were sent, the last of them {taken[-1]}.")
+                app = next((each for each in apps if taken[-1].name in each.tasks), apps[0])
                 for _ in range(1 + duplicates):
-                    run_message(self._app_of(message), message)
+                    run_message(app, message)
         if errors:
             raise errors[0]
         return taken
 
-    def _app_of(self, message: Any) -> Any:
-        apps = [wiring.app for wiring in self._wirings]
-        return next((app for app in apps if message.headers["task"] in app.tasks), apps[0])
-
-    def _until_idle(self) -> None:
-        """Run messages, and let the listeners have their turns, until both have nothing left."""
+    def _run_until_idle(self) -> None:
+        """Run messages and turns of the listeners until no work is left."""
         moved_at, aims = time.monotonic(), True
         while True:
             if self._run_messages():
@@ -394,7 +383,7 @@ class BridgeRunner:
                 )
 
     def _has_moved(self) -> bool:
-        """Let the listeners do what they can without a message; False where nothing is left to do."""
+        """Let the listeners work when there is no message. Return False if nothing is left to do."""
         for term in self._terms:
             term.turn()
         if self._has_messages():
@@ -410,11 +399,11 @@ class BridgeRunner:
             return True
         if has_read_all and not any(term.has_snapshots() for term in self._terms):
             return False
-        time.sleep(_PAUSE_SECONDS)  # the reader's thread is under way
+        time.sleep(_PAUSE_SECONDS)  # the reader's thread is still reading
         return True
 
     def _end_waits(self) -> bool:
-        """Move the times for which changes wait, if that is asked for; whether there were any."""
+        """End the waits of changes, if requested. Return True if there were any."""
         waiting = [term for term in self._terms if term.waits()] if self._options["retries"] else []
         for term in waiting:
             term.end_waits()
@@ -426,7 +415,7 @@ class BridgeRunner:
         return any(not queues.isdisjoint(term.queues) for term in self._terms)
 
     def _run_messages(self) -> bool:
-        """Run what lies in the queues of the bridges; whether there was anything."""
+        """Run the messages in the queues of the bridges. Return True if there were any."""
         has_run = False
         for wiring in self._wirings:
             for queue in wiring.queue_names:
@@ -454,26 +443,14 @@ class BridgeRunner:
                 f"no execution came that {awaited}: was anything written that a handler is called for?"
             )
 
-    def _overtake(self) -> None:
-        """What happens while an execution stands still."""
-        self._until_idle()
 
-
-_running = False
-
-
-def _ended() -> None:
-    global _running  # noqa: PLW0603
-    _running = False
-
-
-def placed(url: str | None, wiring: Wiring) -> str:
-    """The given URL with the database that the bridge's own names; by default the bridge's own."""
+def place_url(url: str | None, wiring: Wiring) -> str:
+    """Return the given URL with the bridge's database, or by default the bridge's own URL."""
     if url is None:
         return wiring.url
     try:
         database = wiring.default_database
-    except ConfigurationError:  # it has no URL of its own
+    except ConfigurationError:  # it has no URL
         return url
     scheme, _, rest = url.partition("://")
     hosts, slash, more = rest.partition("/")
@@ -482,8 +459,8 @@ def placed(url: str | None, wiring: Wiring) -> str:
     return f"{scheme}://{hosts}/{database}{more or ''}"
 
 
-def _beginning(own: BridgeOptions) -> Callable[[BridgeOptions, Handler], Handler]:
-    """Handlers that begin where the runner does, with what exists where they ask for that by the bridge's options."""
+def _begin_here(own: BridgeOptions) -> Callable[[BridgeOptions, Handler], Handler]:
+    """Start handlers with the runner, with a snapshot if the bridge's options request one."""
 
     def change(_options: BridgeOptions, handler: Handler) -> Handler:
         return replace(handler, start_from=SNAPSHOT if handler.begins_with_snapshot(own) else None)
@@ -501,10 +478,8 @@ def _raise_failures(delivered: DeliveredChanges, standing: Sequence[str]) -> Non
 
 
 @contextlib.contextmanager
-def failures_of_tasks() -> Any:
-    """Collects the errors of tasks that fail inside."""
-    from celery.signals import task_failure
-
+def collect_failures() -> Iterator[list[BaseException]]:
+    """Collect the errors of tasks that fail in the block."""
     errors: list[BaseException] = []
 
     def note(exception: BaseException, **_more: Any) -> None:

@@ -1,4 +1,4 @@
-"""A check for writes without their session, in whatever a test calls."""
+"""A check for writes without their session in all code that a test calls."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ _PACKAGE = "mongo_celery."
 @contextmanager
 def require_sessions() -> Iterator[None]:
     """
-    Fail each write without `session=` inside an open transaction, as long as the block lasts.
+    In the block, fail each write without `session=` inside an open transaction.
 
-    Such a write raises an AssertionError before it is sent, in the body of `transactional` and in a handler with
-    `transactional=True`. If the code catches that, the block ends with it. Writes to another cluster, and those of
-    this package, are left alone. Not found: reads, and writes of a thread or an asyncio task that the body has started.
+    The write raises an AssertionError before it is sent, in the body of `transactional` and in a handler with
+    `transactional=True`. If the code catches the error, the block raises it again. Writes to another cluster, and
+    writes by this package, are allowed. The check does not find reads, or writes of a thread or an asyncio task of the
+    body.
 
-    The pytest plugin has this block around each test, but for those with the marker `mongo_celery_sessionless`.
+    The pytest plugin puts this block around each test, except tests with the marker `mongo_celery_sessionless`.
 
     ::
 
@@ -50,14 +51,14 @@ def require_sessions() -> Iterator[None]:
             move(order=15, status="paid")
 
     Raises:
-        AssertionError: at the write; it names the collection, or the client to use.
+        AssertionError: raised by the write. It names the collection, or the client to use.
     """
     missing: list[AssertionError] = []
     with ExitStack() as stack:
         for owner, name in _methods():
             original = getattr(owner, name)
             stack.callback(setattr, owner, name, original)
-            setattr(owner, name, _checked(original, missing))
+            setattr(owner, name, _check_session(original, missing))
         yield
     if missing:
         raise missing[0]
@@ -69,8 +70,8 @@ def _methods() -> Iterator[tuple[type[Any], str]]:
     yield from ((client, "bulk_write") for client in (MongoClient, AsyncMongoClient))
 
 
-def _checked(original: Callable[..., Any], missing: list[AssertionError]) -> Callable[..., Any]:
-    """Return the method of either kind of client; it looks before anything is sent or awaited."""
+def _check_session(original: Callable[..., Any], missing: list[AssertionError]) -> Callable[..., Any]:
+    """Return a method for either kind of client that checks before anything is sent or awaited."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -96,5 +97,5 @@ def _violation(target: Any, method: str) -> AssertionError | None:
     name = getattr(target, "full_name", "client")
     return AssertionError(
         f"{name}.{method} has no session= inside an open transaction. The write stays after an abort, and is repeated "
-        "with each attempt. Pass session=. For a write that is to stay, use transactional(client, own=True)."
+        "with each attempt. Pass session=. For a write that is to stay, use transactional(client, independent=True)."
     )

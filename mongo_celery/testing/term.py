@@ -1,8 +1,8 @@
 """
-A term that is led turn by turn, in the thread of a test: the listener's own lease, renewal and leader.
+A term in steps, in a test's thread, with the listener's own lease, renewal and leader.
 
-What a listener only waits for is brought about where nothing else is left to do: the times that are stored in MongoDB
-are moved into the past, and what has been lost is known to be lost, since broker and worker are of this process.
+When no other work is left, the term ends a listener's waits: it moves stored times in MongoDB into the past, and sends
+lost messages again. It knows the lost ones, because broker and worker run in this process.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from mongo_celery.bridge.listener.listener import check_app
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.listener.takeover import begin_term
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.state.snapshots import DONE, RUNNING
 from mongo_celery.bridge.stream.isolator import find_refused_matches
@@ -34,18 +35,18 @@ from mongo_celery.mongo.opening import with_majority
 from mongo_celery.mongo.oplog import check_topology, operation_time
 
 _OF_A_TERM = {f"mongo_celery-{name}" for name in ("reader", "snapshot", "removal", "housekeeping")}
-__tracebackhide__ = True  # for pytest: what fails is the test's line, and the handler's
+__tracebackhide__ = True  # for pytest: show the line of the test or the handler
 _ENDING_SECONDS = 10.0
 _OUTAGES_MAX = 3
-_CHOSEN_HERE = {"start_pinned", "subscription_added"}  # else they would stand above the output of each failed test
+_CHOSEN_HERE = {"start_pinned", "subscription_added"}  # otherwise they would fill the output of each failed test
 
 
 class SteppedTerm:
     """
-    One term of a bridge, which moves only when it is asked to.
+    A bridge's term that advances only on request.
 
     Args:
-        wiring: of the bridge.
+        wiring: the bridge's wiring.
     """
 
     def __init__(self, wiring: Wiring) -> None:
@@ -57,12 +58,12 @@ class SteppedTerm:
 
     @property
     def queues(self) -> list[str]:
-        """Where its messages go."""
+        """The queues of the bridge's messages."""
         return self._wiring.queue_names
 
     @contextlib.contextmanager
     def led(self) -> Iterator[None]:
-        """Inside, the bridge is led by this thread."""
+        """Lead the bridge in this thread during the block."""
         wiring = self._wiring
         check_app(wiring.app)
         leases = wiring.store.leases
@@ -85,8 +86,10 @@ class SteppedTerm:
         log.addFilter(_is_news)
         try:
             activity = Activity(wiring.name, [handler.name for handler in wiring.handlers], wiring.options.lease_ttl)
+            led = list(zip(wiring.handlers, selectors, strict=True))
+            beginning = begin_term(wiring, renewal, led, wiring.handlers)
             leader = Leader(
-                wiring, renewal, selectors, scope, threading.Event(), wiring.options.on_history_lost, activity
+                wiring, renewal, beginning, scope, threading.Event(), wiring.options.on_history_lost, activity
             )
             leader.intake.is_hurried = True
             with leader.led():
@@ -100,39 +103,40 @@ class SteppedTerm:
 
     @property
     def leader(self) -> Leader:
-        """The listener's own."""
+        """The listener's own leader."""
         assert self._leader is not None, "turns are taken inside"
         return self._leader
 
     def aim(self) -> None:
-        """From now on `has_read_all` is about what was written until now."""
+        """Set the current time as the aim of `has_read_all`."""
         self._aim = operation_time(self._wiring.client)
 
     def has_read_all(self) -> bool:
-        """Whether it has taken in all that was written until `aim`."""
-        return self._aim is not None and has_read_to(self.leader, self._aim)
+        """Return True if all changes before the aim were read."""
+        return self._aim is not None and has_read_until(self.leader, self._aim)
 
     def ask(self, handler: str, sources: Sequence[str], match: str | None) -> None:
         """
-        Ask for a snapshot, as the command does, and have the listener find it.
+        Request a snapshot, like the command, and let the listener find the request.
 
         Raises:
-            CommandRefusedError: it cannot be; then nothing is asked for.
+            CommandRefusedError: the snapshot is impossible, and was not requested.
         """
-        started = Operations(self._wiring).start_snapshot(handler, sources=sources, match=match).run()
-        self._asked.update(each["id"] for each in started.fields["snapshots"])
+        before = {each.id for each in self._wiring.store.snapshots.read()}
+        Operations(self._wiring).start_snapshot(handler, sources=sources, match=match).run()
+        self._asked.update({each.id for each in self._wiring.store.snapshots.read()} - before)
         self.leader.snapshots.thread.poll_now()
 
     def reads_snapshot(self) -> bool:
-        """Return True if a snapshot is under way; it may wait for the retry of one of its own rows."""
+        """Return True if a snapshot is in progress. It may wait for the retry of its own row."""
         return bool(self.leader.snapshots.thread.records)
 
     def has_snapshots(self) -> bool:
         """
-        Whether a snapshot that was asked for still runs.
+        Return True if a requested snapshot is still running.
 
         Raises:
-            AssertionError: one has failed.
+            AssertionError: a snapshot failed.
         """
         if not self._asked:
             return False
@@ -145,10 +149,10 @@ class SteppedTerm:
 
     def turn(self) -> None:
         """
-        One turn of the listener.
+        Take one turn of the listener.
 
         Raises:
-            LeaseLostError: somebody else leads, or MongoDB was away for too long.
+            LeaseLostError: another listener leads, or MongoDB was away for too long.
         """
         leader = self.leader
         assert self._renewal is not None, "it is led"
@@ -157,20 +161,20 @@ class SteppedTerm:
         leader.turn()
 
     def look(self) -> None:
-        """One turn, with all partitions as they are by now."""
+        """Read all partitions, then take one turn."""
         self._wiring.store.partitions.flush()
         self.leader.poller.sweep_now()
         self.turn()
 
     def is_busy(self) -> bool:
-        """Whether a run is out, or waits for nothing but its turn."""
+        """Return True if a run is in flight, or waits only for its turn."""
         now = time.monotonic()
         return any(
             partition.in_flight is not None or _is_due(partition, now) for subscription, partition in self._partitions()
         )
 
     def waits(self) -> bool:
-        """Whether a change waits for its time."""
+        """Return True if a change waits for its retry time."""
         now = time.monotonic()
         return any(
             partition.has_next and now < partition.ready_at < math.inf for subscription, partition in self._partitions()
@@ -178,10 +182,10 @@ class SteppedTerm:
 
     def end_waits(self) -> None:
         """
-        Move the times for which changes wait into the past.
+        Move the retry times of waiting changes into the past.
 
         Raises:
-            AssertionError: one has waited for a server again and again, which nobody counts.
+            AssertionError: a change has waited for a server many times. These waits are not counted as attempts.
         """
         for _, partition in self._partitions():
             if partition.image.parked:
@@ -190,23 +194,23 @@ class SteppedTerm:
 
     def make_up(self) -> None:
         """
-        See to what is out while there are no messages: what is handled is committed, what was lost is sent again.
+        Commit handled runs and send lost runs again, if no messages are left.
 
-        A claim that stands belongs to a process that was killed, or stands still: its time is over.
+        A live claim belongs to a killed or hanging process, so let it lapse.
         """
         for subscription, partition in self._partitions():
             run, image = partition.in_flight, partition.image
             if run is None:
                 continue
             if image.handled is not None:
-                run.handled_at = -math.inf  # the time for which a commit message is waited for is over
+                run.handled_at = -math.inf  # do not wait longer for a commit message
             elif image.live and image.claim is not None:
                 self._set_past(partition, "claim.until", {"$eq": ["$claim.owner", {"$literal": image.claim["owner"]}]})
             else:
                 subscription.repeat(partition, time.monotonic())
 
-    def standing(self) -> list[str]:
-        """Of each partition that a person has to see to, its state, its change and the error."""
+    def list_blocked(self) -> list[str]:
+        """Return state, change and error of each blocked partition."""
         return [
             f"{partition.partition_id} is {partition.image.state}: {partition.image.error or 'no error is recorded'}"
             for _, partition in self._partitions()
@@ -226,20 +230,20 @@ class SteppedTerm:
         return with_majority(self._wiring.client[self._wiring.options.database])["partitions"]
 
 
-def has_read_to(leader: Leader, place: Timestamp) -> bool:
-    """Return True if everything up to a cluster time was taken in, with what a snapshot gives before it."""
+def has_read_until(leader: Leader, place: Timestamp) -> bool:
+    """Return True if all changes and snapshot rows up to a cluster time were read."""
     return leader.intake.has_reached(place) and leader.snapshots.thread.is_idle
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether the runner has not decided it."""
+    """Return False for log records about the runner's own decisions."""
     return getattr(record, "event", None) not in _CHOSEN_HERE
 
 
 def _demand_servers(partition: Partition) -> None:
-    """In doubt (`timeOuts`) a change waits some times and then fails; for what is away it would wait for ever."""
+    """Fail the test if a change waits for an unavailable server, because these waits are not counted."""
     waiting = partition.image.waiting or {}
-    if waiting.get("timeOuts") or waiting.get("count", 0) < _OUTAGES_MAX:
+    if waiting.get("doubts") or waiting.get("count", 0) < _OUTAGES_MAX:
         return
     raise AssertionError(
         f"a change of {partition.partition_id} has waited {_OUTAGES_MAX} times in a row: {waiting['cause']}. If a "
@@ -253,9 +257,9 @@ def _is_due(partition: Partition, now: float) -> bool:
 
 def await_ends(before: set[threading.Thread]) -> None:
     """
-    Wait for the threads of terms that have ended: what they still do must not come where their bridges work next.
+    Wait for the threads of ended terms, so their last writes do not reach the bridges' next MongoDB.
 
-    A listener need not: its process ends, and all calls have limits.
+    A listener need not wait: its process ends, and all calls have time limits.
     """
     until = time.monotonic() + _ENDING_SECONDS
     for thread in set(threading.enumerate()) - before:

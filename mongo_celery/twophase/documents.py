@@ -1,46 +1,44 @@
 """
-What is done to the documents of a transaction, each time one conditional update.
+The updates of participants: look, apply, settle, undo. Each consists of conditional updates of one document.
 
-**The version of a participant.** In MongoDB's tutorial the marker in `pendingTransactions` keeps a change from being
-applied twice, until it is pulled. A coordinator that is paused before it applies, is overtaken by recovery and wakes up
-after the marker was pulled applies a second time. Remembering settled transactions would close the hole for as long as
-they are remembered. Here it is closed for good, in constant space: every participant has in `transactionFence` a
-version, a value that was never there before, made anew whenever a transaction is settled or undone in it. (The
-transaction has a version too, a number; here "version" is the participant's.) A change is applied in three acts, in
-this order:
+**The version of a participant.** In MongoDB's tutorial the marker in `pendingTransactions` prevents a second
+application of a change, until it is pulled. Suppose a coordinator pauses before it applies, and recovery overtakes it.
+If it wakes up after the marker was pulled, it applies a second time. A list of settled transactions would only help as
+long as it is kept. Here a version helps permanently, in constant space: every participant has in `transactionFence` a
+unique value that is renewed when a transaction is settled or undone in it. (The transaction also has a version, a
+number. Here "version" is the participant's.) A change is applied in three steps, in this order:
 
-1. look: read the participant's version (majority); if it has none, give it one (majority) and look again;
-2. prove: a majority write on the transaction that matches only while it is pending and mine;
-3. apply: only where the version is still the one that was seen. No version is no match.
+1. look: read the participant's version (majority). If it has none, give it one (majority) and look again.
+2. prove: a majority write on the transaction that matches only while it is pending and mine.
+3. apply: only if the version is still the same. A missing version never matches.
 
-A transaction is settled or undone in a document only after it has left `pending`. If I looked before that, the
-version I saw is gone since and my change matches nothing; if I looked after that, my proof matches nothing. A copy of
-the update that the network delivers late is refused for the same reason. For this an undo renews the version also
-where it finds no marker: a coordinator may be on its way there.
+A transaction is settled or undone in a document only after it has left `pending`. If I looked before that, the version
+has changed since, so my change matches nothing. If I looked after that, my proof matches nothing. The same protects
+against a late copy of the update in the network. So an undo renews the version even if it finds no marker, because a
+coordinator may be on its way.
 
-A counter would not do, nor may a missing version be one that can be seen: a document that was deleted and inserted
-again, or replaced, would begin with what a paused coordinator has seen in its predecessor. A version is an ObjectId
-that is made for each renewal, so no value comes twice.
-(Who puts an old copy of the document back, version and all, puts the version back that was seen: that cannot be told
-apart.)
+A counter is not enough, nor a missing version that counts as seen. A document that was deleted and inserted again, or
+replaced, would begin with a version that a paused coordinator has seen before. A version is an ObjectId that is made
+for each renewal, so no value occurs twice. (If someone restores an old copy of the document with its version, this is
+not detectable.)
 
-Where an undo finds neither marker nor version, it leaves the document alone. Nothing can be applied there before
-somebody looks and gives it a version; that look comes after the transaction has left `pending`, and its proof fails.
-So a collection whose validator does not allow the field is never left half applied.
+If an undo finds neither marker nor version, it leaves the document alone. Nothing can be applied there before a
+coordinator looks and gives it a version. That look comes after the transaction has left `pending`, so its proof fails.
+So a collection whose validator forbids the field is never left half applied.
 
-**Its incarnation.** An application may write a participant back as a whole while a transaction is half done, and takes
-marker and version with them: whether the change is in what it wrote cannot be known. So the version has two parts,
-`{of, at}`: `at` is made anew as above, `of` only where it is missing. The transaction records each `of` when it is
-begun. From then on, until it is applied, a participant without its marker whose `of` is missing or another was
-replaced, or deleted and made anew: nothing is applied or undone there, a person decides. Nobody gives a version there
-but another transaction, and that one gives another `of`. The tutorial's own code records no `of`.
+**Its incarnation.** An application may rewrite a whole participant during a transaction, and remove marker and version.
+Whether its data includes the change is then unknown. So the version has two parts, `{of, at}`. `at` is renewed as
+above, `of` only if it is missing. When a transaction begins, it records each `of`. Until it is applied, a participant
+without its marker whose `of` is missing or different was replaced, or deleted and created again. Then nothing is
+applied or undone there, and a person decides. Only another transaction gives a version there, with another `of`. The
+tutorial's own code records no `of`.
 
-Another transaction that is settled in the same document renews the version as well. Then the three acts are
-repeated, which is harmless.
+If another transaction settles in the same document, it also renews the version. Then the three steps are repeated,
+which is harmless.
 
-Ids stand behind `$eq` in every condition: what a transaction names is a value, and never a query.
+Conditions compare ids by `$eq`, so that an id is always a value, never a query.
 
-Source: MongoDB, "Perform Two Phase Commits"; the version is ours.
+Source: MongoDB, "Perform Two Phase Commits". The version is our addition.
 """
 
 from __future__ import annotations
@@ -53,33 +51,33 @@ from typing import Any
 from bson import ObjectId
 from pymongo import UpdateOne
 from pymongo.collection import Collection
-from pymongo.errors import BulkWriteError, WriteError
+from pymongo.errors import BulkWriteError
 
+from mongo_celery.mongo.writes import single_error
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
 
 Document = dict[str, Any]
 
 UNRECORDED: Any = object()
-"""The incarnation of a participant of a transaction that has recorded none."""
+"""The incarnation of a participant if its transaction has recorded none."""
 
 _OF = f"{PARTICIPANT_VERSION}.of"
 _UNDO_ROUNDS = 3
-"""A late coordinator can apply between the two updates of an undo, once: then the next round finds its marker."""
+"""A late coordinator can apply once between the two updates of an undo. The next round finds its marker."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
     """
-    What was seen in a participant.
+    A coordinator's view of a participant.
 
     Attributes:
-        exists: whether there is such a document.
-        marked: whether it has the transaction's marker.
-        participant_version: what `apply` is conditional on; None if it was replaced while it was looked at.
-        incarnation: what lasts of its version until it is replaced or made anew; None if it has none.
-        id: the `_id` that the server found, which may be written otherwise than the one that was asked for; None if
-            none was found, or read.
-        refusal: why it can have no version; None if it can.
+        exists: True if the document exists.
+        marked: True if it has the transaction's marker.
+        participant_version: the condition of `apply`. None if the document was replaced during the look.
+        incarnation: the part of its version that lasts until replacement or re-creation. None if it has none.
+        id: the `_id` in the server, which may differ in type from the requested one. None if none was found or read.
+        refusal: why it cannot get a version. None if it can.
     """
 
     exists: bool
@@ -91,7 +89,7 @@ class View:
 
 
 class Undone(Enum):
-    """How an undo ended."""
+    """The possible results of an undo."""
 
     UNDONE = "undone"
     GONE = "gone"
@@ -101,28 +99,28 @@ class Undone(Enum):
 
 def look(collection: Collection[Document], part: Part, transaction_id: Any, *, give: bool = True) -> View:
     """
-    Read what `apply` will be conditional on.
+    Read a participant's version and marker.
 
     Args:
-        collection: where the participant is.
+        collection: of the participant.
         part: the participant.
-        transaction_id: whose marker is looked for.
-        give: whether it has a version and an incarnation afterwards, if it had none.
+        transaction_id: the marker to look for.
+        give: True to give it a version and an incarnation, if it has none.
 
     Raises:
         WriteError: the collection's validator does not allow its field.
     """
-    view = _seen(collection, part, transaction_id)
+    view = _read_view(collection, part, transaction_id)
     if not give or not view.exists or view.incarnation is not None:
         return view
-    # Null counts as missing, here as there.
+    # Null counts as missing in both languages.
     as_seen = {"_id": {"$eq": part.id}, PARTICIPANT_VERSION: {"$eq": view.participant_version}}
     collection.update_one(as_seen, {"$set": {PARTICIPANT_VERSION: {"of": ObjectId(), "at": ObjectId()}}})
-    return _seen(collection, part, transaction_id)
+    return _read_view(collection, part, transaction_id)
 
 
 def apply(collection: Collection[Document], part: Part, transaction_id: Any, participant_version: Any) -> bool:
-    """Apply the change and leave the marker; False where the version is another, the rule fails, or it was done."""
+    """Apply the change and push the marker. Return False if the version differs, the rule fails, or it was done."""
     if participant_version is None:
         return False
     guard = {
@@ -131,53 +129,49 @@ def apply(collection: Collection[Document], part: Part, transaction_id: Any, par
         PARTICIPANT_VERSION: {"$eq": participant_version},
         "$and": [part.require or {}],
     }
-    change = _merged(part.apply, {"$push": {MARKERS: transaction_id}})
+    change = _merge(part.apply, {"$push": {MARKERS: transaction_id}})
     return bool(collection.update_one(guard, change).matched_count)
 
 
 def settle(collection: Collection[Document], parts: Sequence[Part], transaction_id: Any) -> None:
     """
-    Remove the markers, and renew the versions, of all participants of one collection.
+    Remove the markers and renew the versions of all participants in one collection.
 
-    Participants without a version come first: one that another transaction gives it meanwhile is then renewed. Versions
-    are given and never taken away, so that none is missed.
+    Participants without a version come first. If another transaction gives one a version meanwhile, it is then renewed.
+    Versions are never removed, so none is missed.
     """
     updates = [
-        UpdateOne(_marked(part, transaction_id, is_versioned), _pull(transaction_id, is_versioned))
+        UpdateOne(_marker_filter(part, transaction_id, is_versioned), _pull(transaction_id, is_versioned))
         for is_versioned in (False, True)
         for part in parts
     ]
     try:
         collection.bulk_write(updates)
     except BulkWriteError as error:
-        failures = (error.details or {}).get("writeErrors") or (error.details or {}).get("writeConcernErrors")
-        if not failures:
-            raise
-        # The whole has a code that says nothing.
-        raise WriteError(str(failures[0].get("errmsg")), failures[0].get("code"), failures[0]) from error
+        raise single_error(error) from error
 
 
 def undo(collection: Collection[Document], part: Part, transaction_id: Any, incarnation: Any = UNRECORDED) -> Undone:
     """
-    Undo the change where the marker shows that it was applied; renew the version in any case, if there is one.
+    Undo the change if the marker shows that it was applied. Always renew an existing version.
 
     Args:
-        collection: where the participant is.
+        collection: of the participant.
         part: the participant.
-        transaction_id: whose marker is looked for.
-        incarnation: of the participant when the transaction was begun, if that was recorded.
+        transaction_id: the marker to look for.
+        incarnation: of the participant when the transaction began, if recorded.
     """
     unmarked: Document = {"_id": {"$eq": part.id}, MARKERS: {"$ne": transaction_id}}
     if incarnation is not UNRECORDED and incarnation is not None:
         unmarked[_OF] = {"$eq": incarnation}
     for _ in range(_UNDO_ROUNDS):
         for is_versioned in (True, False):
-            guard = {**_marked(part, transaction_id, is_versioned), "$and": [part.revert_require or {}]}
-            if _matches(collection, guard, _merged(part.revert, _pull(transaction_id, is_versioned))):
+            guard = {**_marker_filter(part, transaction_id, is_versioned), "$and": [part.revert_require or {}]}
+            if _matches(collection, guard, _merge(part.revert, _pull(transaction_id, is_versioned))):
                 return Undone.UNDONE
         if _renew_version(collection, unmarked):
             return Undone.UNDONE
-        view = _seen(collection, part, transaction_id)
+        view = _read_view(collection, part, transaction_id)
         if not view.exists:
             return Undone.GONE
         if not view.marked and _OF in unmarked and view.incarnation != incarnation:
@@ -185,9 +179,9 @@ def undo(collection: Collection[Document], part: Part, transaction_id: Any, inca
     return Undone.REFUSED
 
 
-def _seen(collection: Collection[Document], part: Part, transaction_id: Any) -> View:
+def _read_view(collection: Collection[Document], part: Part, transaction_id: Any) -> View:
     markers = {"$cond": [{"$isArray": f"${MARKERS}"}, f"${MARKERS}", []]}
-    marked = {"$in": [{"$literal": transaction_id}, markers]}  # compared by the server: BSON's equality
+    marked = {"$in": [{"$literal": transaction_id}, markers]}  # the server compares, with BSON's equality
     found = collection.find_one({"_id": {"$eq": part.id}}, {PARTICIPANT_VERSION: 1, "marked": marked})
     if found is None:
         return View(exists=False, marked=False, participant_version=None)
@@ -202,8 +196,8 @@ def _seen(collection: Collection[Document], part: Part, transaction_id: Any) -> 
     )
 
 
-def _marked(part: Part, transaction_id: Any, is_versioned: bool) -> Document:
-    """Return a filter that matches while the marker is there, for a participant with or without a version."""
+def _marker_filter(part: Part, transaction_id: Any, is_versioned: bool) -> Document:
+    """Return a filter that matches while the marker exists, for a participant with or without a version."""
     return {"_id": {"$eq": part.id}, MARKERS: {"$eq": transaction_id}, _OF: {"$exists": is_versioned}}
 
 
@@ -213,8 +207,8 @@ def _pull(transaction_id: Any, is_versioned: bool) -> Document:
 
 
 def _renew_version(collection: Collection[Document], guard: Document) -> bool:
-    """Renew the version of a participant, if it has one; True where the guard matches, with a version or without."""
-    # In this order, as in `settle`. No pipeline: MongoDB 4.4 shows one to handlers as a replacement.
+    """Renew a participant's version, if it has one. Return True if the guard matches."""
+    # Same order as in `settle`. Not a pipeline, which MongoDB 4.4 shows to handlers as a replacement.
     if _OF not in guard and _matches(collection, {**guard, _OF: {"$exists": False}}, {"$unset": {_OF: ""}}):
         return True
     renewed = {"$set": {f"{PARTICIPANT_VERSION}.at": ObjectId()}}
@@ -225,7 +219,7 @@ def _matches(collection: Collection[Document], guard: Document, change: Mapping[
     return bool(collection.update_one(guard, change).matched_count)
 
 
-def _merged(change: Mapping[str, Any], ours: Mapping[str, Any]) -> Document:
+def _merge(change: Mapping[str, Any], ours: Mapping[str, Any]) -> Document:
     merged = {operator: dict(fields) for operator, fields in change.items()}
     for operator, fields in ours.items():
         merged.setdefault(operator, {}).update(fields)

@@ -1,23 +1,28 @@
 """
-Calls inside an open transaction: all that they store and change is a part of it.
+Calls inside an open transaction. All their writes are part of it.
 
-It is committed and aborted with that transaction, exactly once, however often the body is repeated. Nothing is repeated
-here: whoever has begun the transaction repeats the whole. Participants are looked at before they are changed, in the
-same snapshot, so that a transfer that cannot be paid leaves nothing half done in a transaction that continues.
+They commit or abort with that transaction, exactly once, however often its body repeats. Nothing is repeated here: the
+owner of the transaction repeats the whole body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import pymongo
+from bson import ObjectId
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
+from pymongo.errors import PyMongoError
 
-from mongo_celery.errors import ConfigurationError, TransactionStateError
+from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.mongo.cluster import connections_in_transaction, is_same_cluster
+from mongo_celery.mongo.driver_internals import prevent_commit
+from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.transaction.scopes import (
     after_commit,
     current,
@@ -26,12 +31,12 @@ from mongo_celery.mongo.transaction.scopes import (
     join_transaction,
     scope_of,
 )
-from mongo_celery.twophase.compensation import Compensations
-from mongo_celery.twophase.completion import Completion, still_mine
-from mongo_celery.twophase.log import KnownError, TransactionLog
+from mongo_celery.twophase.compensation import store_compensation
+from mongo_celery.twophase.engine import Engine
+from mongo_celery.twophase.local import RefusedError
+from mongo_celery.twophase.log import KnownError, log_cancel
 from mongo_celery.twophase.participants import Part
-from mongo_celery.twophase.request import refuse_other_request
-from mongo_celery.twophase.states import State, Transaction
+from mongo_celery.twophase.transaction import UNFINISHED, State, Transaction, refuse_other_request
 
 
 class JoinedCalls:
@@ -39,97 +44,91 @@ class JoinedCalls:
     The calls of a `TwoPhaseCommit` in one open transaction.
 
     Args:
-        log: of the transactions.
-        completion: of transactions of this log.
-        compensations: of this log's transactions.
+        engine: of the log.
         session: of the open transaction.
     """
 
-    def __init__(
-        self, log: TransactionLog, completion: Completion, compensations: Compensations, session: ClientSession
-    ) -> None:
-        self._log = log
-        self._completion = completion
-        self._compensations = compensations
+    def __init__(self, engine: Engine, session: ClientSession) -> None:
+        self._engine = engine
+        self._log = engine.log
         self._session = session
 
-    def begin(self, fields: Mapping[str, Any], parts: tuple[Part, ...], identity: Any, *, run: bool) -> str | None:
+    def begin(
+        self,
+        fields: Mapping[str, Any],
+        parts: Sequence[Part],
+        identity: Any,
+        *,
+        run: bool,
+    ) -> Transaction | None:
         """
-        Store a transaction, and do it if it is to be run.
+        Store a transaction, and make its changes with `run`.
+
+        Args:
+            fields: as for `TransactionLog.insert`.
+            parts: its participants.
+            identity: its id.
+            run: True to make its changes.
 
         Returns:
-            Why it is canceled; None if it is stored, or done.
+            The transaction, done or canceled. None without `run`.
 
         Raises:
-            TransactionStateError: one of this id has other fields, or is in progress.
-            ConfigurationError: it is to be run, and one MongoDB transaction cannot do it.
+            TransactionStateError: this id has other fields, or is in progress.
+            ConfigurationError: with `run`, one MongoDB transaction cannot do it.
         """
-        with _part(self._session):
+        with self._joining():
             if run:
-                self._completion.refuse_beyond_transaction(parts)
+                self._engine.refuse_beyond_transaction(parts)
             self._prepare_later()
             try:
-                return self._completion.within.store_joined(fields, parts, identity, self._session, run=run)
+                self._log.insert(fields, identity, session=self._session)
             except KnownError:
-                stored = self._log.collection.find_one({"_id": {"$eq": identity}}, session=self._session)
+                stored = self._log.find_one(identity, self._session)
                 refuse_other_request(stored or {}, fields, self._log.collection.codec_options)
-                ended = self._run(identity) if run else None
-        return None if ended is None or ended.state is State.DONE else ended.reason or "canceled"
+            return self._run(identity) if run else None
 
     def run(self, identity: Any) -> Transaction:
-        """Do a transaction that nobody has begun; one that is final stays as it is."""
-        with _part(self._session):
+        """Make the changes of a transaction that has not begun. A final one does not change."""
+        with self._joining():
             return self._run(identity)
 
     def cancel(self, identity: Any, reason: str, *, any_application: bool) -> Transaction:
-        """Cancel a transaction that nobody has begun; the others are returned as they are."""
-        with _part(self._session):
+        """Cancel a transaction that has not begun. A final one is returned unchanged."""
+        with self._joining():
             seen = self._log.get(identity, self._session)
             if not any_application:
                 self._log.refuse_foreign(seen)
             if seen.state is State.INITIAL:
-                return still_mine(self._log.drop(seen, reason, self._session))
+                return self._log.move(seen, State.CANCELED, session=self._session, reason=reason)
             self._refuse_begun(seen)
             return seen
 
     def compensate(self, identity: Any, *, run: bool) -> tuple[Any, Transaction | None]:
-        """The id of what takes a transaction back, stored if there is none; and how it has ended, if it is run."""
-        with _part(self._session):
+        """Return the id of the compensating transaction, and with `run` the transaction itself."""
+        with self._joining():
             if run:
-                self._completion.refuse_beyond_transaction(self._log.get(identity, self._session).parts)
-            opposite = self._compensations.stored(identity, 0.0, self._session)
+                self._engine.refuse_beyond_transaction(self._log.get(identity, self._session).parts)
+            opposite = store_compensation(self._engine, identity, 0.0, self._session)
             return opposite, self._run(opposite) if run else None
 
     def queue(self, identity: Any, publish: Callable[[], object]) -> None:
         """
-        Note that Celery is to advance a transaction, and ask it to after the commit.
+        Note that Celery runs a transaction, and publish the task after the commit.
 
         Raises:
-            ConfigurationError: nobody would know of the commit.
-            TransactionStateError: nothing is left to do, or it is another application's.
+            ConfigurationError: nothing would notice the commit.
+            TransactionStateError: it is final, or belongs to another application.
         """
-        hook = self._commit_hook()
+        hook = self._find_commit_hook()
         if hook is None:
             raise ConfigurationError(
                 "Neither `transactional` nor Django runs the transaction of this session, so its commit is not noticed "
                 "here. Nothing was changed. Use transactional(client), or call delay after the commit."
             )
-        with _part(self._session):
+        with self._joining():
             self._log.queue(identity, self._session)
         hook(publish)
-
-    def _prepare_later(self) -> None:
-        """Make the log's indexes after the commit: a snapshot that is older cannot be read from any more."""
-        hook = None if self._log.is_prepared else self._commit_hook()
-        if hook is not None:
-            hook(self._log.prepare)
-
-    def _commit_hook(self) -> Callable[[Callable[[], object]], object] | None:
-        """Return what has something called after the commit; None where nobody notices it."""
-        if scope_of(self._session) is not None:
-            return partial(after_commit, session=self._session)
-        connection = next((each for each in connections_in_transaction() if each.session is self._session), None)
-        return None if connection is None else partial(connection.on_commit, robust=True)
 
     def _run(self, identity: Any) -> Transaction:
         seen = self._log.get(identity, self._session)
@@ -137,43 +136,86 @@ class JoinedCalls:
             return seen
         self._log.refuse_foreign(seen)
         self._refuse_begun(seen)
-        self._completion.refuse_beyond_transaction(seen.parts)
-        return self._completion.within.run_joined(seen, self._session)
+        self._engine.refuse_beyond_transaction(seen.parts)
+        reason = self._engine.local.find_unmet(seen.parts, self._session)
+        if reason is None:
+            self._change(seen)
+        else:
+            log_cancel(identity, reason)
+        fields: dict[str, Any] = {} if reason is None else {"reason": reason}
+        state = State.DONE if reason is None else State.CANCELED
+        return self._log.move(seen, state, coordinator=ObjectId(), session=self._session, **fields)
+
+    def _change(self, seen: Transaction) -> None:
+        try:
+            self._engine.local.change(seen.parts, self._session)
+        except RefusedError as error:
+            log_cancel(seen.id, str(error))
+            raise TransactionCanceledError(
+                f"Transaction {seen.id!r} was rolled back, and the open transaction with it: {error}.",
+                id=seen.id,
+                reason=str(error),
+            ) from error
+
+    @contextmanager
+    def _joining(self) -> Iterator[None]:
+        """If the server fails a call, fail the open transaction, even if the body catches the error."""
+        with join_transaction(self._session):
+            refusal = None
+            try:
+                yield
+            except (ConfigurationError, TransactionStateError) as error:
+                refusal = error
+            except BaseException:
+                if scope_of(self._session) is None:  # the driver would commit the partial changes
+                    contextvars.Context().run(_abort_for_caller, self._session)  # without a time limit
+                raise
+        if refusal is not None:
+            raise refusal
+
+    def _prepare_later(self) -> None:
+        """Create the log's indexes after the commit: afterwards older snapshots cannot be read."""
+        hook = None if self._log.is_prepared else self._find_commit_hook()
+        if hook is not None:
+            hook(self._log.prepare)
+
+    def _find_commit_hook(self) -> Callable[[Callable[[], object]], object] | None:
+        """Return the function that registers a commit callback. None if nothing notices the commit."""
+        if scope_of(self._session) is not None:
+            return partial(after_commit, session=self._session)
+        connection = next((each for each in connections_in_transaction() if each.session is self._session), None)
+        return None if connection is None else partial(connection.on_commit, robust=True)
 
     @staticmethod
     def _refuse_begun(seen: Transaction) -> None:
-        if seen.state in {State.PENDING, State.APPLIED, State.CANCELING}:
+        if seen.state in UNFINISHED:
             raise TransactionStateError(
-                f"transaction {seen.id!r} is {seen.state}: its coordinator works outside of the open transaction. "
+                f"Transaction {seen.id!r} is {seen.state}: its coordinator works outside of the open transaction. "
                 "Nothing was changed. Make this call after the commit, with after_commit.",
                 id=seen.id,
                 state=seen.state,
             )
 
 
-@contextmanager
-def _part(session: ClientSession) -> Iterator[None]:
-    """Inside, an error of a server fails the open transaction, also if it is caught; a refusal has changed nothing."""
-    with join_transaction(session):
-        refusal = None
-        try:
-            yield
-        except (ConfigurationError, TransactionStateError) as error:
-            refusal = error
-    if refusal is not None:
-        raise refusal
+def _abort_for_caller(session: ClientSession) -> None:
+    """Abort the open transaction, but leave it open for its caller, whose next statement or commit fails."""
+    try:
+        with pymongo.timeout(ANSWER_SECONDS), suppress(PyMongoError):
+            session.client.admin.command("abortTransaction", session=session)
+    finally:
+        prevent_commit(session)  # without an answer, the server may still have half of the call's changes
 
 
-def session_to_join(client: MongoClient[Any], given: object) -> ClientSession | None:
+def find_session(client: MongoClient[Any], given: object) -> ClientSession | None:
     """
-    Return the session of the open transaction that a call is a part of; None outside of any.
+    Return the session of the open transaction that a call joins. None outside of any.
 
     Args:
-        client: of the transactions.
-        given: the session that the call was given, if any.
+        client: the transactions' client.
+        given: the session passed to the call, if any.
 
     Raises:
-        ConfigurationError: there is an open transaction that the call cannot be a part of.
+        ConfigurationError: the call cannot join the open transaction.
     """
     if given is not None:
         if not isinstance(given, ClientSession) or given.client is not client or not given.in_transaction:
@@ -183,11 +225,11 @@ def session_to_join(client: MongoClient[Any], given: object) -> ClientSession | 
             )
         joined: ClientSession | None = given
     else:
-        joined = current(client) or _session_of_django(client)
+        joined = current(client) or _find_session_of_django(client)
     around = innermost_session()
     is_apart = around is None and given is None and is_beside_transaction()
-    # In one that was begun inside of the joined one, the call would be made again with each repetition of that.
-    if is_apart or (around is not None and around is not joined and (joined is None or scope_of(joined) is not None)):
+    # Inside another transaction beside the joined one, the call would repeat with each repetition of that one.
+    if is_apart or (around is not None and around is not joined):
         raise ConfigurationError(
             "The innermost transaction that is open around this call is of another client, thread or task, and the "
             "call cannot be a part of it: it would stay when that one is aborted, and be made again with it. Nothing "
@@ -196,8 +238,8 @@ def session_to_join(client: MongoClient[Any], given: object) -> ClientSession | 
     return joined
 
 
-def _session_of_django(client: MongoClient[Any]) -> ClientSession | None:
-    """Return the session of Django's own `atomic` in this thread; errors as of `session_to_join`."""
+def _find_session_of_django(client: MongoClient[Any]) -> ClientSession | None:
+    """Return the session of Django's `atomic` in this thread. Errors as in `find_session`."""
     for connection in connections_in_transaction():
         session: ClientSession = connection.session
         if session.client is client:

@@ -1,185 +1,194 @@
 """
-What a transaction changes in one cluster, as one MongoDB transaction: each participant by one statement.
+Transactions within the log's cluster. One MongoDB transaction changes all participants and stores `done`.
 
-Statements of one collection are sent as one command. An ordered bulk does not stop at a statement that matches
-nothing; so it is counted, and the whole is aborted.
+The documents contain no fields of ours, and nobody sees one participant changed before the other. Recovery is not
+needed: uncommitted changes did not happen. A concurrent cancel and run conflict on the log entry.
+
+In the caller's open transaction, the same writes join it. There, participants are checked before the change: a transfer
+that cannot be paid must leave nothing half done in a transaction that continues.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Any, TypeVar
 
+from bson import ObjectId
 from pymongo import MongoClient, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import BulkWriteError, OperationFailure, WriteError
+from pymongo.errors import BulkWriteError, WriteError
 
 from mongo_celery.mongo.identity import same_bson
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.transaction import transactional
 from mongo_celery.mongo.verdicts import Verdict, is_transient, judge_error
-from mongo_celery.twophase.coordinator import BusyError
+from mongo_celery.mongo.writes import single_error
+from mongo_celery.twophase.log import OvertakenError, TransactionLog, log_cancel
 from mongo_celery.twophase.participants import Part
-from mongo_celery.twophase.sessions import session_of
+from mongo_celery.twophase.protocol import Coordinator
+from mongo_celery.twophase.transaction import State, Transaction
 
 Document = dict[str, Any]
-Open = Callable[[Part], Collection[Document]]
 Result = TypeVar("Result")
 
 _LEAST_SECONDS = 0.05
-"""For a MongoDB transaction for which no time is left: it fails by its own limit, and says so."""
+"""Limit for a MongoDB transaction without time left. It fails with its own timeout error."""
 
 
-class UnmetError(BusyError):
-    """Fewer documents matched than take part. The MongoDB transaction is aborted."""
-
-    def __init__(self) -> None:
-        super().__init__("participants changed meanwhile")
+class UnmetError(OvertakenError):
+    """Fewer documents matched than participate. The MongoDB transaction is aborted."""
 
 
 class RefusedError(Exception):
-    """A participant cannot be changed so, whatever it holds now; the text says which and why."""
+    """A server permanently refuses the change of a participant. The text names it and the reason."""
 
 
-def in_one(client: MongoClient[Any], body: Callable[[ClientSession], Result], deadline: float) -> Result:
+def run_independently(client: MongoClient[Any], body: Callable[[ClientSession], Result], until: float) -> Result:
     """
-    Run a body in a MongoDB transaction, repeated until a deadline of the monotonic clock.
+    Run a body in an independent MongoDB transaction, repeated until a monotonic time.
 
     Raises:
-        TransactionTimeoutError: the time is used up; `outcome` says what is known.
-        TopologyError: it is a standalone server.
+        TransactionTimeoutError: the time is used up. `outcome` contains the known state.
+        TopologyError: the server is a standalone.
     """
-    limit = max(deadline - time.monotonic(), _LEAST_SECONDS)
-    # Its own: what is told to be done must not depend on a transaction that the caller is in.
-    return transactional(client, timeout=limit, own=True).run(body, session=session_of(client))
+    limit = max(until - time.monotonic(), _LEAST_SECONDS)
+    return transactional(client, timeout=limit, independent=True).run(body)
 
 
-def change(open_part: Open, parts: Sequence[Part], session: ClientSession, before: datetime | None = None) -> None:
+class LocalTransactions:
     """
-    Apply the changes of all participants.
+    Transactions whose participants are all in the log's cluster.
 
     Args:
-        open_part: gives a participant's collection.
-        parts: of one cluster.
-        session: of the MongoDB transaction.
-        before: only while that cluster's own clock has not reached this.
-
-    Raises:
-        UnmetError: a participant is missing or does not meet its rule, or it is too late.
-        RefusedError: the server refuses a change.
+        log: of the transactions.
+        open_part: returns a participant's collection.
     """
-    in_time = [] if before is None else [{"$expr": {"$lt": ["$$NOW", before]}}]
-    _send(open_part, [(part, _found(part, part.require, in_time), part.apply) for part in parts], session)
 
+    def __init__(self, log: TransactionLog, open_part: Callable[[Part], Collection[Document]]) -> None:
+        self._log = log
+        self._open = open_part
+        self._client: MongoClient[Any] = log.collection.database.client
 
-def revert(open_part: Open, parts: Sequence[Part], session: ClientSession) -> None:
-    """
-    Take the changes of all participants back, in reverse order; errors as of `change`.
+    # -- in its own MongoDB transaction --------------------------------------------------------------
 
-    Args:
-        open_part: gives a participant's collection.
-        parts: of one cluster.
-        session: of the MongoDB transaction.
-    """
-    changes = [(part, _found(part, part.revert_require), part.revert) for part in reversed(parts)]
-    _send(open_part, changes, session)
+    def store_done(
+        self, fields: Mapping[str, Any], parts: Sequence[Part], identity: Any, coordinator: ObjectId, until: float
+    ) -> str | None:
+        """
+        Store a transaction as done, and make its changes.
 
+        Args:
+            fields: besides id and state.
+            parts: its participants.
+            identity: its id.
+            coordinator: the process that stores it. Use the same one after a lost answer, so that it is not done twice.
+            until: monotonic time until which attempts are repeated.
 
-def is_there(open_part: Open, part: Part, session: ClientSession | None = None) -> bool:
-    """Whether a participant exists."""
-    return open_part(part).find_one({"_id": {"$eq": part.id}}, {"_id": 1}, session=session) is not None
+        Returns:
+            The reason to cancel it, when nothing is stored. None if it is done.
 
+        Raises:
+            KnownError: this id exists.
+            UnmetError: a participant changed meanwhile. Try again.
+            PyMongoError, TransactionTimeoutError: the outcome may be unknown.
+        """
 
-def find_met(
-    open_part: Open, part: Part, rule: Mapping[str, Any], session: ClientSession | None = None
-) -> Document | None:
-    """Its `_id` as the server has it, if it meets a rule now."""
-    return open_part(part).find_one(_found(part, rule), {"_id": 1}, session=session)
+        def body(session: ClientSession) -> None:
+            if self._log.insert(fields, identity, state=State.DONE, session=session, coordinator=coordinator):
+                self.change(parts, session)
 
+        return self._commit(parts, body, until)
 
-def why_unmet(open_part: Open, parts: Iterable[Part], session: ClientSession | None = None) -> str | None:
-    """Why participants of one cluster cannot be changed, as they are now or in a transaction; None if they could."""
-    found = []
-    for part in parts:
-        met = find_met(open_part, part, part.require, session)
-        if met is None:
-            if not is_there(open_part, part, session):
-                return f"participant {part} does not exist"
-            return f"participant {part} does not meet {dict(part.require)!r}"
-        found.append((part, met))
-    twins = why_twins(found)
-    return None if twins is None else f"{twins} be changed"
+    def run(self, transaction: Transaction, mine: Coordinator, until: float) -> Transaction:
+        """
+        Bring a transaction from initial to done or canceled.
 
+        Args:
+            transaction: as read.
+            mine: the coordinator that runs it.
+            until: as in `store_done`.
 
-def why_twins(found: Sequence[tuple[Part, Document]]) -> str | None:
-    """The beginning of a sentence where two participants are one document: what each would bear, both do not."""
-    for index, (part, met) in enumerate(found):
-        for other, seen in found[:index]:
-            if part.namespace == other.namespace and same_bson(met["_id"], seen["_id"]):
-                return f"participants {other} and {part} are one document, and it does not let both"
-    return None
+        Raises:
+            OvertakenError: another process has begun, finished or canceled it. Read it again.
+            UnmetError, PyMongoError, TransactionTimeoutError: as in `store_done`.
+        """
+        after: list[Transaction] = []
 
+        def body(session: ClientSession) -> None:
+            is_any = mine.any_application
+            after[:] = [
+                self._log.move(
+                    transaction, State.DONE, coordinator=mine.identity, any_application=is_any, session=session
+                )
+            ]
+            self.change(transaction.parts, session)
 
-def _found(part: Part, rule: Mapping[str, Any], more: Sequence[Document] = ()) -> Document:
-    return {"_id": {"$eq": part.id}, "$and": [dict(rule), *more]}
+        reason = self._commit(transaction.parts, body, until)
+        if reason is not None:
+            log_cancel(transaction.id, reason)
+            return self._log.move(transaction, State.CANCELED, reason=reason)
+        return after[0]
 
-
-def _send(open_part: Open, changes: Iterable[tuple[Part, Document, Mapping[str, Any]]], session: ClientSession) -> None:
-    grouped: dict[str, list[tuple[Part, Document, Mapping[str, Any]]]] = {}
-    for each in changes:
-        grouped.setdefault(each[0].namespace, []).append(each)
-    for those in grouped.values():
+    def _commit(self, parts: Sequence[Part], body: Callable[[ClientSession], None], until: float) -> str | None:
+        """Commit a body. Return the reason to cancel if a participant refuses."""
+        self._log.prepare()
         try:
-            matched = _matched(open_part(those[0][0]), those, session)
-        except (BulkWriteError, WriteError) as error:
-            index, said = _failed(error)
-            if is_transient(error) or is_transient(said) or judge_error(said) is Verdict.ACCESS:
+            run_independently(self._client, body, until)
+        except RefusedError as error:
+            reason: str | None = str(error)
+        except UnmetError:
+            reason = self.find_unmet(parts)
+            if reason is None:
                 raise
-            raise RefusedError(f"participant {those[index][0]} refuses the change: {short(said)}") from error
-        if matched != len(those):
-            raise UnmetError
+        else:
+            return None
+        return reason
+
+    # -- participants ------------------------------------------------------------------------------
+
+    def find_unmet(self, parts: Iterable[Part], session: ClientSession | None = None) -> str | None:
+        """Return the reason why participants cannot be changed, read now or in a transaction. None if they can."""
+        found: list[tuple[Part, Any]] = []
+        for part in parts:
+            collection = self._open(part)
+            met = collection.find_one(_meeting(part), {"_id": 1}, session=session)
+            if met is None:
+                if collection.find_one({"_id": {"$eq": part.id}}, {"_id": 1}, session=session) is None:
+                    return f"participant {part} does not exist"
+                return f"participant {part} does not meet {dict(part.require)!r}"
+            for other, seen in found:
+                if part.namespace == other.namespace and same_bson(met["_id"], seen):
+                    return f"participants {other} and {part} are one document, and it does not let both be changed"
+            found.append((part, met["_id"]))
+        return None
+
+    def change(self, parts: Sequence[Part], session: ClientSession) -> None:
+        """
+        Change each participant by one statement, with one command per collection.
+
+        Raises:
+            UnmetError: a participant is missing or does not match its rule.
+            RefusedError: the server refuses a change.
+        """
+        grouped: dict[str, list[Part]] = {}
+        for each in parts:
+            grouped.setdefault(each.namespace, []).append(each)
+        for those in grouped.values():
+            updates = [UpdateOne(_meeting(part), part.apply) for part in those]
+            try:
+                matched = self._open(those[0]).bulk_write(updates, session=session).matched_count
+            except BulkWriteError as error:
+                said = single_error(error)
+                is_refusal = isinstance(said, WriteError) and judge_error(said) is not Verdict.ACCESS
+                if not is_refusal or is_transient(error) or is_transient(said):
+                    raise said from error
+                part = those[(said.details or {})["index"]]
+                raise RefusedError(f"participant {part} refuses the change: {short(said)}") from error
+            if matched != len(those):  # an ordered bulk does not stop at a statement without a match
+                raise UnmetError
 
 
-def _matched(
-    collection: Collection[Document],
-    changes: Sequence[tuple[Part, Document, Mapping[str, Any]]],
-    session: ClientSession,
-) -> int:
-    """How many were found. A single statement costs the driver less by itself."""
-    if len(changes) == 1:
-        (_, found, update) = changes[0]
-        return collection.update_one(found, update, session=session).matched_count
-    updates = [UpdateOne(found, update) for _, found, update in changes]
-    return collection.bulk_write(updates, session=session).matched_count
-
-
-def _failed(error: BulkWriteError | WriteError) -> tuple[int, WriteError]:
-    """
-    Which statement has failed, and how.
-
-    Raises:
-        OperationFailure: none; it was not confirmed.
-    """
-    if isinstance(error, WriteError):
-        return 0, error
-    failures = (error.details or {}).get("writeErrors")
-    if not failures:
-        raise _unconfirmed(error) from error
-    failure = failures[0]
-    return failure.get("index", 0), WriteError(str(failure.get("errmsg", error)), failure.get("code"), failure)
-
-
-def _unconfirmed(error: BulkWriteError) -> OperationFailure:
-    """The whole has a code that says nothing; what it says of its confirmation has one that does."""
-    failures = (error.details or {}).get("writeConcernErrors")
-    if not failures:
-        return error
-    return OperationFailure(str(failures[0].get("errmsg")), failures[0].get("code"), failures[0])
-
-
-def is_unwritable(error: BaseException) -> bool:
-    """Whether a server has answered that it will not do this, for whatever reason but the documents."""
-    return isinstance(error, OperationFailure) and not is_transient(error)
+def _meeting(part: Part) -> Document:
+    return {"_id": {"$eq": part.id}, "$and": [dict(part.require)]}

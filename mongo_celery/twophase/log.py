@@ -1,13 +1,11 @@
-"""The transactions' own documents; which of them were left, and which may go, `abandoned` and `final` ask."""
+"""The log: the collection of transaction documents. Each write is one conditional update."""
 
 from __future__ import annotations
 
-import heapq
+import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from datetime import datetime
-from itertools import chain, islice
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from bson import ObjectId
@@ -15,72 +13,63 @@ from bson.int64 import Int64
 from pymongo import ASCENDING, IndexModel, ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
+from pymongo.cursor import Cursor
 from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.errors import TransactionStateError, TransactionTimeoutError
-from mongo_celery.mongo.expressions import after, insert_if_absent, literal, millis
+from mongo_celery.mongo.expressions import REMOVED, after, insert_if_absent, literal, millis
+from mongo_celery.mongo.indexes import Indexes
 from mongo_celery.mongo.verdicts import ErrorContext
-from mongo_celery.quantities import duration
-from mongo_celery.twophase.indexes import Indexes
-from mongo_celery.twophase.options import RETENTION
-from mongo_celery.twophase.participants import Part
-from mongo_celery.twophase.sessions import named_sessions
-from mongo_celery.twophase.states import FINAL, RECEIPTS, State, Transaction, read_transaction, refuse_other_accounts
-from mongo_celery.twophase.values import to_text
+from mongo_celery.twophase.transaction import UNFINISHED, State, Transaction, read_transaction
+
+logger = logging.getLogger("mongo_celery.twophase")
 
 Document = dict[str, Any]
 
-UNFINISHED = (State.PENDING, State.APPLIED, State.CANCELING)
 _OVERDUE_SECONDS = 30.0
-"""Since the last step of what has passed its deadline: then it is abandoned, however long others may take."""
+"""After its deadline, a transaction whose last step is this old is abandoned, whatever `older_than` is."""
 
 _LATE_PART = 0.9
-"""Of the deadline, after which alone something may be purged: then nothing is stored that may have been before."""
+"""
+Share of the deadline. Documents are removed only after the deadline, so nothing is stored twice before
+this share.
+"""
 
 _STOPPED_BY_MAX = 1000
-"""Characters of why a transaction stays as it is: an error of a server may repeat a whole document."""
+"""Largest length of the reason why a transaction stopped. A server error may repeat a whole document."""
+
+_PAGE = 200
+"""Number of documents in one read of a log."""
 
 _MODIFIED = {"$convert": {"input": "$lastModified", "to": "date", "onError": None, "onNull": None}}
-IS_OVERDUE = {"$and": [{"$eq": [{"$type": "$deadline"}, "date"]}, {"$lte": ["$deadline", "$$NOW"]}]}
-_NOW = {"$currentDate": {"lastModified": True}}
-
-_KEYS = {
-    State.INITIAL: ("lastModified", "queuedAt"),
-    State.PENDING: ("lastModified",),
-    State.APPLIED: ("lastModified", "_id"),
-    State.CANCELING: ("lastModified", "state"),
-}
-"""
-The partial index of each state that is not final. One index for all of them would serve no query for one of them, nor
-one that asks for several by `$in` or `$or`; and servers before 5.0 want their keys to differ.
-"""
+_IS_OVERDUE = {"$and": [{"$eq": [{"$type": "$deadline"}, "date"]}, {"$lte": ["$deadline", "$$NOW"]}]}
 
 LOG_INDEXES = (
-    *(
-        IndexModel(
-            [(field, ASCENDING) for field in fields],
-            name=f"{state}_transactions",
-            partialFilterExpression={"state": str(state)},
-        )
-        for state, fields in _KEYS.items()
-    ),
+    IndexModel([("state", ASCENDING), ("lastModified", ASCENDING)], name="transactions_by_state"),
     IndexModel([("expiresAt", ASCENDING)], name="expired_transactions", expireAfterSeconds=0, sparse=True),
 )
 
 
 class KnownError(Exception):
-    """There is a transaction of this id."""
+    """A transaction with this id exists."""
+
+
+class OvertakenError(Exception):
+    """Another process has changed the transaction or a participant meanwhile. Read it again."""
+
+    def __str__(self) -> str:
+        return "others kept changing it"
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class StateCount:
     """
-    How transactions of one state stand.
+    The transactions in one state.
 
     Attributes:
-        count: how many there are.
-        oldest_seconds: since the last step of the oldest.
-        abandoned: how many of them have stood for so long that recovery should have taken them.
+        count: their number.
+        oldest_seconds: time since the last step of the oldest one.
+        abandoned: the number that recovery should have taken over by now.
     """
 
     count: int
@@ -93,12 +82,12 @@ class TransactionLog:
     Reads and writes of transaction documents.
 
     Args:
-        collection: with majority writes, majority reads, primary.
+        collection: with majority writes, majority reads, and reads from the primary.
         application: this application's marker.
-        accounts: namespace of the documents that transfers name.
+        accounts: namespace of the documents in transfers, unless a transfer names another one.
         older_than: seconds after which an unfinished transaction counts as abandoned.
-        deadline: seconds after which a transaction that is not applied cancels itself.
-        retention: seconds for which one that is final, or that nobody has begun, is kept; None for ever.
+        deadline: seconds after which a transaction that is not applied is canceled.
+        retention: seconds for which it is kept when final, or while it has not begun. None for ever.
     """
 
     def __init__(
@@ -112,31 +101,37 @@ class TransactionLog:
         retention: float | None,
     ) -> None:
         self.collection = collection
-        self._older_than = older_than
-        self._application = application
         self._accounts = accounts
+        self.older_than = older_than
+        self._application = application
         self._deadline = deadline
         self._retention = retention
-        self._indexes = Indexes(collection, LOG_INDEXES)
-
-    def prepare(self) -> None:
-        """Make the indexes, and the collection, at the first use in this process."""
-        self._indexes.make()
+        self._indexes = Indexes(collection, LOG_INDEXES, "recovery reads all transactions, and none expires")
 
     @property
-    def is_prepared(self) -> bool:
-        """Whether nothing of that is left to do in this process."""
-        return self._indexes.is_made
-
-    @property
-    def concern(self) -> ErrorContext:
-        """Whom an error of MongoDB concerns, and what transactions need."""
+    def error_context(self) -> ErrorContext:
+        """The subject of MongoDB's errors, and the rights for transactions."""
         name = self.collection.full_name
         return ErrorContext(
             f"the transactions' collection {name} or one of their participants",
-            f"find, insert and update on {name}, find and update on the participants' collections, and, in other "
-            "clusters, find, insert and update on transactionReceipts beside them",
+            f"find, insert and update on {name}, and find and update on the participants' collections",
         )
+
+    def prepare(self, *, patiently: bool = False) -> None:
+        """
+        Create the collection and its indexes at first use in this process.
+
+        Args:
+            patiently: wait as long as reading the collection may take.
+        """
+        self._indexes.ensure(patiently=patiently)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Return True if nothing of this is left to do in this process."""
+        return self._indexes.is_settled
+
+    # -- writing -----------------------------------------------------------------------------------
 
     def insert(
         self,
@@ -145,45 +140,45 @@ class TransactionLog:
         *,
         state: State = State.INITIAL,
         session: ClientSession | None = None,
-        mark: ObjectId | None = None,
+        coordinator: ObjectId | None = None,
         is_queued: bool = False,
     ) -> bool:
         """
-        Store a new transaction, with the server's time.
+        Store a new transaction with the server's time.
 
         Args:
-            fields: what it has beside id, state and time.
+            fields: besides id, state and time.
             transaction_id: its id.
-            state: where it begins; this application's marker comes with every state but initial.
-            is_queued: recovery begins it, as after `queue`; it has this application's marker.
-            session: of a MongoDB transaction, if it is stored in one.
-            mark: who stores it, by which it is known again: an earlier MongoDB transaction may have been committed
-                though it was told otherwise.
+            state: its first state. Every state except initial includes this application's marker.
+            session: of the MongoDB transaction for the write, if any.
+            coordinator: the process that stores it. It identifies a commit that was reported as failed.
+            is_queued: True if recovery begins it, as after `queue`.
 
         Returns:
-            Whether it is new; False for one that bears the mark.
+            True if it is new, False if the same coordinator has already stored it.
 
         Raises:
-            KnownError: there is one of this id.
-            TransactionTimeoutError: this process stood still meanwhile; it may have been stored, and purged.
+            KnownError: this id exists.
+            TransactionTimeoutError: this process was frozen. It may have stored the transaction, which may be removed
+                by now.
         """
         if session is None:
             self.prepare()
-        self._refuse_late(mark, transaction_id)
+        self._refuse_late(coordinator, transaction_id)
         whole = {
             **fields,
             **({} if state is State.INITIAL and not is_queued else {"application": self._application}),
-            **({} if mark is None else {"driver": mark}),
+            **({} if coordinator is None else {"coordinator": coordinator}),
         }
         begun: Document = {"state": str(state), "lastModified": "$$NOW", **self._times(state)}
         if is_queued:
             begun["queuedAt"] = "$$NOW"
         try:
-            # An upsert, since only an update can set the server's time.
+            # An upsert, because only an update can set the server's time.
             found = self.collection.find_one_and_update(
                 {"_id": {"$eq": transaction_id}},
                 insert_if_absent({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
-                projection={"driver": 1},
+                projection={"coordinator": 1},
                 upsert=True,
                 return_document=ReturnDocument.BEFORE,
                 session=session,
@@ -192,149 +187,78 @@ class TransactionLog:
             found = {}
         if found is None:
             return True
-        if mark is not None and found.get("driver") == mark:
+        if coordinator is not None and found.get("coordinator") == coordinator:
             return False
         raise KnownError
 
-    def insert_begun(
-        self, fields: Mapping[str, Any], parts: tuple[Part, ...], transaction_id: Any, session: ClientSession | None
-    ) -> tuple[Transaction, bool]:
+    def _refuse_late(self, coordinator: ObjectId | None, transaction_id: Any) -> None:
         """
-        Store a new transaction with receipts as pending; its key tells whether it is ours.
+        Refuse an attempt if an earlier one may have stored the transaction so long ago that it may be removed.
 
-        Returns:
-            The transaction, and whether it is new: else it was stored before, and the answer was lost.
-
-        Raises:
-            KnownError: there is one of this id.
-            TransactionTimeoutError: this process stood still meanwhile; it may have been stored, and purged.
+        A coordinator's id contains the time of the first attempt by this machine's clock, because the monotonic clock
+        stops while a machine is suspended. If the clock is set meanwhile, an attempt may be refused needlessly.
         """
-        self.prepare()
-        self._refuse_late(fields["key"], transaction_id)
-        named = named_sessions({None, *(each["cluster"] for each in fields["changes"])})
-        marks = self._marks(ObjectId())  # made for this call alone
-        whole = {**fields, **marks, "version": Int64(1), "sessions": named}
-        begun: Document = {"state": str(State.PENDING), "lastModified": "$$NOW", **self._times(State.PENDING)}
-        found = self.collection.find_one_and_update(
-            {"_id": {"$eq": transaction_id}},
-            insert_if_absent({"$mergeObjects": [{"_id": "$_id"}, literal(whole), begun]}),
-            upsert=True,
-            return_document=ReturnDocument.AFTER,
-            session=session,
-        )
-        if found is None or found.get("key") != fields["key"]:
-            raise KnownError
-        return read_transaction(found, self._accounts, parts), found.get("driver") == marks["driver"]
-
-    def _refuse_late(self, mark: ObjectId | None, transaction_id: Any) -> None:
-        """
-        Refuse what another attempt may have stored so long ago that it can have been purged by now.
-
-        The mark has the time of the first attempt, by the clock of this machine: another one would not know of a
-        machine that was suspended. If it was set meanwhile, this one is refused, and nothing is wrong.
-        """
-        late = self._deadline * _LATE_PART + 1  # a mark has whole seconds
-        if mark is not None and time.time() - mark.generation_time.timestamp() >= late:
+        late = self._deadline * _LATE_PART + 1  # an ObjectId has whole seconds
+        if coordinator is not None and time.time() - coordinator.generation_time.timestamp() >= late:
             raise TransactionTimeoutError(
-                f"this process stood still for too long while it stored transaction {transaction_id!r}, so whether it "
-                "was done is not known: look at what it changes before you ask for it again.",
+                f"This process stood still for too long while it stored transaction {transaction_id!r}, so the outcome "
+                "is not known. Look at its participants before you ask for it again.",
                 id=transaction_id,
                 outcome="unknown",
             )
 
     def _times(self, state: State) -> Document:
-        """What the server's time decides of a state: until when it may be applied, and how long it is kept."""
+        """Return the times that begin with a state: the limits to begin or apply, and the expiry."""
+        if state is State.INITIAL:
+            return {"beginBy": None if self._retention is None else after(self._retention)}
         if state is State.PENDING:
             return {"deadline": after(self._deadline)}
         if state.is_final and self._retention is not None:
             return {"expiresAt": after(self._retention)}
         return {}
 
-    def get(self, transaction_id: Any, session: ClientSession | None = None) -> Transaction:
-        """
-        A transaction, as it is or as an open MongoDB transaction sees it.
-
-        Raises:
-            TransactionStateError: there is none, or its state or shape is unknown.
-            ConfigurationError: it is not final, and a transfer between other accounts.
-        """
-        found = self.find_one(transaction_id, session)
-        if found is None:
-            raise TransactionStateError(f"there is no transaction {transaction_id!r}.", id=transaction_id)
-        return found
-
-    def find_one(self, transaction_id: Any, session: ClientSession | None = None) -> Transaction | None:
-        """A transaction, or None; errors as of `states.read_transaction`."""
-        document = self.collection.find_one({"_id": {"$eq": transaction_id}}, session=session)
-        return None if document is None else self.read(document)
-
-    def read(self, document: Mapping[str, Any]) -> Transaction:
-        """Understand a document; errors as of `states.read_transaction`."""
-        return read_transaction(document, self._accounts)
-
-    def refuse_other_accounts(self, seen: Transaction) -> None:
-        """Refuse a transfer, also one that is final, between other accounts; errors as of the function in `states`."""
-        refuse_other_accounts(seen.document, self._accounts)
-
-    def ages_of(self, seen: Sequence[Transaction]) -> list[tuple[Transaction, float]]:
-        """Those that nobody has done a step of since they were read, each with the seconds since its last step."""
-        age = {"$divide": [{"$subtract": ["$$NOW", _MODIFIED]}, 1000]}
-        stages: list[Document] = [
-            {"$match": {"_id": {"$in": [each.id for each in seen]}}},
-            {"$project": {"lastModified": 1, "age": age}},
-        ]
-        found = {to_text(each["_id"]): each for each in self.collection.aggregate(stages)}
-        unchanged = []
-        for each in seen:
-            now = found.get(to_text(each.id), {})
-            if now.get("age") is not None and now["lastModified"] == each.last_modified:
-                unchanged.append((each, float(now["age"])))
-        return unchanged
-
-    def claim(
+    def move(
         self,
         seen: Transaction,
-        coordinator: ObjectId,
+        state: State,
         *,
+        coordinator: ObjectId | None = None,
         any_application: bool = False,
+        condition: Mapping[str, Any] | None = None,
         session: ClientSession | None = None,
-        fields: Mapping[str, Any] | None = None,
-    ) -> Transaction | None:
+        **fields: Any,
+    ) -> Transaction:
         """
-        Take a transaction nobody has begun: initial becomes pending. None if somebody was faster.
+        Move a transaction from the state and version that were read to another state or coordinator.
 
         Args:
-            seen: as it was read.
-            coordinator: who takes it.
-            any_application: whether it may belong to another application.
-            session: of a MongoDB transaction that does more.
-            fields: what it has from now on; with receipts, they have the participants under another name.
+            seen: as read.
+            state: the next state. The same state keeps its times.
+            coordinator: the new owner. The version grows, and this application's marker is set.
+            any_application: True to allow another application's transaction.
+            condition: further conditions.
+            session: of the surrounding MongoDB transaction, if any.
+            fields: further fields to store.
+
+        Raises:
+            OvertakenError: it changed since it was read, or belongs to another application.
         """
-        given = dict(fields or {})
-        if given.get("protocol") == RECEIPTS:
-            given["sessions"] = named_sessions(seen.clusters)
-        return self._update(
-            self._unbegun(seen, any_application=any_application),
-            State.PENDING,
-            {**self._marks(coordinator), **given},
-            version=True,
-            session=session,
-            without=("participants",) if given.get("protocol") == RECEIPTS else (),
+        guard: Document = {**seen.guard, **(condition or {})}
+        change: Document = {name: literal(value) for name, value in fields.items()}
+        change["lastModified"] = "$$NOW"
+        if state is not seen.state:
+            change.update({"state": str(state), "stoppedBy": REMOVED, "beginBy": REMOVED, **self._times(state)})
+        if coordinator is not None:
+            guard.update({} if any_application else self._ours())
+            change.update({"application": literal(self._application), "coordinator": coordinator})
+            change["version"] = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
+        # Expressions, because only they can read the time.
+        found = self.collection.find_one_and_update(
+            guard, [{"$set": change}], return_document=ReturnDocument.AFTER, session=session
         )
-
-    def complete(
-        self, seen: Transaction, coordinator: ObjectId, session: ClientSession, *, any_application: bool = False
-    ) -> Transaction | None:
-        """Initial becomes done, in the MongoDB transaction that changes all participants. None: somebody was faster."""
-        guard = self._unbegun(seen, any_application=any_application)
-        return self._update(guard, State.DONE, self._marks(coordinator), version=True, session=session)
-
-    def _unbegun(self, seen: Transaction, *, any_application: bool) -> Document:
-        return {
-            "_id": {"$eq": seen.id},
-            "state": str(State.INITIAL),
-            **({} if any_application else self.ours()),
-        }
+        if found is None:
+            raise OvertakenError
+        return self.read(found)
 
     def take_over(
         self,
@@ -342,284 +266,207 @@ class TransactionLog:
         coordinator: ObjectId,
         *,
         older_than: float | None = None,
+        is_overdue: bool = False,
         any_application: bool = False,
-    ) -> Transaction | None:
+    ) -> Transaction:
         """
-        Become the coordinator of an unfinished transaction, in the state and version that were seen.
+        Give an unfinished transaction to a coordinator.
 
         Args:
-            seen: as it was read.
-            coordinator: who takes it.
-            older_than: only if its last step was so many seconds ago, by the server's clock; see `abandoned`.
-            any_application: whether it may belong to another application.
+            seen: as read.
+            coordinator: the new owner.
+            older_than: only if its last step was at least this many seconds ago. See `find_abandoned`.
+            is_overdue: True to take it only after its deadline.
+            any_application: True to allow another application's transaction.
+
+        Raises:
+            OvertakenError: another process was faster, or it is not old enough.
         """
-        guard: Document = dict(seen.guard)
-        if not any_application:
-            guard.update(self.ours())
-        if older_than is not None:
-            guard["$expr"] = is_abandoned(older_than)
-        sessions = {} if seen.key is None else {"sessions": named_sessions(seen.clusters)}
-        return self._update(guard, None, {**self._marks(coordinator), **sessions}, version=True)
-
-    def take_over_together(
-        self,
-        ids: Sequence[Any],
-        coordinator: ObjectId,
-        clusters: Iterable[str | None],
-        *,
-        older_than: float,
-        any_application: bool,
-    ) -> list[Transaction]:
-        """As `take_over`, of several with receipts that are pending or applied, in these; those that were taken."""
-        guard: Document = {
-            "_id": {"$in": list(ids)},
-            "protocol": RECEIPTS,
-            "state": {"$in": [str(State.PENDING), str(State.APPLIED)]},
-            "$expr": is_abandoned(older_than),
-            **({} if any_application else self.ours()),
-        }
-        marks = {**self._marks(coordinator), "sessions": named_sessions({None, *clusters})}
-        change = {name: literal(value) for name, value in marks.items()}
-        version = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
-        self.collection.update_many(guard, [{"$set": {**change, "lastModified": "$$NOW", "version": version}}])
-        return [self.read(each) for each in self.collection.find({"_id": {"$in": list(ids)}, "driver": coordinator})]
-
-    def move_together(self, seen: Sequence[Transaction], state: State, *, before: State) -> list[Transaction]:
-        """As `move`, of several; those that are in this state afterwards, whoever moved them. Times are not read."""
-        which = {"_id": {"$in": [each.id for each in seen]}, "key": {"$in": [each.key for each in seen]}}
-        change: Document = {
-            "state": str(state),
-            "lastModified": "$$NOW",
-            "stoppedBy": "$$REMOVE",
-            **self._times(state),
-        }
-        moved = self.collection.update_many({**which, "state": str(before)}, [{"$set": change}]).matched_count
-        if moved == len(seen):
-            return [replace(each, state=state) for each in seen]
-        return [self.read(each) for each in self.collection.find({**which, "state": str(state)})]
-
-    def touch(self, mine: Transaction) -> bool:
-        """Prove by a majority write that a transaction is still in this state and mine."""
-        return bool(self.collection.update_one(mine.guard, _NOW).matched_count)
-
-    def prove(self, seen: Transaction) -> bool:
-        """Prove by a majority write that a transaction with receipts is still in this state, whoever has it."""
-        guard = {"_id": {"$eq": seen.id}, "state": str(seen.state), "key": seen.key}
-        return bool(self.collection.update_one(guard, _NOW).matched_count)
-
-    def advance(
-        self, mine: Transaction, state: State, *, session: ClientSession | None = None, **fields: Any
-    ) -> Transaction | None:
-        """The next state; None if I have been overtaken."""
-        return self._update(mine.guard, state, fields, version=False, session=session)
-
-    def move(
-        self,
-        seen: Transaction,
-        state: State,
-        *,
-        session: ClientSession | None = None,
-        reason: str | None = None,
-    ) -> Transaction | None:
-        """
-        The next state of a transaction with receipts, whoever has it; None if it is no longer as it was seen.
-
-        Any number of coordinators may advance it, so there is no version in the condition.
-        """
-        guard = {"_id": {"$eq": seen.id}, "state": str(seen.state), "key": seen.key}
-        fields = {} if reason is None else {"reason": reason}
-        goes_on = (
-            seen.state is State.CANCELING and state is State.APPLIED
-        )  # why it was to be canceled is of no interest
-        return self._update(
-            guard, state, fields, version=False, session=session, without=("reason",) if goes_on else ()
+        conditions = [*([] if older_than is None else [_is_abandoned(older_than)]), *([_IS_OVERDUE] * is_overdue)]
+        condition = {"$expr": {"$and": conditions}} if conditions else None
+        return self.move(
+            seen, seen.state, coordinator=coordinator, any_application=any_application, condition=condition
         )
 
-    def cancel(self, seen: Transaction, coordinator: ObjectId, reason: str) -> Transaction | None:
-        """From pending to canceling, by a new coordinator; None if it is no longer as it was seen."""
-        fields = {"reason": reason, **self._marks(coordinator)}
-        if seen.key is not None:
-            fields["sessions"] = named_sessions(seen.clusters)
-        return self._update(seen.guard, State.CANCELING, fields, version=True)
+    def expire(self, seen: Transaction) -> Transaction:
+        """Cancel a transaction that has not begun within the retention. OvertakenError if it began or was queued."""
+        reason = "nobody has begun it within its retention"
+        return self.move(seen, State.CANCELED, condition={"queuedAt": None}, reason=reason)
 
-    def drop(self, seen: Transaction, reason: str, session: ClientSession | None = None) -> Transaction | None:
-        """From initial to canceled: nothing was done yet."""
-        return self._update(seen.guard, State.CANCELED, {"reason": reason}, version=False, session=session)
+    def prove(self, mine: Transaction) -> None:
+        """Prove by a majority write that a transaction still has this state and version. Otherwise OvertakenError."""
+        if not self.collection.update_one(mine.guard, {"$currentDate": {"lastModified": True}}).matched_count:
+            raise OvertakenError
 
-    def expire(self, seen: Transaction) -> Transaction | None:
-        """From initial to canceled, since nobody has begun it for so long; None if somebody has, or has queued it."""
-        assert self._retention is not None
-        reason = f"nobody has begun it for {duration(self._retention)}"
-        guard = {**seen.guard, "queuedAt": None}
-        return self._update(guard, State.CANCELED, {"reason": reason}, version=False)
-
-    def unattended(self) -> Document:
-        """Return the condition of initial ones that recovery takes: queued, or not begun within the retention."""
-        queued: Document = {"queuedAt": {"$exists": True}}
-        if self._retention is None or self._retention == RETENTION.total_seconds():  # nobody has chosen one
-            return queued
-        expired = {"lastModified": {"$type": "date"}, "$expr": is_older(self._retention)}
-        return {"$or": [queued, expired]}
-
-    def note_stopped(self, seen: Transaction, why: str) -> bool:
+    def note_stopped(self, seen: Transaction, why: str) -> None:
         """
-        Note in a transaction what keeps it in its state until a person has put it right; its next step removes that.
+        Note in a transaction why it waits for a person. Its next step removes the note.
 
-        Its last step stays when it was. Nothing is written where it says the same already.
-
-        Returns:
-            Whether it was written.
+        The time of its last step does not change.
         """
-        said = why if len(why) <= _STOPPED_BY_MAX else f"{why[:_STOPPED_BY_MAX]}..."
-        guard = {"_id": {"$eq": seen.id}, "state": str(seen.state), "stoppedBy": {"$ne": said}}
-        return bool(self.collection.update_one(guard, {"$set": {"stoppedBy": said}}).modified_count)
+        text = why if len(why) <= _STOPPED_BY_MAX else f"{why[:_STOPPED_BY_MAX]}..."
+        self.collection.update_one({"_id": {"$eq": seen.id}, "state": str(seen.state)}, {"$set": {"stoppedBy": text}})
 
     def note_compensated(
         self, seen: Transaction, attempt: int, before: int | None, session: ClientSession | None
-    ) -> bool:
+    ) -> None:
         """
-        Note in a transaction that is done the attempt that compensates it.
+        Note in a finished transaction the attempt that compensates it.
 
         Args:
             seen: the transaction.
             attempt: number of the attempt.
-            before: the number that is to be there; None for none.
-            session: of the MongoDB transaction that stores the attempt, where there is one.
+            before: the expected current number. None for none.
+            session: of the MongoDB transaction that stores the attempt, if any.
 
-        Returns:
-            False if it is no longer as it was seen.
+        Raises:
+            OvertakenError: it has changed since it was read.
         """
-        guard = {"_id": {"$eq": seen.id}, "state": str(State.DONE), "compensatedBy": before}
+        guard = {
+            "_id": {"$eq": seen.id},
+            "state": str(State.DONE),
+            "coordinator": seen.coordinator,  # after its retention, another transaction may have the id
+            "compensatedBy": before,
+        }
         change = {"$set": {"compensatedBy": attempt}}
-        return bool(self.collection.update_one(guard, change, session=session).matched_count)
+        if not self.collection.update_one(guard, change, session=session).matched_count:
+            raise OvertakenError
 
     def queue(self, transaction_id: Any, session: ClientSession | None = None) -> None:
         """
-        Note that Celery has been asked to advance a transaction: this application's recovery then begins it too.
+        Note that Celery runs a transaction. From now on this application's recovery also begins it.
 
         Args:
             transaction_id: of the transaction.
-            session: of a MongoDB transaction that this is part of.
+            session: of the surrounding MongoDB transaction, if any.
 
         Raises:
-            TransactionStateError: nothing is left to do, or it is another application's.
-            ConfigurationError: it is a transfer between other accounts.
+            TransactionStateError: it is final, or belongs to another application.
         """
         states = [str(each) for each in (State.INITIAL, *UNFINISHED)]
-        ours = {**self.ours(), "accounts": {"$in": [None, self._accounts]}}
-        guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **ours}
-        # Marked already: another application may know neither its accounts nor its clusters.
+        guard = {"_id": {"$eq": transaction_id}, "state": {"$in": states}, **self._ours()}
+        # Marked now: another application may not know its clusters.
         change = {"$set": {"application": self._application}, "$currentDate": {"queuedAt": True}}
         if not self.collection.update_one(guard, change, session=session).matched_count:
             seen = self.get(transaction_id, session)
             self.refuse_foreign(seen)
             raise TransactionStateError(
-                f"transaction {transaction_id!r} is {seen.state}: nothing is left to do.",
+                f"Transaction {transaction_id!r} is {seen.state}: nothing is left to do.",
                 id=transaction_id,
                 state=seen.state,
             )
+
+    # -- reading -----------------------------------------------------------------------------------
+
+    def get(self, transaction_id: Any, session: ClientSession | None = None) -> Transaction:
+        """
+        Return a transaction, as it is or as an open MongoDB transaction sees it.
+
+        Raises:
+            TransactionStateError: it does not exist, or its state or shape is unknown.
+        """
+        found = self.find_one(transaction_id, session)
+        if found is None:
+            raise TransactionStateError(f"There is no transaction {transaction_id!r}.", id=transaction_id)
+        return self.read(found)
+
+    def find_one(self, transaction_id: Any, session: ClientSession | None = None) -> Document | None:
+        """Return the document of a transaction, whatever its shape."""
+        return self.collection.find_one({"_id": {"$eq": transaction_id}}, session=session)
+
+    def read(self, document: Mapping[str, Any]) -> Transaction:
+        """Read a document. Errors as in `read_transaction`."""
+        return read_transaction(document, self._accounts)
 
     def refuse_foreign(self, seen: Transaction) -> None:
         """
         Refuse a transaction of another application.
 
         Raises:
-            TransactionStateError: it is one.
+            TransactionStateError: it belongs to another application.
         """
         if seen.application not in {None, self._application}:
             raise TransactionStateError(
-                f"transaction {seen.id!r} belongs to application {seen.application!r}, not to {self._application!r}.",
+                f"Transaction {seen.id!r} belongs to application {seen.application!r}, not to {self._application!r}.",
                 id=seen.id,
                 application=seen.application,
             )
 
-    def of_state(self, state: State, condition: Mapping[str, Any], limit: int, *, skip: int = 0) -> Iterable[Document]:
-        """Documents of a state that is not final, the oldest step first."""
-        found = self.collection.find({"state": str(state), **condition}).sort("lastModified", 1)
-        return found.skip(skip).limit(limit)
+    def find(self, states: Sequence[str], limit: int) -> list[Document]:
+        """Return documents in some states for display, the one with the oldest step first."""
+        wanted = {each for state in states for each in (state, {"canceled": "cancelled"}.get(state, state))}
+        found = self.collection.find({"state": {"$in": sorted(wanted)}})
+        return list(found.sort("lastModified", ASCENDING).limit(limit))
 
-    def find(self, states: Sequence[str], older_than: float | None, limit: int, *, skip: int = 0) -> Iterable[Document]:
+    def find_abandoned(
+        self, older_than: float, *, any_application: bool, without: Sequence[str] = ()
+    ) -> Cursor[Document]:
         """
-        Documents for people to look at, behind those that are skipped; see `TwoPhaseCommit.found`.
+        Return a cursor over recoverable transactions, the oldest step first.
 
-        The server skips those of one state, and else all of them are read.
+        These are all unfinished ones, queued ones that have not begun, and those that have not begun within the
+        retention.
+
+        Args:
+            older_than: seconds since the last step, by the server's clock. After the deadline, fewer are enough.
+            any_application: include other applications'.
+            without: clusters. Transactions with a participant in one of them are left out.
         """
-        condition: Document = {} if older_than is None else {"$expr": is_older(older_than)}
-        wanted = [State(each) for each in dict.fromkeys(states)]
-        there = skip if len(wanted) <= 1 else 0
-        end = limit + skip - there
-        is_open = [self.of_state(each, condition, end, skip=there) for each in wanted if not each.is_final]
-        final = [text for text, state in FINAL.items() if state in wanted]
-        by_id: Iterable[Document] = ()
-        if final or not wanted:  # their last step has no index, and there are as many as there ever were
-            which = {**condition, **({"state": {"$in": final}} if final else {})}
-            by_id = self.collection.find(which).sort("_id", 1).hint([("_id", 1)]).skip(there).limit(end)
-        return islice(chain(heapq.merge(*is_open, key=age_key), by_id), skip - there, end)
+        # The transaction's own application decides its expiry. For the tutorial's code, ours does.
+        is_begun: list[Document] = [
+            {"state": {"$ne": str(State.INITIAL)}},
+            {"queuedAt": {"$exists": True}},
+            {"beginBy": {"$type": "date"}, "$expr": {"$lte": ["$beginBy", "$$NOW"]}},
+        ]
+        if self._retention is not None:
+            aged = {"lastModified": {"$type": "date"}, "$expr": _is_older(self._retention)}
+            is_begun.append({"beginBy": {"$exists": False}, **aged})
+        condition: Document = {
+            "state": {"$in": [str(each) for each in (State.INITIAL, *UNFINISHED)]},
+            "$or": is_begun,
+            "$expr": _is_abandoned(older_than),
+            **({"participants.cluster": {"$nin": [*without]}} if without else {}),
+            **({} if any_application else self._ours()),
+        }
+        return self.collection.find(condition).sort("lastModified", ASCENDING).batch_size(_PAGE)
 
-    def standing(self) -> dict[State, Standing]:
-        """How the transactions stand that are not final, by state."""
-        age = {"$subtract": ["$$NOW", _MODIFIED]}
-        abandoned = {"$sum": {"$cond": [is_abandoned(self._older_than), 1, 0]}}
-        found: dict[State, Standing] = {}
-        for state in (State.INITIAL, *UNFINISHED):
-            stages: list[Document] = [
-                {"$match": {"state": str(state)}},
-                {"$sort": {"lastModified": 1}},  # else the index is not used, whose condition the first stage is
-                {"$group": {"_id": None, "count": {"$sum": 1}, "oldest": {"$max": age}, "abandoned": abandoned}},
-            ]
-            for row in self.collection.aggregate(stages):
-                found[state] = Standing(row["count"], max(row["oldest"] or 0, 0) / 1000, row["abandoned"])
-        return found
+    def count_states(self) -> dict[State, StateCount]:
+        """Count the unfinished transactions by state."""
+        states = [str(each) for each in (State.INITIAL, *UNFINISHED)]
+        abandoned = {"$sum": {"$cond": [_is_abandoned(self.older_than), 1, 0]}}
+        stages: list[Document] = [
+            {"$match": {"state": {"$in": states}}},
+            {
+                "$group": {
+                    "_id": "$state",
+                    "count": {"$sum": 1},
+                    "oldest": {"$max": {"$subtract": ["$$NOW", _MODIFIED]}},
+                    "abandoned": abandoned,
+                }
+            },
+        ]
+        return {
+            State(row["_id"]): StateCount(row["count"], max(row["oldest"] or 0, 0) / 1000, row["abandoned"])
+            for row in self.collection.aggregate(stages)
+            if row["_id"] in states
+        }
 
-    def server_time(self) -> datetime:
-        """Return the time by the server's clock."""
-        answer = self.collection.database.command("hello", codec_options=self.collection.codec_options)
-        now: datetime = answer["localTime"]
-        return now
-
-    def ours(self) -> Document:
-        """The condition of those of this application, and of nobody's."""
+    def _ours(self) -> Document:
+        """Return the filter for this application's transactions and for those without a marker."""
         return {"application": {"$in": [None, self._application]}}
 
-    def _marks(self, coordinator: ObjectId) -> Document:
-        return {"application": self._application, "driver": coordinator}
 
-    def _update(
-        self,
-        guard: Document,
-        state: State | None,
-        fields: Mapping[str, Any],
-        *,
-        version: bool,
-        session: ClientSession | None = None,
-        without: Sequence[str] = (),
-    ) -> Transaction | None:
-        """Another state, or the same one for None; in one update by expressions, since only they know the time."""
-        change: Document = {name: literal(value) for name, value in fields.items()}
-        change["lastModified"] = "$$NOW"
-        if state is not None:
-            change.update({"state": str(state), "stoppedBy": "$$REMOVE", **self._times(state)})
-        if version:
-            change["version"] = {"$add": [{"$ifNull": ["$version", Int64(0)]}, Int64(1)]}
-        stages: list[Document] = [{"$set": change}, *([{"$unset": list(without)}] if without else [])]
-        found = self.collection.find_one_and_update(
-            guard, stages, return_document=ReturnDocument.AFTER, session=session
-        )
-        return None if found is None else self.read(found)
+def log_cancel(identity: Any, reason: str) -> None:
+    """Log the cancellation of a transaction and its reason."""
+    logger.warning("transaction %r is canceled: %s", identity, reason, extra={"event": "transaction_canceled"})
 
 
-def age_key(document: Mapping[str, Any]) -> float:
-    """The time of the last step, for sorting; what is no time comes first, as with the server."""
-    modified = document.get("lastModified")
-    return modified.timestamp() if isinstance(modified, datetime) else float("-inf")
+def _is_abandoned(older_than: float) -> Document:
+    """Return the condition, by the server's clock, that its last step is this old or its deadline has passed."""
+    overdue = {"$and": [_IS_OVERDUE, _is_older(min(older_than, _OVERDUE_SECONDS))]}
+    return {"$or": [_is_older(older_than), overdue]}
 
 
-def is_abandoned(older_than: float) -> Document:
-    """By the server's clock: its last step was so long ago, or it has passed its deadline."""
-    overdue = {"$and": [IS_OVERDUE, is_older(min(older_than, _OVERDUE_SECONDS))]}
-    return {"$or": [is_older(older_than), overdue]}
-
-
-def is_older(seconds: float, *, now: object = "$$NOW") -> Document:
-    """By the server's clock; a time that is missing or is no time counts as long ago."""
-    return {"$lte": [_MODIFIED, {"$subtract": [now, millis(seconds)]}]}
+def _is_older(seconds: float) -> Document:
+    """Return the condition by the server's clock. A missing or invalid time counts as long ago."""
+    return {"$lte": [_MODIFIED, {"$subtract": ["$$NOW", millis(seconds)]}]}

@@ -1,8 +1,8 @@
 """
-Participants of a transaction: what is done to one document, how it is undone, and under which condition.
+Participants of a transaction: the change of one document, its opposite, and their conditions.
 
-In the transaction's document their updates are kept as Extended JSON text: every server stores field names with
-`$` and dots in it, every type survives, and a person can read it.
+A transaction's document stores their updates as Extended JSON text. So every server accepts field names with `$` and
+dots, every type survives, and a person can read it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pymongo.collection import Collection
 
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.identity import same_bson
-from mongo_celery.twophase.values import Codec, from_text, plain_id, storable, storable_rule, to_text
+from mongo_celery.twophase.values import Codec, from_text, plain_id, storable, to_text
 
 MARKERS = "pendingTransactions"
 PARTICIPANT_VERSION = "transactionFence"
-"""The field of a participant that holds its version; the name that is stored is older than the word."""
+"""The field with a participant's version."""
 
 _OWN = {"_id", MARKERS, PARTICIPANT_VERSION}
 
@@ -39,13 +39,13 @@ class Participant:
     Args:
         collection: a PyMongo collection, or `"db.collection"` in the transactions' cluster.
         id: `_id` of the document.
-        apply: update operators; neither a pipeline nor a replacement, and no path with the positional `$` or `$[x]`.
-        revert: update operators that undo them; may be left out where `apply` is `$inc` alone.
-        require: a filter that the document must match for `apply`; if it does not, the transaction is canceled.
-        revert_require: a filter that it must match for `revert`; while it does not, the transaction stays canceling.
+        apply: update operators. Not a pipeline, not a replacement, and no path with the positional `$` or `$[x]`.
+        revert: update operators that undo `apply`. Optional if `apply` is only `$inc`.
+        require: a filter that the document must match for `apply`. Otherwise the transaction is canceled.
+        revert_require: a filter that it must match for `revert`. Until then the transaction stays canceling.
 
     Raises:
-        ConfigurationError: when the transaction begins, if one of these cannot work.
+        ConfigurationError: raised when the transaction begins, if one of these cannot work.
     """
 
     collection: Collection[Any] | str
@@ -58,7 +58,7 @@ class Participant:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A participant as the transaction keeps it; `cluster` is an alias, None for the transactions' own."""
+    """A participant in stored form. `cluster` is an alias, or None for the transactions' own cluster."""
 
     cluster: str | None
     namespace: str
@@ -73,7 +73,7 @@ class Part:
         return f"{where} {self.id!r}"
 
     def to_document(self) -> dict[str, Any]:
-        """As it is stored."""
+        """Return the participant's stored form."""
         return {
             "cluster": self.cluster,
             "collection": self.namespace,
@@ -83,12 +83,12 @@ class Part:
         }
 
 
-def stored_part(document: Mapping[str, Any]) -> Part:
+def read_part(document: Mapping[str, Any]) -> Part:
     """
-    Read one back.
+    Read a stored participant.
 
     Raises:
-        Exception: of any kind; it is no participant.
+        Exception: of any kind. It is not a participant.
     """
     cluster, namespace = document["cluster"], document["collection"]
     if not isinstance(namespace, str) or not all(namespace.partition(".")):
@@ -106,17 +106,17 @@ def stored_part(document: Mapping[str, Any]) -> Part:
     )
 
 
-def part_of(participant: object, alias: Callable[[MongoClient[Any]], str | None], codec: Codec) -> Part:
+def check_participant(participant: object, alias: Callable[[MongoClient[Any]], str | None], codec: Codec) -> Part:
     """
-    Check a participant.
+    Return the stored form of a participant.
 
     Args:
-        participant: as given to `begin`.
-        alias: names the cluster of a client.
-        codec: of a participant that comes without a collection.
+        participant: as passed to `begin`.
+        alias: returns the alias of a client's cluster.
+        codec: for a participant without a collection.
 
     Raises:
-        ConfigurationError: what is wrong with it, and the cure.
+        ConfigurationError: it cannot work. The message names the reason and the fix.
     """
     if not isinstance(participant, Participant):
         raise ConfigurationError(f"{type(participant).__name__} is no Participant(collection, id, apply=...).")
@@ -129,7 +129,7 @@ def part_of(participant: object, alias: Callable[[MongoClient[Any]], str | None]
     else:
         raise ConfigurationError(f"collection={collection!r} must be a PyMongo collection or 'db.collection'.")
     apply = _operators("apply", participant.apply, codec)
-    revert = _negated(apply) if participant.revert is None else participant.revert
+    revert = _negate(apply) if participant.revert is None else participant.revert
     rules = {"require": participant.require, "revert_require": participant.revert_require}
     for name, given in rules.items():
         if not isinstance(given, Mapping):
@@ -140,17 +140,27 @@ def part_of(participant: object, alias: Callable[[MongoClient[Any]], str | None]
         plain_id("id", participant.id, codec),
         apply,
         _operators("revert", revert, codec),
-        **{name: storable_rule(name, given, codec) for name, given in rules.items()},
+        **{name: storable(name, given, codec) for name, given in rules.items()},
     )
 
 
-def is_same(one: Part, other: Part) -> bool:
-    """Whether two participants are one document as they are written; the server may know better."""
-    return (one.cluster, one.namespace) == (other.cluster, other.namespace) and same_bson(one.id, other.id)
+def refuse_repeated(parts: Sequence[Part]) -> None:
+    """
+    Refuse participants that are visibly the same document. The server may find more.
+
+    Raises:
+        ConfigurationError: two are the same.
+    """
+    for index, part in enumerate(parts):
+        where = (part.cluster, part.namespace)
+        if any((other.cluster, other.namespace) == where and same_bson(other.id, part.id) for other in parts[:index]):
+            raise ConfigurationError(
+                f"{part} takes part twice. Name two documents, or combine both changes in one participant."
+            )
 
 
 def increase(value: Any, sign: int = 1) -> dict[str, Any]:
-    """The update that adds to a balance."""
+    """Return the update that adds to a balance."""
     return {"$inc": {"balance": value if sign > 0 else _minus(value)}}
 
 
@@ -162,8 +172,6 @@ def _operators(name: str, update: object, codec: Codec) -> Mapping[str, Any]:
     for operator, change in update.items():
         if not str(operator).startswith("$") or not isinstance(change, Mapping) or not change:
             raise ConfigurationError(f"{name}: {operator!r} is no update operator with fields.")
-        if operator == "$setOnInsert":
-            raise ConfigurationError(f"{name}: $setOnInsert never does anything here: a participant exists. Use $set.")
         if operator not in _KNOWN:
             raise ConfigurationError(f"{name}: {operator!r} is none of {', '.join(sorted(_KNOWN))}.")
         renamed = map(str, change.values()) if operator == "$rename" else ()
@@ -176,7 +184,7 @@ def _check_path(name: str, path: str) -> None:
     segments = path.split(".")
     if segments[0] in _OWN:
         raise ConfigurationError(f"{name} must leave {path!r} alone; the transaction needs it.")
-    # The server takes the position from the array that its filter met last, which is that of the markers.
+    # The server takes the position from the array that its filter matched last, the markers.
     if any(segment == "$" or (segment.startswith("$[") and segment != "$[]") for segment in segments):
         raise ConfigurationError(
             f"{name}: {path!r} would change whatever element the transaction's own filter has met. Name the element by "
@@ -185,11 +193,9 @@ def _check_path(name: str, path: str) -> None:
         )
 
 
-def _negated(apply: Mapping[str, Any]) -> dict[str, Any]:
+def _negate(apply: Mapping[str, Any]) -> dict[str, Any]:
     if set(apply) != {"$inc"}:
-        raise ConfigurationError(
-            "revert is missing: only what $inc has added can be taken back without being told how."
-        )
+        raise ConfigurationError("revert is missing. Only $inc can be reverted without it.")
     try:
         return {"$inc": {path: _minus(value) for path, value in apply["$inc"].items()}}
     except TypeError as error:
@@ -197,7 +203,7 @@ def _negated(apply: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _minus(value: Any) -> Any:
-    if isinstance(value, Decimal128):  # a minus of Python's would round it to the precision of the caller's context
+    if isinstance(value, Decimal128):  # Python's minus would round it to the precision of the caller's context
         return Decimal128(value.to_decimal().copy_negate())
     return type(value)(-value)
 

@@ -1,11 +1,10 @@
-"""An operator's commands on two-phase transactions, as plans: recover, cancel, compensate, purge."""
+"""An operator's commands on two-phase transactions, as plans: recover, cancel, compensate."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,45 +15,43 @@ from pymongo.errors import OperationFailure
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import CommandRefusedError, ConfigurationError
 from mongo_celery.mongo.opening import to_user_error
-from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.plan import Plan, PlanResult
-from mongo_celery.quantities import number
-from mongo_celery.twophase.final import FinalTransactions
-from mongo_celery.twophase.purge import Purge
-from mongo_celery.twophase.states import Transaction
-from mongo_celery.twophase.twophase import TwoPhaseCommit
-from mongo_celery.twophase.values import plain_id, readings
+from mongo_celery.twophase.transaction import Transaction
+from mongo_celery.twophase.twophase import TwoPhaseCommit, get_engine
+from mongo_celery.twophase.values import interpret_id, plain_id
 
 _JSON = json_util.RELAXED_JSON_OPTIONS.with_options(uuid_representation=UuidRepresentation.STANDARD)
 
 
 def find_transaction(commit: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
     """
-    Return the transaction whose id somebody has typed: as Extended JSON, as an ObjectId, or as plain text.
+    Return the transaction for a typed id: Extended JSON, an ObjectId, or plain text.
 
     Raises:
-        CommandRefusedError: there is none.
+        CommandRefusedError: the transaction does not exist.
     """
-    with _explained(lambda: commit.log.concern):
-        for reading in (*readings(text), text):
+    with _explaining(commit):
+        for reading in (*interpret_id(text), text):
             try:
                 identity = plain_id("id", reading, commit.transactions.codec_options)
             except ConfigurationError:
-                continue  # no document can have it
-            found = commit.stored(identity)
+                continue  # no document can have this id
+            found = get_engine(commit).call(lambda: get_engine(commit).log.find_one(identity))  # noqa: B023
             if found is not None:
                 return found
     line = CommandLine.of(commit.app).celery("transactions", "list")
-    raise CommandRefusedError(f"There is no transaction {text}; `{line}` shows ids as they can be typed.")
+    raise CommandRefusedError(f"There is no transaction {text}. `{line}` shows ids as they can be typed.")
 
 
 def plan_recover(commit: TwoPhaseCommit, older_than: float | None, *, any_application: bool, limit: int) -> Plan:
-    """Plan to finish what was left pending, applied or canceling, as the recovery that beat starts."""
-    with _explained(lambda: commit.log.concern):
-        found = commit.abandoned(older_than, all=any_application, limit=limit)
+    """Plan to finish abandoned transactions, like the recovery that beat starts."""
+    engine = get_engine(commit)
+    age = engine.log.older_than if older_than is None else older_than
+    with _explaining(commit), engine.limit_calls():
+        found = list(engine.log.find_abandoned(age, any_application=any_application).limit(limit))
 
     def run() -> PlanResult:
-        with _explained(lambda: commit.log.concern):
+        with _explaining(commit):
             report = commit.recover(older_than, all=any_application, limit=limit)
         lines: list[str] = []
         refused: list[str] = []
@@ -78,18 +75,18 @@ def plan_recover(commit: TwoPhaseCommit, older_than: float | None, *, any_applic
 
 
 def plan_run(commit: TwoPhaseCommit, id_: str) -> Plan:
-    """Plan to advance one transaction to its end, here: one that was only stored, or left."""
+    """Plan to advance one transaction to its end, here. It may be only stored, or abandoned."""
     return _plan_one(commit, "recover", id_, "Run this transaction?", commit.run)
 
 
 def plan_cancel(commit: TwoPhaseCommit, id_: str, reason: str, *, any_application: bool = False) -> Plan:
-    """Plan to roll a transaction back that is not applied yet. The reason is kept with it."""
+    """Plan to roll back a transaction that is not applied yet. It stores the reason."""
     cancel = partial(commit.cancel, reason=reason, all=any_application)
     return _plan_one(commit, "cancel", id_, "Roll this transaction back?", cancel, reason=reason)
 
 
 def plan_compensate(commit: TwoPhaseCommit, id_: str) -> Plan:
-    """Plan to take a transaction back that is done: the opposite one is stored and run."""
+    """Plan to take back a finished transaction by storing and running the opposite one."""
 
     def compensate(identity: Any) -> Transaction:
         return commit.read(commit.compensate(identity))
@@ -105,7 +102,7 @@ def _plan_one(
     given = {"id": plain_value(document["_id"]), "state": document.get("state"), **more}
 
     def run() -> PlanResult:
-        with _explained(lambda: commit.log.concern):
+        with _explaining(commit):
             after = do(document["_id"])
         fields = {**given, "id": plain_value(after.id), "state": str(after.state)}
         return PlanResult(lines=[f"{format_id(after.id)}: {after.state}"], fields=fields)
@@ -121,63 +118,32 @@ def _plan_one(
     )
 
 
-def plan_purge(commit: TwoPhaseCommit, older_than: float, *, any_application: bool) -> Plan:
-    """Plan to remove transactions that have ended or never begun."""
-
-    def concern() -> ErrorContext:
-        return FinalTransactions.concern_of(commit.log)
-
-    with _explained(concern):
-        found = commit.purge(older_than, all=any_application, dry_run=True)
-
-    def run() -> PlanResult:
-        with _explained(concern):
-            removed = commit.purge(older_than, all=any_application)
-        return PlanResult(lines=[_describe_purge(removed, "Removed")], fields=asdict(removed))
-
-    is_any = found.done + found.canceled + found.initial > 0
-    return Plan(
-        command="purge",
-        lines=[_describe_purge(found, "Would remove")],
-        fields=asdict(found),
-        question="Remove them permanently?",
-        act=run if is_any else None,
-    )
-
-
-def _describe_purge(found: Purge, verb: str) -> str:
-    what = f"{number(found.done, 'transaction', 'transactions')} done, {found.canceled} canceled"
-    what += f", {found.initial} never begun" if found.initial else ""
-    kept = number(found.kept, "compensation stays", "compensations stay")
-    return f"{verb} {what}.{f' {kept}, since what is taken back is there.' if found.kept else ''}"
-
-
 def _describe(document: Mapping[str, Any]) -> str:
     application = document.get("application")
     return f"{format_id(document['_id'])}: {document.get('state')}, of {application or 'no application'}"
 
 
 @contextmanager
-def _explained(concern: Callable[[], ErrorContext]) -> Iterator[None]:
-    """Errors name what the transactions need."""
+def _explaining(commit: TwoPhaseCommit) -> Iterator[None]:
+    """Let errors name the rights for transactions."""
     try:
         yield
     except OperationFailure as error:
-        raise to_user_error(error, concern()) from error
+        raise to_user_error(error, get_engine(commit).log.error_context) from error
 
 
 def format_id(value: object) -> str:
-    """Return an id as it can be typed; a text that would be read as something else is quoted."""
-    if isinstance(value, ObjectId) or (isinstance(value, str) and not readings(value)):
+    """Return an id in the form to type. A text with another meaning is quoted."""
+    if isinstance(value, ObjectId) or (isinstance(value, str) and not interpret_id(value)):
         return str(value)
     return to_json(value)
 
 
 def plain_value(value: object) -> Any:
-    """Return a stored value as relaxed Extended JSON has it."""
+    """Return a stored value as relaxed Extended JSON."""
     return json.loads(json_util.dumps(value, json_options=_JSON))
 
 
 def to_json(value: object, indent: int | None = None) -> str:
-    """Return a stored value as a text in Extended JSON."""
+    """Return a stored value as Extended JSON text."""
     return json.dumps(plain_value(value), indent=indent, ensure_ascii=False)

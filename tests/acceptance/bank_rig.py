@@ -44,7 +44,7 @@ class Bank:
         return [line for line in command.text.splitlines() if line]
 
     def state(self, identity: Any) -> str:
-        return str(self.coordinator.log.get(identity).state)
+        return str(self.coordinator.read(identity).state)
 
     def balances(self) -> list[int]:
         return [each["balance"] for each in self.database["accounts"].find().sort("_id", 1)]

@@ -12,7 +12,7 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of, role_command, role_name
+from mongo_celery.bridge.operations.grants import ROLES, Right, list_rights, role_command, role_name
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import MongoCeleryError
 from tests.fixtures.mongo import empty
@@ -93,7 +93,7 @@ class Setting:
 
     def rights(self, role: str) -> list[Right]:
         """What a role does not work without."""
-        return [right for right in rights_of(self.bridge.wiring, role) if right.without is None]
+        return [right for right in list_rights(self.bridge.wiring, role) if right.without is None]
 
     def url(self, role: str) -> str:
         return self._server.address_of(role)

@@ -16,9 +16,9 @@ from pymongo.collection import Collection
 from mongo_celery import once
 from tests.fixtures.process import wait_for
 
-NAME = os.environ.get("ONCE_NAME", "once")
-URL = os.environ.get("ONCE_MONGO", "mongodb://localhost/")
-BROKER = os.environ.get("ONCE_BROKER", "memory://")
+NAMES = os.environ.get("PROJECT_NAMES", "once")
+URL = os.environ.get("PROJECT_MONGO", "mongodb://localhost/")
+BROKER = os.environ.get("PROJECT_BROKER", "memory://")
 
 app = Celery("once_project", broker=BROKER, backend=None if BROKER == "memory://" else BROKER)
 app.conf.update(
@@ -37,7 +37,7 @@ def _client(pid: int) -> MongoClient[dict[str, Any]]:
 
 def collection(name: str) -> Collection[dict[str, Any]]:
     """A collection of this test."""
-    return _client(os.getpid())[NAME][name]
+    return _client(os.getpid())[f"{NAMES}_data"][name]
 
 
 def note(**what: object) -> None:

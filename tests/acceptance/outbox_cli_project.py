@@ -2,7 +2,7 @@
 The app on which `test_outbox_cli.py` runs the command lines: two outboxes, no bridge.
 
 Everything comes from the environment: `PROJECT_MONGO`, `PROJECT_BROKER`, `PROJECT_NAMES` (the name that all
-databases begin with), and `PROJECT_KNOWS` (set where the app knows the task `bill`, which it lacks at first).
+databases begin with), and `PROJECT_KNOWS` (set if the app accepts the serializer of the task `bill`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from pymongo import MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery import Outbox
+from tests.fixtures.serializer import ACCEPTED
 
 NAMES = os.environ["PROJECT_NAMES"]
 
 app = Celery("outbox_cli", broker=os.environ["PROJECT_BROKER"])
+if os.environ.get("PROJECT_KNOWS"):
+    app.conf.accept_content = ACCEPTED
 
 
 @cache
@@ -45,11 +48,9 @@ parcels = Outbox(app, lambda: _collection("parcels"), name="parcels", database=f
 
 @app.task
 def receipt(order: int) -> None:
-    """A task that every version of the app knows."""
+    """A task that every version of the app can deliver."""
 
 
-if os.environ.get("PROJECT_KNOWS"):
-
-    @app.task(name=f"{__name__}.bill")
-    def bill(order: int) -> None:
-        """A task that the app knows after it was corrected."""
+@app.task
+def bill(order: int) -> None:
+    """A task that the app can deliver if it accepts its serializer."""

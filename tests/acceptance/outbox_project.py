@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import signal
 import sys
 import threading
@@ -27,24 +26,23 @@ from typing import Any
 from celery import Celery
 from celery.signals import after_task_publish, before_task_publish
 from pymongo import MongoClient, monitoring
+from pymongo.collection import Collection
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery import Outbox, transactional
+from mongo_celery import Outbox, OutboxCollection, transactional
 from mongo_celery.outbox.sweep import SWEEP_TASK
 
 Document = dict[str, Any]
 
-NAME = os.environ.get("OUTBOX_NAME", "outbox_faults")
-URL = os.environ.get("OUTBOX_MONGO", "mongodb://localhost/")
-BROKER = os.environ.get("OUTBOX_BROKER", "memory://")
-OPTIONS: Document = json.loads(os.environ.get("OUTBOX_OPTIONS", "{}"))
+NAMES = os.environ.get("PROJECT_NAMES", "outbox_faults")
+URL = os.environ.get("PROJECT_MONGO", "mongodb://localhost/")
+BROKER = os.environ.get("PROJECT_BROKER", "memory://")
+OPTIONS: Document = {**json.loads(os.environ.get("PROJECT_OPTIONS", "{}")), "database": f"{NAMES}_state"}
 
 EFFECT = "effect"
 EFFECTS, SWEEPS = "effects", "sweeps"
-COMMANDS = {"insert", "update", "findAndModify", "commitTransaction"}
+COMMANDS = {"insert", "update", "delete", "findAndModify", "commitTransaction"}
 _INTERRUPTED = 11601
-_SOAK_NUMBERS = 10_000
-_LIFE_SECONDS_MAX = 5.0
 _TURNS_SECONDS_MAX = 60.0
 
 
@@ -76,13 +74,19 @@ def client() -> MongoClient[Document]:
     return _client(os.getpid())
 
 
-items = Outbox(app, lambda: client()[NAME]["items"], name="items", database=f"{NAME}_state", **OPTIONS)
+def collection(name: str) -> Collection[Document]:
+    """A collection of this process's client."""
+    return client()[f"{NAMES}_data"][name]
+
+
+items = Outbox(app, lambda: collection("items"), name="items", **OPTIONS)
+boxes = OutboxCollection(app, lambda: collection("boxes"), name="boxes", **OPTIONS)
 
 
 @app.task(name=EFFECT, bind=True)
 def effect(self: Any, key: str, n: object) -> None:
     """Have an effect once per task id; the numbers stay in the order of their first effect."""
-    effects = client()[NAME]["effects"]
+    effects = collection("effects")
     # In two steps: an upsert with the second condition could not tell "has this id" from "was just created".
     _insist(lambda: effects.update_one({"_id": key}, {"$setOnInsert": {"ids": [], "ns": []}}, upsert=True))
     mine = {"_id": key, "ids": {"$ne": self.request.id}}
@@ -158,8 +162,8 @@ def listen_to_nothing() -> None:
     after_task_publish.disconnect(_after_publish, sender=EFFECT)
 
 
-if "OUTBOX_KILL_AT" in os.environ:  # a worker that dies in its sweep
-    POINTS.arm(int(os.environ["OUTBOX_KILL_AT"]), signal.SIGKILL, "worker")
+if "PROJECT_KILL_AT" in os.environ:  # a worker that dies in its sweep
+    POINTS.arm(int(os.environ["PROJECT_KILL_AT"]), signal.SIGKILL, "worker")
 
 
 # -- one write of each kind: numbers 1 and 2 ---------------------------------------------------------
@@ -201,6 +205,15 @@ def _transaction(key: str) -> None:
     transactional(client).run(write)
 
 
+def _collected(key: str) -> None:
+    def write(session: Any) -> None:
+        collection("items").insert_one({"_id": key, "ns": [1, 2]}, session=session)
+        effect.delay(key, 1)
+        effect.delay(key, 2)
+
+    transactional(client, outbox=boxes).run(write)
+
+
 KINDS: dict[str, Callable[[str], None]] = {
     "insert_one": _insert_one,
     "update_one": _update_one,
@@ -208,6 +221,7 @@ KINDS: dict[str, Callable[[str], None]] = {
     "find_one_and_update": _find_one_and_update,
     "insert_many": _insert_many,
     "transaction": _transaction,
+    "collected": _collected,
 }
 POINTS_MAX = 30
 
@@ -252,12 +266,12 @@ def _at_each_point(said: str, job: Callable[[int], object], number: signal.Signa
 
 
 def write_and_deliver(kind: str, key: str) -> None:
-    """Write, and let the dispatcher end its turns, however slow the machine is: a write waits for it within a bound."""
+    """Write, and let the dispatcher end its turns, however slow the machine is."""
     KINDS[kind](key)
-    dispatcher = items.backing.dispatcher
+    dispatcher = (boxes if kind == "collected" else items).runtime.dispatcher
     changed = dispatcher._thread.changed
     with changed:
-        assert changed.wait_for(lambda: dispatcher._is_done() and not dispatcher._looks, _TURNS_SECONDS_MAX)
+        assert changed.wait_for(lambda: dispatcher._is_done() and not dispatcher._polls, _TURNS_SECONDS_MAX)
 
 
 def die_writing(*kinds: str) -> None:
@@ -273,21 +287,21 @@ def die_writing(*kinds: str) -> None:
 
 
 def die_sweeping(points: str) -> None:
-    """Sweepers that die at their first, second ... point."""
-    sweepers = _at_each_point("sweep", lambda _at: items.sweep(older_than=0.01, limit=2), signal.SIGKILL)
+    """Sweepers of two documents each that die at their first, second ... point."""
+
+    def sweep_two(_at: int) -> None:
+        items.runtime.sweeps.note(0.0)
+        items.runtime.relay.deliver_all(items.runtime.find_due(2))
+
+    sweepers = _at_each_point("sweep", sweep_two, signal.SIGKILL)
     for pid in itertools.islice(sweepers, int(points)):
         status = wait_for_end(pid)
         assert status in (0, -signal.SIGKILL), f"a sweeper ended with {status}"
 
 
-def deliver(key: str) -> None:
-    """Deliver what is pending in a document."""
-    items.backing.relay.deliver(key)
-
-
 def be_zombies(*keys: str) -> None:
     """Per document a relay that stops at another point; ends when all were continued and have ended."""
-    relays = _at_each_point("zombie", lambda at: deliver(keys[at - 1]), signal.SIGSTOP)
+    relays = _at_each_point("zombie", lambda at: items.runtime.relay.deliver(keys[at - 1]), signal.SIGSTOP)
     pids = [next(relays) for _ in keys]
     ended = [pid for pid in pids if os.WIFEXITED(os.waitpid(pid, os.WUNTRACED)[1])]
     say(f"stopped {len(pids) - len(ended)} of {len(pids)}")
@@ -316,60 +330,11 @@ def load(name: str, count: str, *keys: str) -> None:
             write(key, f"{name}.{number}")
 
 
-def _soak_writer(seed: int, keys: tuple[str, ...]) -> None:
-    chance = random.Random(seed)
-    _doom(chance)
-    for number in range(_SOAK_NUMBERS):
-        write(chance.choice(keys), f"{seed}.{number}")
-
-
-def _soak_sweeper(seed: int) -> None:
-    _doom(random.Random(seed))
-    while True:
-        items.sweep(older_than=0.01)
-
-
-def _doom(chance: random.Random) -> None:
-    """Choose this process's end: at some point of its own, or by the clock, in the middle of whatever it does."""
-    seconds = chance.uniform(0.1, 1.0)
-    if chance.random() < 0.5:
-        POINTS.arm(chance.randint(1, 60), signal.SIGKILL, "soak")
-        seconds = _LIFE_SECONDS_MAX  # when nobody writes any more, a sweeper would never come to its point
-    signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action is death
-
-
-def soak(seed: str, replaced: str, *keys: str) -> None:
-    """Three writers and two sweepers; so many that die are replaced."""
-    next_seed = int(seed) * 1000
-    jobs: dict[int, Callable[[int], None]] = {}
-
-    def start(job: Callable[[int], None]) -> None:
-        nonlocal next_seed
-        next_seed += 1
-        jobs[fork(lambda seed=next_seed: job(seed))] = job  # type: ignore[misc]
-
-    def writer(seed: int) -> None:
-        _soak_writer(seed, keys)
-
-    for each in (writer, writer, writer, _soak_sweeper, _soak_sweeper):
-        start(each)
-    deaths = 0
-    while jobs:
-        pid, status = os.wait()
-        assert os.WIFSIGNALED(status), f"a process of the soak ended with {status}"
-        deaths += 1
-        job = jobs.pop(pid)
-        if deaths <= int(replaced):
-            start(job)
-    say(f"deaths {deaths}")
-
-
 PROGRAMS: dict[str, Callable[..., None]] = {
     "die-writing": die_writing,
     "die-sweeping": die_sweeping,
     "be-zombies": be_zombies,
     "load": load,
-    "soak": soak,
 }
 
 if __name__ == "__main__":

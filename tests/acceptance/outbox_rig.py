@@ -11,29 +11,24 @@ from uuid import uuid4
 
 import redis
 from pymongo import MongoClient
-from pymongo.database import Database
 
 from mongo_celery import Outbox
-from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.outbox_project import EFFECT, EFFECTS, SWEEPS, configured
-from tests.fixtures.mongo import empty
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
+from tests.rig.project import QUIET, Project
 
 Document = dict[str, Any]
 T = TypeVar("T")
 
-PROJECT = "tests.acceptance.outbox_project"
-WORK = "work"
-OPTIONS: Document = {"claim_ttl": 4.0, "sweep_after": 0.5, "sweep_every": 0.5, "at_once": "wait"}
-"""A write waits for the dispatcher, so that a process that writes dies at a stated point of the delivery, too."""
-_BEAT = ("-s", "/dev/null", "--scheduler", "celery.beat:Scheduler")
+OPTIONS: Document = {"claim_ttl": 4.0, "sweep_after": 0.5, "sweep_every": 0.5}
+BEAT = ("-s", "/dev/null", "--scheduler", "celery.beat:Scheduler")
 _DRIFTED: Document = {
     "$expr": {"$ne": ["$pendingEvents.count", {"$size": {"$ifNull": ["$pendingEvents.events", []]}}]},
     "pendingEvents": {"$exists": True},
 }
 
 
-class Shop:
+class Shop(Project):
     """
     The project on real servers.
 
@@ -45,67 +40,43 @@ class Shop:
         options: of the outbox, over `OPTIONS`.
     """
 
+    app = "tests.acceptance.outbox_project"
+
     def __init__(
         self, processes: Processes, client: MongoClient[Document], url: str, broker: str, **options: Any
     ) -> None:
-        self.name = f"outbox_{uuid4().hex[:8]}"
-        self.broker = broker
-        self.database: Database[Document] = client[self.name]
-        self.items = self.database["items"]
-        self._processes = processes
-        self._client = client
         chosen = {**OPTIONS, **options}
-        self._environment = {
-            "OUTBOX_NAME": self.name,
-            "OUTBOX_MONGO": url,
-            "OUTBOX_BROKER": broker,
-            "OUTBOX_OPTIONS": json.dumps(chosen),
-        }
-        self.app = configured(broker)
-        state = f"{self.name}_state"
-        self.outbox = Outbox(self.app, self.items, database=state, foreign_tasks=True, **chosen)
-
-    def __enter__(self) -> Self:
-        return self
+        super().__init__(processes, client, url, broker, PROJECT_OPTIONS=json.dumps(chosen))
+        self.items = self.data["items"]
+        self.writer = configured(broker)
+        self.outbox = Outbox(self.writer, self.items, database=self.state.name, **chosen)
 
     def __exit__(self, *error: object) -> None:
-        self._processes.__exit__()
-        self.outbox.backing.close()
-        self.app.close()
-        for name in (self.name, f"{self.name}_state"):
-            empty(self._client, name)
+        self.outbox.runtime.close()
+        self.writer.close()
+        super().__exit__(*error)
 
     # -- processes ---------------------------------------------------------------------------------
 
-    def program(self, *arguments: object, **options: Any) -> ProjectProcess:
-        """Start one of the project's programs; does not wait."""
-        environment = dict(self._environment)
-        if options:
-            environment["OUTBOX_OPTIONS"] = json.dumps({**OPTIONS, **options})
-        return self._processes.python(str(arguments[0]), "-m", PROJECT, *map(str, arguments), environment=environment)
-
-    def module(self, name: str, *arguments: object) -> ProjectProcess:
-        """Start another module of the project as a program; does not wait."""
-        short = name.rpartition(".")[2]
-        return self._processes.python(short, "-m", name, *map(str, arguments), environment=self._environment)
-
-    def worker(self, *queues: str, alone: bool = False, pool: str = "", **environment: str) -> ProjectProcess:
-        """Start a worker with one child, and beat as another; or without beat one that works itself, or a pool."""
-        arguments = ("-P", "solo") if alone else ("-P", pool, "-c", "10") if pool else ("-c", "1", "-B", *_BEAT)
-        return self._processes.celery(
-            PROJECT, "worker", *QUIET, *arguments, "-l", "INFO", "-n", f"{uuid4().hex[:6]}@here",
-            "-Q", ",".join(queues or (SWEEPS, EFFECTS)), environment={**self._environment, **environment},
+    def program(self, *arguments: object, module: str = "", **options: Any) -> ProjectProcess:
+        """Start one of the project's programs, or another module as a program; does not wait."""
+        more: dict[str, Any] = {"PROJECT_OPTIONS": json.dumps({**OPTIONS, **options})} if options else {}
+        return self._processes.python(
+            module.rpartition(".")[2] or str(arguments[0]), "-m", module or self.app, *map(str, arguments),
+            environment=self.variables(**more),
         )  # fmt: skip
 
-    def beat(self) -> ProjectProcess:
-        """Start beat; does not wait."""
-        return self._processes.celery(PROJECT, "beat", *_BEAT, "-l", "INFO", environment=self._environment)
+    def consume(self, *queues: str, pool: str = "", **variables: Any) -> ProjectProcess:
+        """Start a worker with one child, and beat as another; or without beat a worker with a pool. Does not wait."""
+        arguments = ("-P", pool, "-c", "10") if pool else ("-c", "1", "-B", *BEAT)
+        queue = ("-Q", ",".join(queues or (SWEEPS, EFFECTS)), "-n", f"{uuid4().hex[:6]}@here")
+        return self.start("worker", *QUIET, *arguments, *queue, "-l", "INFO", **variables)
 
     # -- writes ------------------------------------------------------------------------------------
 
     def effect(self, key: str, n: object) -> Any:
         """The project's task by its name: a writer need not import it."""
-        return self.app.signature(EFFECT, args=(key, n))
+        return self.writer.signature(EFFECT, args=(key, n))
 
     def insert(self, key: str, *ns: object) -> None:
         """Insert a document through the outbox of this process."""
@@ -125,7 +96,7 @@ class Shop:
 
     def effects(self) -> dict[str, list[Any]]:
         """What the tasks have done for each document, in the order of their first run."""
-        return {each["_id"]: each["ns"] for each in self.database["effects"].find()}
+        return {each["_id"]: each["ns"] for each in self.data["effects"].find()}
 
     def pending(self) -> int:
         """How many entries wait; `count` and `events` agree in every document."""
@@ -162,14 +133,13 @@ class Shop:
 
 
 class Tap:
-    """Reads what was published for the effects, in order and with its ids, and hands it on to a queue for workers."""
+    """Reads what was published for the effects, in order and with its ids."""
 
-    def __init__(self, url: str, *, handing_on: bool = False) -> None:
+    def __init__(self, url: str) -> None:
         self.published: list[tuple[str, Any]] = []
         self.ids: dict[tuple[str, Any], set[str]] = {}
         # A client that gives up on a frozen server loses what this pops for it afterwards: redis-py does so by default.
         self._client: Any = redis.Redis.from_url(url, socket_timeout=None)
-        self._handing_on = handing_on
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tap", daemon=True)
 
@@ -198,7 +168,7 @@ class Tap:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                message = self._next()
+                _, message = self._client.brpop(EFFECTS, 0.1) or (None, None)
             except redis.exceptions.RedisError:  # stopped, or in between
                 continue
             if message is not None:
@@ -206,11 +176,6 @@ class Tap:
                 key, n = json.loads(base64.b64decode(whole["body"]))[0]
                 self.ids.setdefault((key, n), set()).add(whole["headers"]["id"])
                 self.published.append((key, n))
-
-    def _next(self) -> Any:
-        if self._handing_on:
-            return self._client.blmove(EFFECTS, WORK, 0.1, "RIGHT", "LEFT")
-        return (self._client.brpop(EFFECTS, 0.1) or (None, None))[1]
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:

@@ -8,58 +8,49 @@ import re
 import signal
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import bson
 import pytest
 from bson import Int64
-from pymongo import MongoClient
 
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
-from tests.acceptance.chain_rig import Chain
-from tests.chaos.history import Due
 from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
+from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
-PLAIN = "tests.acceptance.chain_project.handlers.plain"
-OTHER = "tests.acceptance.chain_project.handlers.other"
+PLAIN = "tests.rig.scripted.handlers.plain"
+OTHER = "tests.rig.scripted.handlers.other"
 COMMIT = "mongo_celery.commit"
 
 
 @pytest.fixture
-def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+def chain(deployment: MakeDeployment) -> Deployment:
     """Give a bridge with two handlers; what is not acknowledged is redelivered after two seconds."""
-    with Chain(
-        mongo_client,
-        mongo_url,
-        tmp_path,
-        handlers=["plain", "other"],
-        options={"partitions": 2, "max_crashes": 9},
-        transport={"visibility_timeout": 2},
-    ) as made:
-        yield made
+    options = {"partitions": 2, "max_crashes": 9}
+    return deployment("plain", "other", options=options, transport={"visibility_timeout": 2})
 
 
-def _queues(chain: Chain) -> list[str]:
+def _queues(chain: Deployment) -> list[str]:
     return [f"chain.{index}" for index in range(chain.partitions)]
 
 
-def _waiting(chain: Chain) -> dict[str, list[bytes]]:
+def _waiting(chain: Deployment) -> dict[str, list[bytes]]:
     """The messages in the queues of the partitions, as the broker has them."""
     with chain.broker as broker:
         return {name: list(broker.lrange(name, 0, -1)) for name in _queues(chain)}
 
 
-def _push(chain: Chain, queue: str, *messages: bytes) -> None:
+def _push(chain: Deployment, queue: str, *messages: bytes) -> None:
     with chain.broker as broker:
         broker.lpush(queue, *messages)
 
 
-def _seen(chain: Chain) -> set[bytes]:
+def _seen(chain: Deployment) -> set[bytes]:
     """Messages that wait or are being worked on, and for each run the commit behind it."""
     with chain.broker as broker:
         taken: Any = broker.hvals("unacked")
@@ -72,7 +63,7 @@ def _seen(chain: Chain) -> set[bytes]:
     return found | commits
 
 
-def test_repeated_and_reordered_messages_run_nothing_twice(chain: Chain) -> None:
+def test_repeated_and_reordered_messages_run_nothing_twice(chain: Deployment) -> None:
     """P6, P8: copies of runs and commits on any queue, in any order, long after they are done."""
     chain.listener()
     shuffled = random.Random(7)
@@ -92,7 +83,7 @@ def test_repeated_and_reordered_messages_run_nothing_twice(chain: Chain) -> None
     assert len({json.loads(message)["headers"]["id"] for message in seen}) > 8
 
 
-def test_lost_messages_are_dispatched_again(chain: Chain) -> None:
+def test_lost_messages_are_dispatched_again(chain: Deployment) -> None:
     """P1, P8: popped by nobody's worker, then the whole broker emptied under a running handler."""
     chain.listener()
     first = chain.write("plain", "lost", 1, gate="open")
@@ -109,7 +100,7 @@ def test_lost_messages_are_dispatched_again(chain: Chain) -> None:
     assert len(chain.starts(second)) == 1
 
 
-def test_a_commit_message_that_is_lost_is_made_up_for_without_a_second_start(chain: Chain) -> None:
+def test_a_commit_message_that_is_lost_is_made_up_for_without_a_second_start(chain: Deployment) -> None:
     """P6: the listener commits what is handled after `commit_grace`."""
     chain.both()
     item = chain.write("plain", "uncommitted", 1, gate="open")
@@ -126,7 +117,7 @@ def test_a_commit_message_that_is_lost_is_made_up_for_without_a_second_start(cha
     chain.judge()
 
 
-def test_redis_may_be_killed_and_come_back_empty(chain: Chain) -> None:
+def test_redis_may_be_killed_and_come_back_empty(chain: Deployment) -> None:
     """
     P1, P6, P8: nothing but time is lost, and running handlers are not repeated.
 
@@ -145,7 +136,7 @@ def test_redis_may_be_killed_and_come_back_empty(chain: Chain) -> None:
     chain.judge()
 
 
-def test_a_handler_slower_than_the_visibility_timeout_starts_once(chain: Chain) -> None:
+def test_a_handler_slower_than_the_visibility_timeout_starts_once(chain: Deployment) -> None:
     """P6: the broker redelivers it again and again meanwhile; the claim drops the copies."""
     _, worker = chain.both()
     item = chain.write("plain", "slow", 1, seconds=6)
@@ -158,29 +149,29 @@ def test_a_handler_slower_than_the_visibility_timeout_starts_once(chain: Chain) 
 
 
 def test_a_message_that_dies_between_queue_and_worker_is_dispatched_again(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, make_proxy: Callable[[int], Proxy]
+    deployment: MakeDeployment, make_proxy: Callable[[int], Proxy]
 ) -> None:
     """P1, P8: Redis has given it away, the worker is killed before it notes it as unacknowledged."""
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options={"partitions": 1}) as chain:
-        chain.listener()
-        proxy = make_proxy(chain.redis.port)
-        worker = chain.worker(name="first", CHAIN_BROKER=proxy.redis_url)
-        proxy.hold(b"unacked_index")
-        item = chain.write("plain", "gap", 1)
-        proxy.wait_until_held()
-        worker.send_group(signal.SIGKILL)
-        wait_for(lambda: not worker.running)
-        proxy.release()
-        with chain.broker as broker:
-            assert broker.llen("chain.0") == 0
-        chain.worker(name="second")
-        chain.wait_done()
-        chain.judge()
-        assert len(chain.starts(item)) == 1
+    chain = deployment("plain", options={"partitions": 1})
+    chain.listener()
+    proxy = make_proxy(chain.redis.port)
+    worker = chain.worker(name="first", SCRIPTED_BROKER=proxy.redis_url)
+    proxy.hold(b"unacked_index")
+    item = chain.write("plain", "gap", 1)
+    proxy.wait_until_held()
+    worker.send_group(signal.SIGKILL)
+    wait_for(lambda: not worker.running)
+    proxy.release()
+    with chain.broker as broker:
+        assert broker.llen("chain.0") == 0
+    chain.worker(name="second")
+    chain.wait_done()
+    chain.judge()
+    assert len(chain.starts(item)) == 1
 
 
 @pytest.fixture
-def held(chain: Chain) -> tuple[Chain, Due, dict[str, Any], bytes]:
+def held(chain: Deployment) -> tuple[Deployment, Due, dict[str, Any], bytes]:
     """Give a handler that is running, the message that started it, and the bridge's signing key."""
     chain.listener()
     item = chain.write("plain", "held", 1, gate="open")
@@ -244,7 +235,7 @@ def _forgeries(message: dict[str, Any], key: bytes, forged: Due) -> list[bytes]:
     ]
 
 
-def test_forged_messages_change_nothing(held: tuple[Chain, Due, dict[str, Any], bytes]) -> None:
+def test_forged_messages_change_nothing(held: tuple[Deployment, Due, dict[str, Any], bytes]) -> None:
     """P11: bare commits, wrong signatures, other tasks, higher versions, garbage; all while a handler runs."""
     chain, item, message, key = held
     forged = Due("plain", "forged", 1)

@@ -5,38 +5,30 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain
-from tests.chaos.history import started_out_of_sequence
+from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.history import started_out_of_sequence
 
 Document = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def chain(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Chain]:
+def chain(shared_deployment: MakeDeployment) -> Deployment:
     """Give one listener and one worker with two processes, for all tests of this module without faults."""
-    with Chain(
-        mongo_client, mongo_url, tmp_path_factory.mktemp("chain"), handlers=["plain", "other", "limited"]
-    ) as started:
-        started.both()
-        yield started
+    return shared_deployment("plain", "other", "limited", start="both")
 
 
-def test_each_change_starts_its_handler_once_and_in_order(chain: Chain) -> None:
+def test_each_change_starts_its_handler_once_and_in_order(chain: Deployment) -> None:
     """P1, P2, P6: a plain flow over all partitions, two processes."""
     chain.write_many("plain", [f"a{number}" for number in range(10)], 6)
     chain.wait_done()
     assert started_out_of_sequence(chain.judge()) == []
 
 
-def test_slow_handlers_behind_a_deep_prefetch_start_once(chain: Chain) -> None:
+def test_slow_handlers_behind_a_deep_prefetch_start_once(chain: Deployment) -> None:
     """P6: messages wait, prefetched, longer than the grace of the sweep; their repetitions are dropped."""
     for n in range(1, 8):  # that one is repeated is likely each time, and never sure: it hangs on what was seen when
         for handler in ("plain", "other"):
@@ -50,7 +42,7 @@ def test_slow_handlers_behind_a_deep_prefetch_start_once(chain: Chain) -> None:
     assert started_out_of_sequence(chain.judge()) == []
 
 
-def test_a_rate_limited_handler_starts_once_for_each_change(chain: Chain) -> None:
+def test_a_rate_limited_handler_starts_once_for_each_change(chain: Deployment) -> None:
     """P6: a worker holds messages back for the rate limit; others are not hindered meanwhile."""
     items = chain.write_many("limited", [f"c{number}" for number in range(4)], 4)
     free = chain.write("plain", "beside-the-limited", 1)
@@ -61,7 +53,7 @@ def test_a_rate_limited_handler_starts_once_for_each_change(chain: Chain) -> Non
     assert chain.starts(free)[0].at < starts[-1].at
 
 
-def test_two_handlers_of_different_collections_do_not_wait_for_each_other(chain: Chain) -> None:
+def test_two_handlers_of_different_collections_do_not_wait_for_each_other(chain: Deployment) -> None:
     """A slow handler holds its own partition, not the same partition of another subscription."""
     slow = chain.write("other", "d-slow", 1, gate="d-slow")
     chain.wait_started(slow)
@@ -74,7 +66,7 @@ def test_two_handlers_of_different_collections_do_not_wait_for_each_other(chain:
     chain.judge()
 
 
-def test_tasks_carry_their_change_in_id_and_label_but_not_its_contents(chain: Chain) -> None:
+def test_tasks_carry_their_change_in_id_and_label_but_not_its_contents(chain: Deployment) -> None:
     """Task ids name bridge, subscription, partition and number; argsrepr names the document's key."""
     item = chain.write("plain", "e-labelled", 1, secret="contents")
     chain.wait_done()
@@ -85,27 +77,18 @@ def test_tasks_carry_their_change_in_id_and_label_but_not_its_contents(chain: Ch
 
 
 @pytest.fixture(scope="module")
-def run_chain(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Chain]:
+def run_chain(shared_deployment: MakeDeployment) -> Deployment:
     """Give a bridge of one partition whose runs carry up to ten changes, for at most one and a half seconds."""
-    with Chain(
-        mongo_client,
-        mongo_url,
-        tmp_path_factory.mktemp("runs"),
-        handlers=["plain", "letters", "auto"],
-        options={"run_size": 10, "run_seconds": 1.5, "partitions": 1},
-    ) as started:
-        started.both()
-        yield started
+    options = {"run_size": 10, "run_seconds": 1.5, "partitions": 1}
+    return shared_deployment("plain", "letters", "auto", options=options, start="both")
 
 
-def _behind_a_gate(chain: Chain, handler: str, name: str) -> None:
+def _behind_a_gate(chain: Deployment, handler: str, name: str) -> None:
     """Let changes pile up behind one that waits, so that the next run is full."""
     chain.wait_started(chain.write(handler, name, 1, gate=name))
 
 
-def _runs(chain: Chain, handler: str, prefix: str) -> list[list[int]]:
+def _runs(chain: Deployment, handler: str, prefix: str) -> list[list[int]]:
     """Numbers of the changes that started under one token each, in order."""
     tokens: dict[int, list[int]] = {}
     for start in chain.starts():
@@ -114,7 +97,7 @@ def _runs(chain: Chain, handler: str, prefix: str) -> list[list[int]]:
     return [numbers for _, numbers in sorted(tokens.items())]
 
 
-def test_a_run_carries_the_changes_that_have_piled_up(run_chain: Chain) -> None:
+def test_a_run_carries_the_changes_that_have_piled_up(run_chain: Deployment) -> None:
     """One claim, one token, each handler once, committed together."""
     _behind_a_gate(run_chain, "plain", "r-first")
     for n in range(1, 11):
@@ -128,24 +111,7 @@ def test_a_run_carries_the_changes_that_have_piled_up(run_chain: Chain) -> None:
     assert max(map(len, runs)) >= 5
 
 
-def test_a_change_that_fails_inside_a_run_is_started_once_and_ends_it(run_chain: Chain) -> None:
-    """What is before it is done; it ends in a letter at once; the rest goes on."""
-    _behind_a_gate(run_chain, "letters", "s-first")
-    for n in range(1, 9):
-        asked: dict[str, Any] = {"act": "raise", "times": 99, "text": "bad one"} if n == 4 else {}
-        item = run_chain.write("letters", "s-run", n, **asked)
-        if n == 4:
-            run_chain.give_up(item)
-    run_chain.wait_read(9)
-    run_chain.open_gate("s-first")
-    run_chain.wait_done()
-    run_chain.judge()
-    assert [letter["attempts"] for letter in run_chain.letters("letters")] == [1]
-    runs = _runs(run_chain, "letters", "s-run")
-    assert [run[-1] for run in runs if 4 in run] == [4]
-
-
-def test_a_retry_inside_a_run_counts_from_there(run_chain: Chain) -> None:
+def test_a_retry_inside_a_run_counts_from_there(run_chain: Deployment) -> None:
     """request.retries is 0 at the change's place in the run, and each attempt is one."""
     _behind_a_gate(run_chain, "auto", "t-first")
     before = [run_chain.write("auto", "t-run", n) for n in (1, 2)]
@@ -158,17 +124,3 @@ def test_a_retry_inside_a_run_counts_from_there(run_chain: Chain) -> None:
     run_chain.judge()
     assert [start.retries for start in run_chain.starts(failing)] == [0, 1, 2]
     assert [start.due for start in run_chain.starts(*before, after)] == [*before, after]
-
-
-def test_run_seconds_cut_a_run_without_repeating_any_change(run_chain: Chain) -> None:
-    """What has been done is committed; the rest is dispatched anew (P6)."""
-    _behind_a_gate(run_chain, "plain", "u-first")
-    for n in range(1, 7):
-        run_chain.write("plain", "u-run", n, seconds=0.6)
-    run_chain.wait_read(7)
-    run_chain.open_gate("u-first")
-    run_chain.wait_done()
-    run_chain.judge()
-    runs = _runs(run_chain, "plain", "u-run")
-    assert functools.reduce(operator.iadd, runs, []) == [1, 2, 3, 4, 5, 6]
-    assert 2 <= max(map(len, runs)) <= 4

@@ -7,30 +7,24 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
-from uuid import uuid4
 
 import bson
 import pytest
-from pymongo import MongoClient
+from pymongo.collection import Collection
 
 from mongo_celery.bridge.state.backlog import Backlog, StoredChange
-from mongo_celery.embedded import MongoReplicaSet
-from tests.acceptance.scene import OPTIONS
 from tests.fixtures.forked import run_celery
-from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, wait_for
 from tests.fixtures.redis import MakeRedis
-from tests.integration.guarded import GuardedMongo
+from tests.rig.project import OPTIONS, Done, MakeProject, Project
 
 Document = dict[str, Any]
-Done = subprocess.CompletedProcess[str]
 
 APP = "tests.acceptance.cli_project"
 BARE_APP = "tests.acceptance.bare_project"
 HALVES_APP = "tests.acceptance.halves_project"
-GROUP_APP = "tests.acceptance.isolation.group_project"
 NOWHERE = "127.0.0.1:1"
 _COMMAND_SECONDS_MAX = 120.0
 _WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-mingle", "--without-heartbeat")
@@ -51,11 +45,10 @@ _STATUS_KEYS = {
 }
 _HANDLER_KEYS = {"name", "state", "watermark", "lag_seconds", "stored", "partitions"}
 _PARTITION_KEYS = {
-    "index",
+    "partition",
     "queue",
     "state",
     "committed",
-    "term",
     "fencing_token",
     "claim",
     "retries",
@@ -63,31 +56,24 @@ _PARTITION_KEYS = {
 }
 
 
-def run(*arguments: str, environment: Document | None = None, text: str = "") -> Done:
-    """Run `celery` with arguments to its end."""
-    return run_celery(*arguments, environment=environment, text=text)
-
-
-class Shop:
+class Shop(Project):
     """The project's databases, processes and commands."""
 
-    def __init__(self, processes: Processes, client: MongoClient[Document], mongo_url: str, broker_url: str) -> None:
-        self.names = f"cli_{uuid4().hex[:10]}"
-        self.orders = client[f"{self.names}_data"]["orders"]
-        self.summaries = client[f"{self.names}_data"]["summaries"]
-        self.state = client[f"{self.names}_state"]
-        self._processes = processes
-        self._environment = {
-            "PROJECT_MONGO": mongo_url,
-            "PROJECT_BROKER": broker_url,
-            "PROJECT_NAMES": self.names,
-            # What stands stays in the buffer: a slow machine must not make `buffered` a matter of time.
-            "PROJECT_OPTIONS": json.dumps({**OPTIONS, "partitions": 2, "spill_after": 600}),
-        }
+    app = APP
+    # What stands stays in the buffer: a slow machine must not make `buffered` a matter of time.
+    options = MappingProxyType({**OPTIONS, "partitions": 2, "spill_after": 600})
 
-    def changes(self, *arguments: str, text: str = "", app: str = APP, **variables: str) -> Done:
+    @property
+    def orders(self) -> Collection[Document]:
+        return self.data["orders"]
+
+    @property
+    def summaries(self) -> Collection[Document]:
+        return self.data["summaries"]
+
+    def changes(self, *arguments: str, **given: str) -> Done:
         """Run `celery -A app changes` with arguments."""
-        return run("-A", app, "changes", *arguments, environment={**self._environment, **variables}, text=text)
+        return self.run("changes", *arguments, **given)
 
     def json(self, *arguments: str, **variables: str) -> Document:
         """Run a command that must succeed, with `--json`."""
@@ -120,11 +106,6 @@ class Shop:
         wait_for(judged, message=lambda: f"check finds {levels}: {asked[-1]}")
         return asked[-1]
 
-    def start(self, *arguments: str, app: str = APP, awaited: str) -> None:
-        """Start a listener or a worker, and wait until it has said that it is ready."""
-        started = self._processes.celery(app, *arguments, environment=self._environment)
-        started.wait_for_output(awaited)
-
     def start_all(self) -> None:
         """Start a listener and a worker that gets its queues from the command."""
         self.start("listener", awaited="leading bridge")
@@ -141,7 +122,7 @@ class Shop:
 
         def reported() -> bool:
             lease = self.state["leases"].find_one({"renewedAt": {"$gt": asked}}) or {"report": {}}
-            return all(lease["report"].get(name) == value for name, value in wanted.items())
+            return all((lease.get("report") or {}).get(name) == value for name, value in wanted.items())
 
         wait_for(reported, message=f"a report of {wanted}")
 
@@ -174,26 +155,13 @@ class Shop:
 
 
 @pytest.fixture
-def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str) -> Iterator[Shop]:
+def shop(make_project: MakeProject) -> Shop:
     """Give the project on the session's servers, with nothing started."""
-    project = Shop(processes, mongo_client, mongo_url, redis_url)
-    yield project
-    for suffix in ("data", "state"):
-        empty(mongo_client, f"{project.names}_{suffix}")
+    made: Shop = make_project(Shop)
+    return made
 
 
 # -- with a listener and a worker ------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_key_is_exchanged_by_command(shop: Shop) -> None:
-    """Each says in a sentence what it waits for."""
-    refused = shop.changes("rotate-key")
-    assert (refused.returncode, "has never been led" in refused.stderr) == (1, True)
-    shop.start("listener", awaited="leading bridge")
-    assert "a new key is announced" in shop.changes("rotate-key", "--overlap", "60").stdout
-    again = shop.changes("rotate-key", "--json")
-    assert (again.returncode, "announced already" in again.stderr) == (1, True)
 
 
 def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
@@ -202,7 +170,7 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
     shop.orders.insert_one({"_id": 1})
     shop.wait_for_summaries(1)
     shop.wait_for_commits(1)
-    shop.wait_for_report(outstanding=0, buffered=0, caughtUp=True)
+    shop.wait_for_report(inFlight=0, buffered=0, caughtUp=True)
     status = shop.json("status")
     assert (status["in_flight"], status["buffered"], status["lag_seconds"]) == (0, 0, 0)
     assert set(status) >= _STATUS_KEYS
@@ -213,7 +181,7 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
     assert set(handler) >= _HANDLER_KEYS
     assert all(set(each) >= _PARTITION_KEYS for each in handler["partitions"])
 
-    assert shop.json("pause", "--yes")["paused"] == 2
+    assert shop.json("pause", "--yes")["done"] == 2
     shop.orders.insert_many([{"_id": number} for number in range(2, 8)])
     shop.wait_for_report(buffered=6)
     status = shop.status(1)
@@ -239,21 +207,21 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert "a [bad] order" in text
     level, found = shop.findings()
     assert level == 2
-    assert "changes retry summarise " in found["halted"]["command"]
+    assert "changes retry summarise " in found["halted"]["commands"][0]
     assert "a [bad] order" in found["halted"]["sentence"]
 
     forgotten = shop.changes("retry", "--yes", PROJECT_HANDLER="audit")
     assert "no handler in this app" in forgotten.stdout
     assert "Nothing to do" in forgotten.stdout
     one_sentence(shop.changes("retry", "summarise", PROJECT_HANDLER="audit"), "no handler in this app")
-    assert shop.json("retry", "--yes")["retried"] == 1
+    assert shop.json("retry", "--yes")["done"] == 1
     second = shop.wait_for_halt(after=first["fencingToken"])
     assert second["_id"] == first["_id"]
 
     index = first["_id"].rpartition("/")[2]
     shop.store_head(second)
     head = shop.json("show", "summarise", index)
-    assert (head["state"], head["token"]) == ("halted", second["halted"]["resumeToken"]["_data"])
+    assert (head["status"]["state"], head["token"]) == ("halted", second["halted"]["resumeToken"]["_data"])
     assert head["event"]["fullDocument"] == {"_id": "bad", "bad": True}
     shown = shop.changes("show", "summarise", index, "--bytes", "9").stdout
     assert ("a [bad] order" in shown, "characters more" in shown) == (True, True)
@@ -276,7 +244,7 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
 
 def test_watch_repeats_one_object_a_line_until_it_is_interrupted(shop: Shop, processes: Processes) -> None:
     """And ends quietly."""
-    environment = shop._environment
+    environment = shop.variables()
     arguments = ("changes", "status", "--json", "--watch", "0.2")
     watching = processes.celery(APP, *arguments, name="watch", environment=environment)
     wait_for(lambda: watching.text.count("\n") >= 3, message="three statuses")
@@ -288,30 +256,27 @@ def test_watch_repeats_one_object_a_line_until_it_is_interrupted(shop: Shop, pro
 # -- queues ----------------------------------------------------------------------------------------
 
 
-def test_queues_are_printed_for_q(shop: Shop) -> None:
-    """One line, and nothing else; without any server."""
+@pytest.mark.parametrize(
+    ("group", "arguments", "printed"),
+    [
+        (None, "", "shop.0,shop.1"),
+        (None, "--with-default", "shop.0,shop.1,celery"),
+        ("slow", "", "shop.0,shop.1,shop.slow.0,shop.slow.1"),
+        ("slow", "--group slow", "shop.slow.0,shop.slow.1"),
+        ("slow", "--without-group --with-default", "shop.0,shop.1,celery"),
+        (None, "--group slow", "no handler is in group 'slow': none has one."),
+        ("slow", "--group slwo", "no handler is in group 'slwo': the groups are slow."),
+    ],
+)
+def test_queues_are_printed_for_q(shop: Shop, group: str | None, arguments: str, printed: str) -> None:
+    """P12: one line, and nothing else; without any server. With a group without handlers it would name no queue."""
     away = {"PROJECT_MONGO": f"mongodb://{NOWHERE}", "PROJECT_BROKER": f"redis://{NOWHERE}"}
-    assert shop.changes("queues", **away).stdout == "shop.0,shop.1\n"
-    assert shop.changes("queues", "--with-default", **away).stdout == "shop.0,shop.1,celery\n"
-    assert shop.json("queues", **away) == {"bridge": "shop", "queues": ["shop.0", "shop.1"]}
-    assert shop.changes("queues", "--without-group", **away).stdout == "shop.0,shop.1\n"
-    refused = shop.changes("queues", "--group", "slow", **away)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert "no handler is in group 'slow': none has one." in refused.stderr
-
-
-def test_queues_are_printed_by_group(shop: Shop) -> None:
-    """P12: all for a plain worker, or those of a group, which must be one that a handler is in."""
-
-    def queues(*arguments: str) -> Done:
-        return shop.changes("queues", *arguments, app=GROUP_APP, PROJECT_GROUP="slow")
-
-    assert queues().stdout == "shop.0,shop.1,shop.slow.0,shop.slow.1\n"
-    assert queues("--group", "slow").stdout == "shop.slow.0,shop.slow.1\n"
-    assert queues("--without-group", "--with-default").stdout == "shop.0,shop.1,celery\n"
-    refused = queues("--group", "slwo")
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert "no handler is in group 'slwo': the groups are slow." in refused.stderr
+    chosen = {"PROJECT_GROUP": group} if group else {}
+    done = shop.changes("queues", *arguments.split(), **away, **chosen)
+    if printed.startswith("shop."):
+        assert (done.returncode, done.stdout) == (0, f"{printed}\n")
+    else:
+        one_sentence(done, printed)
 
 
 # -- check -----------------------------------------------------------------------------------------
@@ -335,36 +300,6 @@ def test_check_finds_queues_without_consumer_and_workers_without_tasks(shop: Sho
     assert "summarise" in found["worker_tasks"]["sentence"]
 
 
-def test_check_finds_a_standalone_server(shop: Shop, standalone_url: str) -> None:
-    """In people's form: the sentence with the cure."""
-    done = shop.changes("check", PROJECT_MONGO=standalone_url)
-    assert done.returncode == 2
-    assert "topology" in done.stdout
-    assert "--replSet" in done.stdout
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-def test_check_finds_missing_rights_and_shows_no_password(shop: Shop, replica_set: MongoReplicaSet) -> None:
-    """The right and its remedy are named."""
-    del replica_set  # shows that there is a mongod
-    with GuardedMongo() as server:
-        url = server.add_user("hush", ("read", f"{shop.names}_data"))
-        level, found = shop.findings(PROJECT_MONGO=url)
-        assert level == 2
-        assert "readWrite" in found["state_rights"]["sentence"]
-        assert "serverStatus" in found["oplog_rights"]["sentence"]
-        status = shop.changes("status", PROJECT_MONGO=url)
-        wrong = shop.changes("status", PROJECT_MONGO=url.replace("hush:hush", "hush:wrong"))
-    assert status.returncode == wrong.returncode == 2
-    assert "state database" in status.stdout
-    assert "login" in wrong.stdout
-    for done in (status, wrong):
-        assert done.stderr == ""
-        assert "hush:" not in done.stdout
-    assert "hush" not in json.dumps(found)
-
-
 # -- what is wrong with the call -------------------------------------------------------------------
 
 
@@ -383,18 +318,18 @@ def code_of(command: str) -> int:
     return 2 if command in {"status", "check"} else 1
 
 
-@pytest.mark.parametrize("command", ["status", "show x 1", "queues", "check", "pause"])
+@pytest.mark.parametrize("command", ["status", "show x 1"])
 def test_without_an_app_the_error_says_how_to_name_one(command: str) -> None:
     """`celery` itself goes on with a default app, which has no bridge."""
     one_sentence(
-        run("changes", *command.split()), "-A", f"changes {command.split(maxsplit=1)[0]}", code=code_of(command)
+        run_celery("changes", *command.split()), "-A", f"changes {command.split(maxsplit=1)[0]}", code=code_of(command)
     )
 
 
-@pytest.mark.parametrize("command", ["status", "queues", "check", "retry"])
+@pytest.mark.parametrize("command", ["check", "retry"])
 def test_an_app_without_a_bridge_is_told_how_to_make_one(command: str) -> None:
     """The name of the class is the cure."""
-    one_sentence(run("-A", BARE_APP, "changes", command), "no bridge", "Bridge(app", code=code_of(command))
+    one_sentence(run_celery("-A", BARE_APP, "changes", command), "no bridge", "Bridge(app", code=code_of(command))
 
 
 def test_an_unknown_bridge_is_told_with_those_that_exist(shop: Shop) -> None:
@@ -403,11 +338,10 @@ def test_an_unknown_bridge_is_told_with_those_that_exist(shop: Shop) -> None:
     one_sentence(done, "'shpo'", "shop", code=2)
 
 
-@pytest.mark.parametrize("command", ["pause", "retry"])
-def test_an_unreachable_server_is_told_within_seconds(shop: Shop, command: str) -> None:
+def test_an_unreachable_server_is_one_sentence(shop: Shop) -> None:
     """The address is shown, the password is not."""
-    done = shop.changes(command, PROJECT_MONGO=f"mongodb://hush:secret@{NOWHERE}/?replicaSet=rs0")
-    one_sentence(done, "no answer", NOWHERE, code=code_of(command))
+    done = shop.changes("pause", PROJECT_MONGO=f"mongodb://hush:secret@{NOWHERE}/?replicaSet=rs0")
+    one_sentence(done, "no answer", NOWHERE)
     assert "secret" not in done.stderr
 
 
@@ -425,6 +359,13 @@ def test_a_bridge_is_shown_beside_one_whose_server_is_away(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "check"])
+def test_an_unknown_setting_is_a_mistake_of_the_code(shop: Shop, command: str) -> None:
+    """P9: a finding about the state would send people to MongoDB."""
+    done = shop.changes(command, PROJECT_SETTINGS='{"mongo_celery_partition": 4}')
+    one_sentence(done, "mongo_celery_partition", "mongo_celery_partitions", code=2)
+
+
+@pytest.mark.parametrize("command", ["status", "check"])
 def test_a_module_that_cannot_be_imported_is_not_degraded(shop: Shop, command: str) -> None:
     """Status 1 is what goes on by itself; and Python would end with it after any error."""
     done = shop.changes(command, app=HALVES_APP, PROJECT_INCLUDE="tasks_that_are_gone")
@@ -437,7 +378,7 @@ def test_check_goes_on_when_no_server_answers(shop: Shop) -> None:
     away = f"redis://:secret@{NOWHERE}/0"
     level, found = shop.findings(PROJECT_MONGO=f"mongodb://hush:secret@{NOWHERE}", PROJECT_BROKER=away)
     assert level == 2
-    assert found["mongodb"]["severity"] == found["broker"]["severity"] == "failing"
+    assert found["state_unreadable"]["severity"] == found["broker"]["severity"] == "failing"
     assert "secret" not in json.dumps(found)
 
 
@@ -452,8 +393,8 @@ def test_a_url_that_is_none_is_told_without_its_password(shop: Shop, url: str) -
 @pytest.mark.parametrize("command", [("changes", "check"), ("changes", "queues"), ("listener",), ("outbox", "status")])
 def test_a_broker_url_that_is_none_is_told_without_its_password(shop: Shop, command: tuple[str, ...]) -> None:
     """Its parser takes what is before an unescaped slash for a port, and shows it."""
-    variables = {**shop._environment, "PROJECT_BROKER": "redis://:cret/se@localhost:6379/0"}
-    done = run("-A", APP, *command, environment=variables)
+    variables = {**shop.variables(), "PROJECT_BROKER": "redis://:cret/se@localhost:6379/0"}
+    done = run_celery("-A", APP, *command, environment=variables)
     shown = done.stdout + done.stderr
     assert not {"Traceback", "cret"} & {word for word in ("Traceback", "cret") if word in shown}, shown
     assert ("broker_url is not valid" in " ".join(shown.split())) == (command[-1] in {"check", "listener"})

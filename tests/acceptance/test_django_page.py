@@ -11,10 +11,10 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery.mongo.opening import DEFAULT_DATABASE
-from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.documentation.pages import ROOT, addressed, blocks
 from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, wait_for
+from tests.rig.project import QUIET
 
 PAGE = ROOT / "docs/django.md"
 
@@ -30,10 +30,10 @@ CELERY_MONGO_CELERY_LEASE_TTL = 2
 
 AUDIT = """
 from django.db import connection, connections
-from mongo_celery import shared_change
+from shop.celery import bridge
 from shop.models import Order
 
-@shared_change(Order)
+@bridge.on_change(Order)
 def audit(change):
     books = connections["books"]
     connection.database["audit"].insert_one({"was_open": books.connection is not None})
@@ -127,7 +127,7 @@ def test_the_project_of_the_page_runs(
     assert [seat["customer"] for seat in database["shop_seat"].find()] == ["Ann", "Ann"]
     swept, ours = (
         database.client[DEFAULT_DATABASE]["outbox_sweeps"],
-        {"outbox": f"{database.name}.shop_outbox/pendingEvents"},
+        {"_id": f"{database.name}.shop_outbox/pendingEvents"},
     )
     wait_for(lambda: swept.count_documents(ours) == 1, message="without a beat, the listener asks for sweeps")
 

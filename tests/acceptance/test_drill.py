@@ -15,7 +15,7 @@ from tests.fixtures.process import Processes
 CHAPTERS = chapters()
 _PAINS = chapters(ROOT / "docs/operations/pains.md")
 PAINS = [*_PAINS.values()]
-SECOND_SHOP = [*_PAINS].index("Nobody can set a position")
+SECOND_SHOP = [*_PAINS].index("You cannot set a position")
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_the_drill_runs_as_it_is_written(walk: Walk) -> None:
 
 
 @pytest.mark.slow
-def test_a_bug_is_cured_as_the_drill_says(walk: Walk) -> None:
+def test_a_bug_is_fixed_as_the_drill_says(walk: Walk) -> None:
     """
     The beginning of the drill, and its first failure.
 
@@ -50,7 +50,7 @@ def test_a_bug_is_cured_as_the_drill_says(walk: Walk) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [PAINS[:SECOND_SHOP], PAINS[SECOND_SHOP:]], ids=["first half", "second half"])
-def test_what_goes_wrong_elsewhere_is_shown_and_cured_as_the_page_says(walk: Walk, chosen: list[list[Step]]) -> None:
+def test_each_problem_is_shown_and_fixed_as_the_page_says(walk: Walk, chosen: list[list[Step]]) -> None:
     """Every pain is brought about, seen by the command that the page names, and cured by the other one."""
     for steps in (CHAPTERS["A shop"], *chosen):
         for step in steps:

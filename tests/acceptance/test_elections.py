@@ -17,19 +17,18 @@ from pymongo.errors import ConnectionFailure, PyMongoError
 
 from mongo_celery import Outbox, select_for_update, transactional
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.outbox.claims import PendingClaims
-from mongo_celery.outbox.entries import FIELD
-from mongo_celery.outbox.pending import PendingField
+from mongo_celery.outbox.claims import FREE
+from mongo_celery.outbox.pending import FIELD
 from tests.acceptance.bank_rig import Bank
 from tests.acceptance.outbox_project import EFFECT, configured
 from tests.acceptance.outbox_rig import OPTIONS, Shop, Tap
 from tests.fixtures.election import Elections
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import Processes, wait_for
-from tests.integration.partition_rig import rig_of, token
+from tests.rig.changes import token
+from tests.rig.partition import make_partition
 
 Document = dict[str, Any]
-FREE = PendingClaims(PendingField(), (None,)).free
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_outbox_writers_and_relays_bear_elections_that_take_writes_back(
             before = len(tap.published)
             writers = [shop.program("load", f"{turn}.{name}", 60, *keys) for name in ("first", "second")]
             wait_for(lambda before=before: len(tap.published) > before + 30)  # type: ignore[misc]
-            elections.under_load(shop.name)
+            elections.under_load(shop.data.name)
             assert [writer.wait() for writer in writers] == [0, 0], "\n".join(writer.text for writer in writers)
         shop.sweep_all()
 
@@ -81,20 +80,20 @@ def test_an_election_that_takes_a_position_back_costs_one_start(
 
     No look sees it, and no claim behind it is granted; when it was taken back, its change can be claimed again.
     """
-    rig = rig_of(make_client(three_members.url), state_database)
-    claim = rig.claim(inline=True)
+    rig = make_partition(make_client(three_members.url), state_database)
+    claim = rig.claim()
     with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
-        assert rig.claims.handle(claim, 1, token(1)), "it does not wait for a majority"
+        assert rig.claims.finish(claim, 1, token(1)), "it does not wait for a majority"
         assert [found["committed"] for found in direct[state_database]["partitions"].find()] == [1], "on this primary"
         assert rig.image.committed == 0, "by what a majority has"
         with pytest.raises(PyMongoError):
             rig.try_claim(2)
     assert rig.image.committed == 0
     rig.lapse()
-    again = rig.claim(inline=True)
+    again = rig.claim()
     assert again.fencing_token > claim.fencing_token
-    assert not rig.claims.handle(claim, 1, token(1))
-    assert rig.claims.handle(again, 1, token(1))
+    assert not rig.claims.finish(claim, 1, token(1))
+    assert rig.claims.finish(again, 1, token(1))
     wait_for(lambda: rig.image.committed == 1)
 
 
@@ -113,7 +112,7 @@ def test_an_election_that_takes_removals_back_costs_duplicates(
         after_task_publish.connect(cut_off, sender=EFFECT)
         held.callback(after_task_publish.disconnect, cut_off, sender=EFFECT)
         shop.insert("key", 1, 2, 3)
-        assert shop.pending() == 0, "removed, on this primary"
+        wait_for(lambda: len(published) == 3 and shop.pending() == 0, message="removed, on this primary")
         held.close()
         assert shop.pending() == 3
         ids = [entry["id"] for entry in shop.items.find_one({"_id": "key"})[FIELD]["events"]]  # type: ignore[index]
@@ -129,21 +128,20 @@ def test_nothing_is_published_of_a_write_that_an_election_takes_back(
 ) -> None:
     """Its writer waits for a majority, and so does a relay that takes it once the writer's claim has lapsed."""
     ours = make_client(three_members.url, retryWrites=False)
-    state = f"{shop.name}_state"
-    outbox = Outbox(configured(redis_url), ours[shop.name]["items"], database=state, foreign_tasks=True, **OPTIONS)
+    outbox = Outbox(configured(redis_url), ours[shop.data.name]["items"], database=shop.state.name, **OPTIONS)
     with Tap(redis_url) as tap, ThreadPoolExecutor(2) as pool:
         shop.insert("there", 1)
         shop.sweep_all()
         wait_for(lambda: tap.first() == {"there": [1]})
-        assert outbox.backing.relay.deliver("there").left == 0, "and the index is known to be there"
+        assert outbox.runtime.relay.deliver("there").left == 0, "and the index is known to be there"
         with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
-            items = direct[shop.name]["items"]
+            items = direct[shop.data.name]["items"]
             tasks = [shop.effect("lost", 1)]
             writing = pool.submit(outbox.insert_one, {"_id": "lost", "ns": [1]}, tasks=tasks)
             lapsed = wait_for(
                 lambda: items.find_one({"_id": "lost", "$expr": FREE}), message="the writer's claim lapsed"
             )
-            relaying = pool.submit(outbox.backing.relay.deliver, "lost")
+            relaying = pool.submit(outbox.runtime.relay.deliver, "lost")
             wait_for(lambda: _owner(items) != lapsed[FIELD]["claim"]["owner"], message="a relay's claim")
             assert not writing.done()
             assert not relaying.done()
@@ -156,7 +154,7 @@ def test_nothing_is_published_of_a_write_that_an_election_takes_back(
         shop.sweep_all()
         wait_for(lambda: "after" in tap.first())
         assert tap.first() == shop.committed() == {"there": [1], "after": [1]}
-    outbox.publisher.close()
+    outbox.runtime.publisher.close()
 
 
 def _owner(items: Collection[Document]) -> Any:

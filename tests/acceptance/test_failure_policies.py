@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from bson import Decimal128, Int64, Timestamp
-from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain
-from tests.chaos.history import Due
+from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def chain(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Chain]:
+def chain(shared_deployment: MakeDeployment) -> Deployment:
     """Give one listener and one worker; a change may crash once."""
-    with Chain(
-        mongo_client,
-        mongo_url,
-        tmp_path_factory.mktemp("policies"),
-        handlers=["plain", "letters", "halting", "skipping", "discarding", "soft", "hard"],
-    ) as started:
-        started.both()
-        yield started
+    handlers = ("plain", "letters", "halting", "skipping", "discarding", "soft", "hard")
+    return shared_deployment(*handlers, start="both")
 
 
-def _letter(chain: Chain, item: Due) -> Document:
+def _letter(chain: Deployment, item: Due) -> Document:
     (letter,) = [each for each in chain.letters(item.handler) if each["change"]["documentKey"] == {"_id": item.key}]
     return letter
 
 
-def test_halt_stops_one_partition_loudly_and_records_its_head(chain: Chain) -> None:
+def test_halt_stops_one_partition_loudly_and_records_its_head(chain: Deployment) -> None:
     """P1, P9: the default policy; the other partitions of the handler flow."""
     keys = chain.keys("halting", 0, "halt")
     bad = chain.stand(chain.write("halting", next(keys), 1, act="raise", times=9, text="cannot go on"))
@@ -56,7 +46,7 @@ def test_halt_stops_one_partition_loudly_and_records_its_head(chain: Chain) -> N
 
 
 @pytest.mark.needs_mongodb(5, 0)
-def test_a_dead_letter_keeps_the_exact_change_with_error_traceback_and_attempts(chain: Chain) -> None:
+def test_a_dead_letter_keeps_the_exact_change_with_error_traceback_and_attempts(chain: Deployment) -> None:
     """P1: nothing of the change is lost, whatever types it has."""
     exact = {
         "big": Int64(2**40),
@@ -80,7 +70,7 @@ def test_a_dead_letter_keeps_the_exact_change_with_error_traceback_and_attempts(
     chain.judge()
 
 
-def test_skip_passes_over_and_keeps_what_it_skips(chain: Chain) -> None:
+def test_skip_passes_over_and_keeps_what_it_skips(chain: Deployment) -> None:
     """The successor goes on; what was skipped is a dead letter that says so, and an ERROR in the log."""
     keys = chain.keys("skipping", 0, "skip")
     bad = chain.give_up(chain.write("skipping", next(keys), 1, act="raise", times=9))
@@ -94,7 +84,7 @@ def test_skip_passes_over_and_keeps_what_it_skips(chain: Chain) -> None:
     assert any(f"skipping insert {bad.key!r} failed for good, policy skip" in text for text in chain.logs.values())
 
 
-def test_discard_logs_and_keeps_nothing(chain: Chain) -> None:
+def test_discard_logs_and_keeps_nothing(chain: Deployment) -> None:
     """The successor goes on; there is no letter."""
     keys = chain.keys("discarding", 0, "discard")
     bad = chain.give_up(chain.write("discarding", next(keys), 1, act="raise", times=9))
@@ -115,7 +105,7 @@ def test_discard_logs_and_keeps_nothing(chain: Chain) -> None:
         ("join_chord", "HandlerUsageError: A change handler cannot join a chord"),
     ],
 )
-def test_what_a_chain_cannot_do_goes_to_the_policy(chain: Chain, act: str, error: str) -> None:
+def test_what_a_chain_cannot_do_goes_to_the_policy(chain: Deployment, act: str, error: str) -> None:
     """`Reject` would drop or requeue the message, `replace` and `add_to_chord` would break the chain."""
     item = chain.give_up(chain.write("letters", f"act-{act}", 1, act=act, times=9))
     chain.wait_done()
@@ -123,7 +113,7 @@ def test_what_a_chain_cannot_do_goes_to_the_policy(chain: Chain, act: str, error
     assert _letter(chain, item)["error"].startswith(error)
 
 
-def test_a_handler_that_ignores_its_change_is_done_with_it(chain: Chain) -> None:
+def test_a_handler_that_ignores_its_change_is_done_with_it(chain: Deployment) -> None:
     """`Ignore` counts as success, with a log line."""
     keys = chain.keys("letters", 0, "ignore")
     item = chain.give_up(chain.write("letters", next(keys), 1, act="ignore", times=9))
@@ -134,18 +124,10 @@ def test_a_handler_that_ignores_its_change_is_done_with_it(chain: Chain) -> None
     assert all(letter["change"]["documentKey"]["_id"] != item.key for letter in chain.letters("letters"))
 
 
-def test_a_soft_time_limit_is_an_exception_like_others(chain: Chain) -> None:
-    """SoftTimeLimitExceeded goes to the policy after one start."""
-    item = chain.give_up(chain.write("soft", "soft", 1, act="linger", linger=20, times=9))
-    chain.wait_done()
-    chain.judge()
-    assert _letter(chain, item)["error"].startswith("SoftTimeLimitExceeded")
-
-
 @pytest.mark.parametrize(
     "act", ["leave", "kill", pytest.param("die", marks=pytest.mark.slow), pytest.param("segv", marks=pytest.mark.slow)]
 )
-def test_a_change_that_kills_its_worker_is_caught_by_the_policy(chain: Chain, act: str) -> None:
+def test_a_change_that_kills_its_worker_is_caught_by_the_policy(chain: Deployment, act: str) -> None:
     """P6, P9: after `max_crashes` deaths one more ends in the policy; its partition goes on, nobody else is charged."""
     asked = {"kill": {"act": "signal", "signal": "SIGKILL"}, "segv": {"act": "signal", "signal": "SIGSEGV"}}
     keys = chain.keys("letters", 1, f"crash-{act}")
@@ -160,7 +142,7 @@ def test_a_change_that_kills_its_worker_is_caught_by_the_policy(chain: Chain, ac
     assert len(chain.starts(good)) == 1
 
 
-def test_a_handler_without_memory_fails_and_its_worker_lives(chain: Chain) -> None:
+def test_a_handler_without_memory_fails_and_its_worker_lives(chain: Deployment) -> None:
     """P12: Celery ends a worker whose task raises MemoryError."""
     keys = chain.keys("letters", 1, "exhausted")
     chain.give_up(chain.write("letters", next(keys), 1, act="exhaust", times=9))
@@ -170,38 +152,18 @@ def test_a_handler_without_memory_fails_and_its_worker_lives(chain: Chain) -> No
     assert not [name for name, text in chain.logs.items() if "Unrecoverable error" in text]
 
 
-def test_a_hard_time_limit_counts_as_a_crash(chain: Chain) -> None:
-    """The parent kills the child; the attempt is counted by the child, or by the lapse of its claim."""
-    keys = chain.keys("hard", 0, "hard")
-    bad = chain.give_up(chain.allow(chain.write("hard", next(keys), 1, act="linger", linger=30, times=9)))
-    chain.write("hard", next(keys), 1)
+def test_only_the_guilty_change_of_a_run_is_charged(deployment: MakeDeployment) -> None:
+    """P6: after a crash inside a run the changes run one by one, until the guilty one is passed."""
+    chain = deployment("letters", options={"run_size": 10, "run_seconds": 5, "partitions": 1})
+    chain.both()
+    chain.wait_started(chain.write("letters", "first", 1, gate="first"))
+    items = [chain.write("letters", "run", n, **({"act": "die", "times": 9} if n == 3 else {})) for n in range(1, 7)]
+    for item in items[:2]:
+        chain.allow(item)
+    guilty = chain.give_up(chain.allow(items[2], 2))
+    chain.open_gate("first")
     chain.wait_done()
     chain.judge()
-    assert _letter(chain, bad)["error"].startswith("HandlerCrashedError")
-
-
-def test_only_the_guilty_change_of_a_run_is_charged(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """P6: after a crash inside a run the changes run one by one, until the guilty one is passed."""
-    with Chain(
-        mongo_client,
-        mongo_url,
-        tmp_path_factory.mktemp("guilty"),
-        handlers=["letters"],
-        options={"run_size": 10, "run_seconds": 5, "partitions": 1},
-    ) as chain:
-        chain.both()
-        chain.wait_started(chain.write("letters", "first", 1, gate="first"))
-        items = [
-            chain.write("letters", "run", n, **({"act": "die", "times": 9} if n == 3 else {})) for n in range(1, 7)
-        ]
-        for item in items[:2]:
-            chain.allow(item)
-        guilty = chain.give_up(chain.allow(items[2], 2))
-        chain.open_gate("first")
-        chain.wait_done()
-        chain.judge()
-        assert [letter["change"]["fullDocument"]["n"] for letter in chain.letters("letters")] == [3]
-        # The crash inside the run is its own already where a slow run had recorded that those before it were done.
-        assert len(chain.starts(guilty)) in {2, 3}
+    assert [letter["change"]["fullDocument"]["n"] for letter in chain.letters("letters")] == [3]
+    # The crash inside the run is its own already where a slow run had recorded that those before it were done.
+    assert len(chain.starts(guilty)) in {2, 3}

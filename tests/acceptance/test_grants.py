@@ -10,13 +10,13 @@ import pytest
 from bson import Int64
 from pymongo.errors import OperationFailure
 
-from mongo_celery.bridge.operations import heads, letter_commands, snapshot_commands
+from mongo_celery.bridge.operations import dead_letter_commands, lookups
 from mongo_celery.bridge.operations.acts import read_history
-from mongo_celery.bridge.operations.grants import ROLES, Right, rights_of, role_name
+from mongo_celery.bridge.operations.grants import ROLES, Right, list_rights, role_name
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
-from mongo_celery.bridge.state.dead_letters import Letter, Selection
+from mongo_celery.bridge.state.dead_letters import DeadChange
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import MongoCeleryError
 from tests.acceptance.grants_rig import DATA, NAME, STATE, Listening, Setting, bridge_on, lacks, names, stored
@@ -30,11 +30,11 @@ Said = Callable[[], str]
 
 _BIG = 5000
 _SPILLED = 3
-_GENERATION = 1
+_PARTITIONING = 1
 _RIGHTS = [
     pytest.param(role, action, right, id=f"{role}-{right.words.partition(' on ')[2]}-{action}")
     for role in ("listener", "worker", "operator")
-    for right in rights_of(bridge_on("mongodb://nowhere", "memory://").wiring, role)
+    for right in list_rights(bridge_on("mongodb://nowhere", "memory://").wiring, role)
     if right.without is None
     for action in right.actions
 ]
@@ -76,7 +76,7 @@ def listen(setting: Setting, said: Said) -> str:
     with Listening(setting.bridge_of("listener").wiring, said) as listener:
         if not listener.wait(lambda: setting.state["snapshots"].count_documents({"state": "done"})):
             return said() + listener.text
-        assert setting.bridge.operations.pause().run().fields["partitions"]
+        assert setting.bridge.operations.pause().run().fields["done"]
         for number in range(_SPILLED):
             setting.write("orders", n=number)
         if not listener.wait(lambda: setting.state["backlog"].count_documents({}) >= _SPILLED):
@@ -85,7 +85,7 @@ def listen(setting: Setting, said: Said) -> str:
     _skip(orders, "record")
     letter = setting.state["dead_letters"].find_one() or {}
     setting.state["dead_letters"].insert_one({**letter, "_id": f"{letter['_id']}0", "parked": letter["hash"]})
-    assert _replay(orders) == ["requested", "requested"]
+    assert _replay(orders) == ["done", "done"]
     setting.state["dead_letters"].update_many({}, {"$set": {"replay.partitioningTerm": Int64(1)}})
     setting.bridge.operations.pause("record").run()
     old = {each["_id"] for each in setting.state["partitions"].find()}
@@ -101,15 +101,15 @@ def listen(setting: Setting, said: Said) -> str:
 
 
 def _skip(wiring: Wiring, handler: str) -> None:
-    assert Operations(wiring).skip(handler, 0).run().fields["partitions"][0]["result"] == "done"
+    assert Operations(wiring).skip(handler, 0).run().fields["parts"][0]["result"] == "done"
 
 
-def _letters(wiring: Wiring) -> Sequence[Letter]:
-    return letter_commands.find(wiring, Selection(), 0).letters
+def _letters(wiring: Wiring) -> Sequence[DeadChange]:
+    return dead_letter_commands.find(wiring).letters
 
 
 def _replay(wiring: Wiring) -> list[str]:
-    return [each["result"] for each in Operations(wiring).replay_dead_letters().run().fields["letters"]]
+    return [each["result"] for each in Operations(wiring).replay_dead_letters().run().fields["parts"]]
 
 
 def _asked(setting: Setting) -> int:
@@ -155,7 +155,7 @@ def work(setting: Setting, said: Said, processes: Processes) -> str:
 def _replay_in_a_chain(setting: Setting, orders: Wiring) -> None:
     """As of a parked key: the worker asks for the second when the first has succeeded."""
     setting.state["dead_letters"].update_many({}, {"$set": {"parked": Int64(7)}})
-    assert _replay(orders) == ["requested", "requested"]
+    assert _replay(orders) == ["done", "done"]
 
 
 def _led(setting: Setting, said: Said) -> Listening:
@@ -182,19 +182,17 @@ def operate(wiring: Wiring) -> str:
     operations = Operations(wiring)
     steps: tuple[Callable[[], object], ...] = (
         lambda: read_snapshot(wiring),
-        lambda: heads.read_head(wiring, "record", 0),
+        lambda: lookups.read_blocked_change(wiring, "record", 0),
         lambda: _skip(wiring, "record"),
         lambda: _skip(wiring, "letters"),
-        lambda: [letter_commands.change_of(wiring, each) for each in _letters(wiring)],
+        lambda: [dead_letter_commands.change_of(wiring, each) for each in _letters(wiring)],
         lambda: _replay(wiring),
         lambda: operations.discard_dead_letters(limit=1).run(),
         lambda: operations.retry("record").run(),
         lambda: operations.pause("letters").run(),
         lambda: operations.resume("letters").run(),
         lambda: operations.start_snapshot("record").run(),
-        lambda: [
-            operations.stop_snapshot(each["id"]).run() for each in snapshot_commands.list_snapshots(wiring, "record")
-        ],
+        lambda: operations.stop_snapshot("record").run(),
         lambda: operations.rotate_key(overlap=0).run(),
         lambda: operations.reset("record", "oldest").run(),
         lambda: operations.reset("letters", "oldest").run(),
@@ -236,12 +234,12 @@ def _hold(setting: Setting, name: str) -> None:
     """Something of everything, of a handler that is not in the app."""
     prefix = f"{NAME}/{name}"
     model = setting.state["handlers"].find_one({"_id": f"{NAME}/letters"}) or {}
-    setting.state["backlog"].insert_one({"_id": f"{prefix}/{_GENERATION}/0/82", "term": 1})
-    layout = {"term": _GENERATION, "partitions": 1, "key": model["partitioning"]["key"]}
+    setting.state["backlog"].insert_one({"_id": f"{prefix}/{_PARTITIONING}/0/82", "term": 1})
+    layout = {"term": _PARTITIONING, "partitions": 1, "key": model["partitioning"]["key"]}
     setting.state["handlers"].insert_one({**model, "_id": prefix, "handler": name, "partitioning": layout})
     partition = setting.state["partitions"].find_one({"_id": {"$regex": f"^{NAME}/letters/"}}) or {}
     setting.state["partitions"].insert_one(
-        {**partition, "_id": f"{prefix}/{_GENERATION}/0", "handler": name, "partition": 0}
+        {**partition, "_id": f"{prefix}/{_PARTITIONING}/0", "handler": name, "partition": 0}
     )
     for collection in ("dead_letters", "snapshots"):
         setting.state[collection].insert_one({"_id": f"{prefix}/82", "handler": name})
@@ -296,7 +294,7 @@ def test_workers_that_may_not_claim_are_named_and_no_change_is_charged(
         clean.admin.admin.command("createUser", "worker", pwd="worker", roles=[role_name(NAME, "worker")])
         wait_for(lambda: clean.committed("record") == 2, message=lambda: f"{codes()}, {worker.text[-2000:]}")
         assert clean.admin[STATE]["dead_letters"].count_documents({}) == 0
-    assert said().count("claim nothing") == 1
+    assert said().count("claimed nothing") == 1
 
 
 def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
@@ -329,8 +327,8 @@ def test_the_role_of_a_viewer_shows_everything_and_changes_nothing(standing: Set
     status = read_snapshot(wiring)
     assert status.oplog_seconds is None, "that is optional"
     assert {each.name for each in status.handlers} >= {"record", "letters"}
-    assert heads.read_head(wiring, "record", 0).bytes
-    for read in (snapshot_commands.list_snapshots, _letters, read_history):
+    assert lookups.read_blocked_change(wiring, "record", 0).bytes
+    for read in (_letters, read_history):
         read(wiring)
     for command in (lambda each: _skip(each, "record"), lambda each: Operations(each).rotate_key().run()):
         with pytest.raises(MongoCeleryError, match="right"):

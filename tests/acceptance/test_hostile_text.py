@@ -36,17 +36,17 @@ COMMANDS = {
     "changes show halting 0": True,
     "changes history": True,
     "changes dead-letters list": True,
-    "changes dead-letters show": True,
+    "changes dead-letters list --full": True,
     "changes dead-letters discard giving_up": True,
     "changes skip halting --dry-run": True,
-    "changes snapshot list": True,
+    "changes snapshot stop halting --dry-run": False,
     "outbox status": False,
     "outbox dead-letters list": True,
-    "outbox dead-letters show LETTER": True,
+    "outbox dead-letters list LETTER": True,
     "outbox dead-letters discard LETTER": True,
     "transactions list --state initial --state done": True,
     "transactions recover --dry-run --all": True,
-    "transactions show HOSTILE": True,
+    "transactions list HOSTILE": True,
 }
 """Each command, and whether it shows a document's text."""
 
@@ -70,7 +70,7 @@ def environment(replica_set: Any) -> Iterator[dict[str, str]]:
         state["snapshots"].update_one({}, {"$set": {"state": "failed", "sentence": TEXT}})
         project.data["parcels"].insert_one(project.outbox.with_tasks({"_id": TEXT}, [project.confirm.s(TEXT)]))
         (entry,) = data["parcels"].find_one()["pendingEvents"]["events"]  # type: ignore[index]
-        project.outbox.dead_letters.add(TEXT, Entry.from_document(entry), ValueError(TEXT))
+        project.outbox.runtime.dead_letters.add(TEXT, Entry.from_document(entry), ValueError(TEXT))
         stored = {"source": TEXT, "destination": "B", "value": 1, "lastModified": datetime(2020, 1, 1, tzinfo=UTC)}
         more = {"application": TEXT, "reason": TEXT}
         data["transfers"].insert_many(

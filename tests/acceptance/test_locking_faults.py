@@ -18,14 +18,13 @@ from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.errors import DocumentLockedError
 from mongo_celery.locking import select_for_update, transactional
-from tests.acceptance.chain_rig import QUIET
 from tests.acceptance.documentation.pages import blocks
 from tests.acceptance.locking_project import ENVIRONMENT
 from tests.fixtures.availability import require_server
 from tests.fixtures.process import ROOT, Processes, wait_for
-from tests.integration.locking_rig import Document, held, hold_for_ever
+from tests.integration.locking_rig import Document, held
+from tests.rig.project import QUIET
 
 PROJECT = "tests.acceptance.locking_project"
 LIFETIME_SECONDS = 2
@@ -99,23 +98,6 @@ def test_a_worker_that_is_killed_inside_blocks_for_the_servers_time_and_its_task
         wait_for(lambda: len(bank.entries) == 2, FREE_SECONDS_MAX)
         assert sorted(bank.entries) == ["after", "killed"]
         assert len({run["pid"] for run in bank.runs("killed")}) == 2
-
-
-def test_a_killed_holder_frees_the_document_when_the_server_ends_its_transaction(
-    processes: Processes, make_replica_set: MakeReplicaSet, make_client: MakeClient
-) -> None:
-    """Not when its connection is lost: that alone frees nothing. Nothing of its transaction is kept."""
-    server = make_replica_set(parameters=[f"transactionLifetimeLimitSeconds={LIFETIME_SECONDS}"])
-    data = make_client(server.url)["held"]
-    data["things"].insert_one({"_id": 1})
-    program = ("-m", "tests.integration.locking_rig", server.url, data.name, hold_for_ever.__name__, "0")
-    holder = processes.python("holder", *program)
-    wait_for(lambda: data["meetings"].find_one({"mark": "held"}), message="a holder")
-    holder.kill()
-    lock = transactional(data.client, timeout=FREE_SECONDS_MAX)(select_for_update)
-    with pytest.raises(DocumentLockedError):
-        lock(data["things"], {"_id": 1}, nowait=True)
-    assert lock(data["things"], {"_id": 1})["_id"] == 1
 
 
 def test_the_query_of_the_docs_shows_a_holder_and_its_end_frees_the_document(

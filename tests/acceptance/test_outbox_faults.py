@@ -16,7 +16,7 @@ from pymongo import MongoClient
 from mongo_celery import Event, Outbox, transactional
 from mongo_celery.errors import TransactionTimeoutError
 from tests.acceptance.outbox_project import KINDS, SWEEPS, configured
-from tests.acceptance.outbox_rig import OPTIONS, WORK, Shop, Tap, said, within
+from tests.acceptance.outbox_rig import OPTIONS, Shop, Tap, said, within
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.process import Processes, wait_for
@@ -26,7 +26,6 @@ Document = dict[str, Any]
 
 OLD = {"update_one", "find_one_and_update", "transaction"}
 POINTS = 30
-REPLACED = 40
 
 
 @pytest.fixture
@@ -39,13 +38,13 @@ def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: s
 def test_a_writer_that_is_killed_at_any_point_loses_nothing(shop: Shop, mongo_client: MongoClient[Document]) -> None:
     """Every kind of write, killed before and after each of its commands and messages; beat and a worker do the rest."""
     shop.items.insert_many([{"_id": f"old {kind} {at}", "ns": []} for kind in OLD for at in range(1, POINTS)])
-    worker = shop.worker()
-    writers = shop.program("die-writing", *KINDS, claim_ttl=12.0)  # a slow machine needs some of it to reach each point
+    worker = shop.consume()
+    writers = shop.program("die-writing", *KINDS, claim_ttl=30.0)  # no writer delivers what an earlier one left
     assert writers.wait() == 0, writers.text
     deaths = said(writers)
     mongo_client.admin.command("killAllSessions", [])  # who died in a transaction holds its documents for a minute
     for kind, at, _point in deaths:  # behind what may be pending there
-        for key in (f"{kind} {at}", f"old {kind} {at}"):
+        for key in (f"{kind} {at}", f"old {kind} {at}") if kind != "collected" else ():
             shop.add(key, 3)
 
     shop.settle()
@@ -56,11 +55,13 @@ def test_a_writer_that_is_killed_at_any_point_loses_nothing(shop: Shop, mongo_cl
         points = [point for died, _at, point in deaths if died == kind]
         before, after = (points.count(f"{when} publish") for when in ("before", "after"))
         assert min(before, after) >= 2
-        assert abs(before - after) <= 1, "the dispatcher takes its turns beside the writer"
-        assert points[-1] in ("before update", "after update"), "the removal is the last"
+        # The dispatcher polls beside a transaction, so the number of its commands differs from run to run.
+        published = points.index("after publish")
+        removal, later = ("delete", []) if kind == "collected" else ("update", [3])
+        assert {f"before {removal}", f"after {removal}"} & set(points[published:]), "the removal comes after a message"
         ns = [written.get(f"{'old ' if kind in OLD else ''}{kind} {at}", []) for at, _ in enumerate(points, 1)]
-        assert ns[0] in ([], [3]), "killed before the command"
-        assert ns[-1] == [1, 2, 3], "killed at the removal"
+        assert ns[0] in ([], later), "killed before the command"
+        assert ns[-1] == [1, 2, *later], "killed at the removal"
 
 
 def test_a_sweeper_that_is_killed_at_any_point_loses_nothing(shop: Shop, redis_url: str) -> None:
@@ -69,7 +70,7 @@ def test_a_sweeper_that_is_killed_at_any_point_loses_nothing(shop: Shop, redis_u
 
     Each leaves a document behind that is claimed, and none needs more than two.
     """
-    shop.outbox.backing.at_once = False
+    shop.outbox.runtime.at_once = False
     for number in range(24):
         shop.insert(f"key{number}", 1, 2, 3)
     with Tap(redis_url) as tap:
@@ -87,22 +88,22 @@ def test_a_sweeper_that_is_killed_at_any_point_loses_nothing(shop: Shop, redis_u
 
 def test_a_worker_that_is_killed_in_its_sweep_is_replaced_by_another(shop: Shop) -> None:
     """Killed by SIGKILL after the second message of a document, by beat's own sweep; the next worker goes on."""
-    shop.outbox.backing.at_once = False
+    shop.outbox.runtime.at_once = False
     for number in range(4):
         shop.insert(f"key{number}", 1, 2, 3)
-    dying = shop.worker(SWEEPS, OUTBOX_KILL_AT="6")
+    dying = shop.consume(SWEEPS, PROJECT_KILL_AT="8")
     dying.wait_for_output(r"worker\|after publish")
     dying.end()
     assert shop.pending() == 12, "nothing had been removed yet"
 
-    shop.worker()
+    shop.consume()
 
     shop.settle()
 
 
 def test_zombie_relays_cost_duplicates_and_never_change_the_order(shop: Shop, redis_url: str) -> None:
     """Stopped anywhere between claim and removal; claims lapse, others deliver and write; then they wake up."""
-    shop.outbox.backing.at_once = False
+    shop.outbox.runtime.at_once = False
     keys = [f"key{number}" for number in range(10)]
     for key in keys:
         shop.insert(key, 1, 2, 3)
@@ -112,14 +113,14 @@ def test_zombie_relays_cost_duplicates_and_never_change_the_order(shop: Shop, re
         shop.sweep_all()
         for key in keys:
             shop.add(key, 4, 5)
-        first = shop.outbox.sweep(older_than=0, limit=5)
+        first = sum(shop.outbox.runtime.relay.deliver(key).dispatched for key in keys[:5])
         before = tap.duplicates
         zombies.send_group(signal.SIGCONT)
         assert zombies.wait() == 0, zombies.text
         shop.sweep_all()
         shop.agree(tap)
 
-    assert first.dispatched == 10
+    assert first == 10
     assert len({point for _, _, point in said(zombies)}) == 4
     assert tap.duplicates > before, "one that had passed its last look at the clock has published again"
 
@@ -132,9 +133,9 @@ def test_an_aborted_transaction_sends_nothing_and_an_unknown_commit_sends_what_i
     commit: Document = {"failCommands": ["commitTransaction"], "appName": "outbox-faults"}
     not_done: Document = {**commit, "closeConnection": True}
     done: Document = {**commit, "writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}}
-    state = f"{shop.name}_state"
-    outbox = Outbox(configured(redis_url), ours[shop.name]["items"], database=state, foreign_tasks=True, **OPTIONS)
+    outbox = Outbox(configured(redis_url), ours[shop.data.name]["items"], database=shop.state.name, **OPTIONS)
     keys = ["not done", "done", "aborted", "killed"]
+    shop.outbox.runtime.pending.indexes.ensure(patiently=True)  # a build that is not done waits for transactions
     for key in keys:
         shop.insert(key, 0)
 
@@ -163,7 +164,7 @@ def test_an_aborted_transaction_sends_nothing_and_an_unknown_commit_sends_what_i
             transactional(ours).run(lambda session: write(session, "killed"))
         wait_for(lambda: tap.first()["killed"] == [0, 1])
         assert not tap.duplicates
-    outbox.publisher.close()
+    outbox.runtime.publisher.close()
 
 
 @pytest.mark.parametrize("seconds", [2.0, pytest.param(60.0, marks=pytest.mark.slow)])
@@ -173,7 +174,7 @@ def test_writes_go_on_without_a_broker_and_everything_arrives_after_its_return(
     """Redis is killed, and started anew after some time; a worker with beat was there all the time."""
     broker = make_redis()
     with Shop(processes, mongo_client, mongo_url, broker.url) as shop:
-        worker = shop.worker()
+        worker = shop.consume()
         for number in range(5):
             shop.insert(f"key{number}", 1)
         shop.settle()  # what the broker had is its own to lose
@@ -192,25 +193,6 @@ def test_writes_go_on_without_a_broker_and_everything_arrives_after_its_return(
         shop.settle()
         assert worker.running
         assert shop.outbox.status().dead_letters == 0
-
-
-@pytest.mark.slow
-def test_a_frozen_broker_holds_a_write_only_for_a_bound(
-    processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, make_redis: MakeRedis
-) -> None:
-    """Connections stay open and nothing answers: the write returns, and its entry waits."""
-    broker = make_redis()
-    with Shop(processes, mongo_client, mongo_url, broker.url) as shop, Tap(broker.url) as tap:
-        shop.insert("key", 1)
-        wait_for(lambda: tap.first() == {"key": [1]})
-        broker.pause()
-        try:
-            assert within(60, lambda: shop.add("key", 2))
-            assert shop.outbox.status().pending == 1
-        finally:
-            broker.resume()
-        shop.sweep_all()
-        wait_for(lambda: tap.first() == {"key": [1, 2]})
 
 
 def test_a_stepdown_under_load_costs_time_only(
@@ -237,34 +219,6 @@ def test_a_stepdown_under_load_costs_time_only(
         shop.agree(tap)
 
 
-@pytest.mark.slow
-def test_everything_is_done_once_and_in_order_under_random_kills(shop: Shop, redis_url: str) -> None:
-    """Writers, sweepers and sweeping workers die all the time, on four documents; then the books are compared."""
-    keys = ["a", "b", "c", "d"]
-    shop.items.insert_many([{"_id": key, "ns": []} for key in keys])
-    with Tap(redis_url, handing_on=True) as tap:
-        shop.beat()
-        # The consumer of the effects lives: what a killed one had just taken from Redis is lost to it, outbox or not.
-        shop.worker(WORK, alone=True)
-        workers = [shop.worker(SWEEPS, alone=True) for _ in range(2)]
-        soak = shop.program("soak", 1, REPLACED, *keys, at_once=True)
-        for number in range(3):
-            victim = workers[number]
-            victim.wait_for_output("ready")
-            more = len(tap.published) + 50
-            wait_for(lambda more=more: len(tap.published) > more or not soak.running)  # type: ignore[misc]
-            victim.kill()
-            workers.append(shop.worker(SWEEPS, alone=True))
-        wait_for(lambda: not soak.running)
-        assert soak.wait() == 0, soak.text
-        deaths = int(soak.wait_for_output(r"deaths (\d+)").group(1))
-        shop.settle()
-        shop.agree(tap)
-
-    assert deaths > REPLACED
-    assert set(shop.committed()) == set(keys)
-
-
 def test_a_consumer_that_is_not_celery_receives_cloud_events(shop: Shop, redis_url: str) -> None:
     """A kombu queue bound to the topic exchange; an event whose writer died comes by the sweep, with the same id."""
     received: list[tuple[str, Document, Document]] = []
@@ -276,10 +230,11 @@ def test_a_consumer_that_is_not_celery_receives_cloud_events(shop: Shop, redis_u
 
     with Connection(redis_url) as connection:
         exchange = Exchange("mongo_celery.events", type="topic", durable=True)
-        queue = Queue(f"books.{shop.name}", exchange, routing_key="order.*")
+        queue = Queue(f"books.{shop.data.name}", exchange, routing_key="order.*")
         with connection.Consumer(queue, callbacks=[receive], accept=["json"]):
             shop.outbox.insert_one({"_id": "key", "ns": []}, events=[Event("order.placed", {"total": 3})])
-            shop.outbox.backing.at_once = False
+            wait_for(lambda: not shop.outbox.status().pending)
+            shop.outbox.runtime.at_once = False
             shop.outbox.update_one({"_id": "key"}, {"$set": {"paid": True}}, events=[Event("order.paid", [1])])
             shop.outbox.update_one(
                 {"_id": "key"}, {"$set": {"seen": True}}, events=[Event("stock.low"), Event("order.x")]
@@ -301,5 +256,5 @@ def test_a_consumer_that_is_not_celery_receives_cloud_events(shop: Shop, redis_u
     assert [event["id"] for _, event, _ in received[1:]] == [ids[0], ids[2]]
     for key, event, _ in received:
         assert (event["specversion"], event["type"], event["subject"]) == ("1.0", key, "key")
-        assert event["source"] == f"/{shop.name}/items"
+        assert event["source"] == f"/{shop.data.name}/items"
         assert datetime.fromisoformat(event["time"]).tzinfo is not None

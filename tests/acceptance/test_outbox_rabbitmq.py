@@ -48,7 +48,7 @@ def write_on(shop: Shop, *ns: int) -> None:
 @pytest.mark.slow
 def test_a_server_that_is_killed_loses_nothing_and_changes_no_order(shop: Shop, node: RabbitNode) -> None:
     """Killed in the middle of the writes, twice; these go on, and what it has confirmed it has, too."""
-    shop.worker()
+    shop.consume()
     for key in KEYS:
         shop.insert(key, 1, 2)
     wait_for(lambda: len(shop.effects()) == len(KEYS))
@@ -72,7 +72,7 @@ def test_a_refusal_stops_its_own_document_and_events_reach_their_queues(shop: Sh
         events.declare()
         Queue("odd", max_length=5)(channel).declare()
 
-        odd = shop.app.signature(EFFECT, args=("odd", 1)).set(queue="odd")
+        odd = shop.writer.signature(EFFECT, args=("odd", 1)).set(queue="odd")
         shop.outbox.insert_one({"_id": "odd", "ns": [1]}, tasks=[odd])
         placed = [Event("order.placed", {"n": 1}), Event("parcel.sent", {"n": 2})]
         shop.outbox.insert_one({"_id": "plain", "ns": [1]}, tasks=[shop.effect("plain", 1)], events=placed)
@@ -85,5 +85,5 @@ def test_a_refusal_stops_its_own_document_and_events_reach_their_queues(shop: Sh
         assert (event["type"], event["data"], message.content_type) == ("order.placed", {"n": 1}, "application/json")
         assert events.get(no_ack=True) is None
         Queue("odd")(channel).delete()
-    shop.worker("sweeps", "effects", "odd")
+    shop.consume("sweeps", "effects", "odd")
     shop.settle()

@@ -13,7 +13,7 @@ import pytest
 from pymongo import MongoClient
 
 from mongo_celery.embedded.server import HOST, free_port
-from tests.acceptance.outbox_rig import Shop, Tap
+from tests.acceptance.outbox_rig import BEAT, Shop, Tap
 from tests.fixtures.availability import skip_or_fail
 from tests.fixtures.process import Processes, wait_for
 
@@ -38,7 +38,7 @@ def test_workers_of_gunicorn_deliver_what_they_write(shop: Shop, redis_url: str,
     port = free_port()
     preload = ("--preload", "--env", "OUTBOX_BEFORE_FORK=1") if kind == "preload" else ()
     worker = ("-k", "sync" if kind == "preload" else kind, "-w", "2", *preload)
-    server = shop.module("gunicorn", *worker, "-b", f"{HOST}:{port}", "tests.acceptance.outbox_web_project:web")
+    server = shop.program(*worker, "-b", f"{HOST}:{port}", "tests.acceptance.outbox_web_project:web", module="gunicorn")
     server.wait_for_output(r"Booting worker[^$]*Booting worker")
 
     def write(key: str, *numbers: int) -> set[bytes]:
@@ -57,7 +57,7 @@ def test_workers_of_gunicorn_deliver_what_they_write(shop: Shop, redis_url: str,
             pass
         assert server.terminate() == 0
         assert "Traceback" not in server.text
-        shop.outbox.backing.at_once = False
+        shop.outbox.runtime.at_once = False
         shop.sweep_all()
         shop.agree(tap)
     written = {key: list(range(turn + 11)) for key in KEYS}
@@ -67,10 +67,10 @@ def test_workers_of_gunicorn_deliver_what_they_write(shop: Shop, redis_url: str,
 @pytest.mark.slow
 def test_a_worker_on_gevent_sweeps_and_runs_what_it_finds(shop: Shop) -> None:
     """Ten greenlets in one thread, so that the order of the runs is nobody's, and beat as a process of its own."""
-    shop.outbox.backing.at_once = False
+    shop.outbox.runtime.at_once = False
     for key in KEYS:
         shop.insert(key, 1, 2, 3)
-    shop.beat()
-    shop.worker(pool="gevent")
+    shop.start("beat", *BEAT, "-l", "INFO")
+    shop.consume(pool="gevent")
     wait_for(lambda: {key: sorted(ns) for key, ns in shop.effects().items()} == shop.committed())
     assert not shop.pending()

@@ -135,7 +135,7 @@ def test_nothing_is_lost_invented_overtaken_or_renamed_under_kills_freezes_cuts_
         shop.items.insert_many([{"_id": key, "ns": []} for key in keys])
         began = time.monotonic()
         with faults(random.Random(SEED), kinds) as happened:
-            soak = shop.module(SOAK, SEED, ENTRIES, *keys)
+            soak = shop.program(SEED, ENTRIES, *keys, module=SOAK)
             wait_for(lambda: not soak.running, 60 + ENTRIES / 20, lambda: f"{len(tap.published)} published")
         assert soak.wait() == 0, soak.text
         client.admin.command("killAllSessions", [])  # who died in a transaction holds its documents for a minute
@@ -148,4 +148,4 @@ def test_nothing_is_lost_invented_overtaken_or_renamed_under_kills_freezes_cuts_
 
         assert wrong_in(committed, tap.first(), tap.ids) == []
         assert total >= ENTRIES
-        assert shop.outbox.dead_letters.count() == 0
+        assert shop.outbox.runtime.dead_letters.count() == 0

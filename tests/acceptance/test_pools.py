@@ -6,25 +6,20 @@ import os
 import signal
 from collections.abc import Callable
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain
 from tests.fixtures.process import ProjectProcess, wait_for
 from tests.fixtures.proxy import Proxy
+from tests.rig.deployment import Deployment, MakeDeployment
 
 Document = dict[str, Any]
 
 
-def _chain(client: MongoClient[Document], url: str, directory: Path, **options: Any) -> Chain:
-    return Chain(client, url, directory, **{"handlers": ["plain", "auto"], **options})
-
-
-def _flow(chain: Chain) -> None:
+def _flow(chain: Deployment) -> None:
     """Plain changes and a retry, through whatever runs."""
     chain.write_many("plain", ["a", "b", "c"], 3, seconds=0.05)
     chain.allow(chain.write("auto", "again", 1, act="raise", times=2), 2)
@@ -35,21 +30,19 @@ def _flow(chain: Chain) -> None:
 @pytest.mark.parametrize(
     "pool", ["threads", *(pytest.param(each, marks=pytest.mark.slow) for each in ("solo", "gevent"))]
 )
-def test_other_pools_keep_the_same_promises(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
-) -> None:
+def test_other_pools_keep_the_same_promises(deployment: MakeDeployment, pool: str) -> None:
     """P1, P2, P6: a plain worker consumes the queues of the partitions; a long handler keeps its claim."""
-    with _chain(mongo_client, mongo_url, tmp_path) as chain:
-        chain.listener()
-        chain.worker("-P", pool, concurrency=2)
-        long = chain.write("plain", "long", 1, seconds=4)
-        _flow(chain)
-        assert len(chain.starts(long)) == 1
-        if pool != "solo":
-            _survive_exits(chain)
+    chain = deployment("plain", "auto")
+    chain.listener()
+    chain.worker("-P", pool, concurrency=2)
+    long = chain.write("plain", "long", 1, seconds=4)
+    _flow(chain)
+    assert len(chain.starts(long)) == 1
+    if pool != "solo":
+        _survive_exits(chain)
 
 
-def _survive_exits(chain: Chain) -> None:
+def _survive_exits(chain: Deployment) -> None:
     """P12: a thread that ends by SystemExit, as by CancelledError, is no slot less for the handlers of others."""
     keys = [next(chain.keys("plain", partition, "leaves")) for partition in range(chain.partitions)]
     for item in [chain.write("plain", key, 1, act="leave", times=9) for key in keys]:
@@ -58,115 +51,101 @@ def _survive_exits(chain: Chain) -> None:
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_a_worker_embeds_a_listener_and_ends_it(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
-) -> None:
+def test_a_worker_embeds_a_listener_and_ends_it(deployment: MakeDeployment, pool: str) -> None:
     """One command does it all; SIGTERM ends the worker with status 0, and the lease is free."""
-    with _chain(mongo_client, mongo_url, tmp_path) as chain:
-        worker = chain.worker("-P", pool, "--listener")
-        worker.wait_for_output("reading from")
-        _flow(chain)
-        descendants = psutil.Process(worker.pid).children(recursive=True)
-        assert worker.terminate() == 0
-        assert all(not _runs(child) for child in descendants)
-        lease = chain.state["leases"].find_one({"_id": "chain"})
-        assert lease is not None
-        assert lease.get("listenerId") is None
-        assert "Traceback" not in worker.text
+    chain = deployment("plain", "auto")
+    worker = chain.worker("-P", pool, "--listener")
+    worker.wait_for_output("reading from")
+    _flow(chain)
+    descendants = psutil.Process(worker.pid).children(recursive=True)
+    assert worker.terminate() == 0
+    assert all(not _runs(child) for child in descendants)
+    lease = chain.state["leases"].find_one({"_id": "chain"})
+    assert lease is not None
+    assert lease.get("listenerId") is None
+    assert "Traceback" not in worker.text
 
 
-def test_an_embedded_listener_does_not_outlive_a_worker_that_is_killed(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_an_embedded_listener_does_not_outlive_a_worker_that_is_killed(deployment: MakeDeployment) -> None:
     """P7: SIGKILL of the worker alone; a listener that nobody can end would lead on for ever."""
-    with _chain(mongo_client, mongo_url, tmp_path) as chain:
-        worker = chain.worker("--listener")
-        worker.wait_for_output("reading from")
-        descendants = psutil.Process(worker.pid).children(recursive=True)
-        worker.kill()
-        wait_for(lambda: not any(_runs(child) for child in descendants), message=lambda: f"{descendants}")
-        lease = chain.state["leases"].find_one({"_id": "chain"})
-        assert lease is not None
-        assert lease.get("listenerId") is None
+    chain = deployment("plain", "auto")
+    worker = chain.worker("--listener")
+    worker.wait_for_output("reading from")
+    descendants = psutil.Process(worker.pid).children(recursive=True)
+    worker.kill()
+    wait_for(lambda: not any(_runs(child) for child in descendants), message=lambda: f"{descendants}")
+    lease = chain.state["leases"].find_one({"_id": "chain"})
+    assert lease is not None
+    assert lease.get("listenerId") is None
 
 
-def test_ctrl_c_at_a_worker_with_a_listener_ends_both_without_a_trace(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_ctrl_c_at_a_worker_with_a_listener_ends_both_without_a_trace(deployment: MakeDeployment) -> None:
     """SIGINT reaches the whole group, as from a terminal; a running handler is finished first."""
-    with _chain(mongo_client, mongo_url, tmp_path) as chain:
-        worker = chain.worker("--listener")
-        worker.wait_for_output("reading from")
-        item = chain.write("plain", "running", 1, seconds=1.5)
-        chain.wait_started(item)
-        worker.send_group(signal.SIGINT)
-        worker.wait()  # the status is Celery's own matter, which differs between versions
-        chain.wait_state(item, lambda state: state["handled"] or state["committed"])
-        assert "Traceback" not in worker.text
-        assert len(chain.starts(item)) == 1
+    chain = deployment("plain", "auto")
+    worker = chain.worker("--listener")
+    worker.wait_for_output("reading from")
+    item = chain.write("plain", "running", 1, seconds=1.5)
+    chain.wait_started(item)
+    worker.send_group(signal.SIGINT)
+    worker.wait()  # the status is Celery's own matter, which differs between versions
+    chain.wait_state(item, lambda state: state["handled"] or state["committed"])
+    assert "Traceback" not in worker.text
+    assert len(chain.starts(item)) == 1
 
 
 @pytest.mark.slow
-def test_an_embedded_listener_that_is_killed_is_started_again(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_an_embedded_listener_that_is_killed_is_started_again(deployment: MakeDeployment) -> None:
     """P1: as by the kernel when memory runs out; the worker lives on, and nobody else watches the listener."""
-    with _chain(mongo_client, mongo_url, tmp_path) as chain:
-        worker = chain.worker("--listener")
-        worker.wait_for_output("reading from")
-        killed = _listener_pid(chain)
-        os.kill(killed, signal.SIGKILL)
-        worker.wait_for_output("CRITICAL.*embedded listener has ended with status -9; starting it again in 5 s")
-        _flow(chain)
-        assert killed != _listener_pid(chain)
-        descendants = psutil.Process(worker.pid).children(recursive=True)
-        assert worker.terminate() == 0
-        assert all(not _runs(child) for child in descendants)
+    chain = deployment("plain", "auto")
+    worker = chain.worker("--listener")
+    worker.wait_for_output("reading from")
+    killed = _listener_pid(chain)
+    os.kill(killed, signal.SIGKILL)
+    worker.wait_for_output("CRITICAL.*embedded listener has ended with status -9; starting it again in 5 s")
+    _flow(chain)
+    assert killed != _listener_pid(chain)
+    descendants = psutil.Process(worker.pid).children(recursive=True)
+    assert worker.terminate() == 0
+    assert all(not _runs(child) for child in descendants)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.slow)])
 def test_an_embedded_listener_that_gave_up_on_mongodb_is_started_again(
-    mongo_client: MongoClient[Document],
-    mongo_url: str,
-    tmp_path: Path,
-    make_proxy: Callable[[int], Proxy],
-    pool: str,
+    deployment: MakeDeployment, mongo_client: MongoClient[Document], make_proxy: Callable[[int], Proxy], pool: str
 ) -> None:
     """P1: MongoDB comes up after `start_timeout`; a final error is final for one attempt only."""
     assert mongo_client.address is not None
     proxy = make_proxy(mongo_client.address[1])
     proxy.refuse()
-    with _chain(mongo_client, mongo_url, tmp_path, options={"start_timeout": 1}) as chain:
-        worker = chain.worker("-P", pool, "--listener", CHAIN_MONGO=proxy.mongo_url)
-        worker.wait_for_output("CRITICAL.*starting it again in 5 s")
-        proxy.pass_through()
-        worker.wait_for_output("reading from")
-        _flow(chain)
-        assert worker.terminate() == 0
+    chain = deployment("plain", "auto", options={"start_timeout": 1})
+    worker = chain.worker("-P", pool, "--listener", SCRIPTED_MONGO=proxy.mongo_url)
+    worker.wait_for_output("CRITICAL.*starting it again in 5 s")
+    proxy.pass_through()
+    worker.wait_for_output("reading from")
+    _flow(chain)
+    assert worker.terminate() == 0
 
 
-def test_a_worker_that_shuts_down_does_not_start_its_listener_again(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_a_worker_that_shuts_down_does_not_start_its_listener_again(deployment: MakeDeployment) -> None:
     """The listener ends while a handler is finished: told by the same Ctrl-C, or killed."""
-    with _chain(mongo_client, mongo_url, tmp_path) as chain:
-        worker = chain.worker("--listener")
-        worker.wait_for_output("reading from")
-        item = chain.write("plain", "running", 1, gate="open")
-        chain.wait_started(item)
-        listener = psutil.Process(_listener_pid(chain))
-        worker.send(signal.SIGTERM)
-        worker.wait_for_output("Warm shutdown")
-        if listener.is_running():
-            listener.kill()
-        wait_for(lambda: not listener.is_running(), message="the worker has seen that its listener has ended")
-        chain.open_gate("open")
-        assert worker.wait() == 0
-        assert "the embedded listener has ended" not in worker.text
+    chain = deployment("plain", "auto")
+    worker = chain.worker("--listener")
+    worker.wait_for_output("reading from")
+    item = chain.write("plain", "running", 1, gate="open")
+    chain.wait_started(item)
+    listener = psutil.Process(_listener_pid(chain))
+    worker.send(signal.SIGTERM)
+    worker.wait_for_output("Warm shutdown")
+    if listener.is_running():
+        listener.kill()
+    wait_for(lambda: not listener.is_running(), message="the worker has seen that its listener has ended")
+    chain.open_gate("open")
+    assert worker.wait() == 0
+    assert "the embedded listener has ended" not in worker.text
 
 
-def _listener_pid(chain: Chain) -> int:
+def _listener_pid(chain: Deployment) -> int:
     lease = chain.state["leases"].find_one({"_id": "chain"})
     assert lease is not None
     return int(lease["pid"])
@@ -176,20 +155,18 @@ def _runs(process: psutil.Process) -> bool:
     return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
-def test_queues_can_be_chosen_with_the_option_of_celery(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_queues_can_be_chosen_with_the_option_of_celery(deployment: MakeDeployment) -> None:
     """`-Q`: each worker takes its share of the partitions' queues, and only that."""
-    with _chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options={"partitions": 2}) as chain:
-        chain.listener()
-        zero = chain.worker("-Q", "chain.0", name="zero")
-        one = chain.worker("-Q", "chain.1", name="one")
-        chain.write_many("plain", [key for index in (0, 1) for key in islice(chain.keys("plain", index), 3)], 2)
-        chain.wait_done()
-        chain.judge()
-        pids = {0: _pids(zero), 1: _pids(one)}
-        assert {start.partition for start in chain.starts()} == {0, 1}
-        assert all(start.pid in pids[start.partition] for start in chain.starts())
+    chain = deployment("plain", options={"partitions": 2})
+    chain.listener()
+    zero = chain.worker("-Q", "chain.0", name="zero")
+    one = chain.worker("-Q", "chain.1", name="one")
+    chain.write_many("plain", [key for index in (0, 1) for key in islice(chain.keys("plain", index), 3)], 2)
+    chain.wait_done()
+    chain.judge()
+    pids = {0: _pids(zero), 1: _pids(one)}
+    assert {start.partition for start in chain.starts()} == {0, 1}
+    assert all(start.pid in pids[start.partition] for start in chain.starts())
 
 
 def _pids(worker: ProjectProcess) -> set[int]:
@@ -197,54 +174,44 @@ def _pids(worker: ProjectProcess) -> set[int]:
 
 
 @pytest.mark.parametrize("task_class", ["context", "super"])
-def test_an_app_with_a_call_of_its_own_wraps_each_change(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, task_class: str
-) -> None:
+def test_an_app_with_a_call_of_its_own_wraps_each_change(deployment: MakeDeployment, task_class: str) -> None:
     """Flask's application context, and one that calls on to Celery's `__call__`; with several changes in a run."""
-    with _chain(
-        mongo_client,
-        mongo_url,
-        tmp_path,
-        options={"partitions": 1, "run_size": 10},
-        environment={"CHAIN_TASK_CLASS": task_class},
-    ) as chain:
-        chain.both()
-        first = chain.write("plain", "first", 1, gate="open")
-        chain.wait_started(first)
-        items = [chain.write("plain", "run", n) for n in range(1, 6)]
-        chain.open_gate("open")
-        failing = chain.allow(chain.write("auto", "again", 1, act="raise", times=2), 2)
-        chain.wait_done()
-        chain.judge()
-        contexts = list(chain.facts["context"].find({"task": {"$ne": "mongo_celery.commit"}}).sort("at"))
-        assert len(contexts) == len(chain.starts())
-        assert [each["retries"] for each in contexts if each["task"].endswith(".auto")] == [0, 1, 2]
-        assert [start.retries for start in chain.starts(failing)] == [0, 1, 2]
-        assert len({start.fence for start in chain.starts(*items)}) < len(items)
+    chain = deployment(
+        "plain", "auto", options={"partitions": 1, "run_size": 10}, environment={"SCRIPTED_TASK_CLASS": task_class}
+    )
+    chain.both()
+    first = chain.write("plain", "first", 1, gate="open")
+    chain.wait_started(first)
+    items = [chain.write("plain", "run", n) for n in range(1, 6)]
+    chain.open_gate("open")
+    failing = chain.allow(chain.write("auto", "again", 1, act="raise", times=2), 2)
+    chain.wait_done()
+    chain.judge()
+    contexts = list(chain.facts["context"].find({"task": {"$ne": "mongo_celery.commit"}}).sort("at"))
+    assert len(contexts) == len(chain.starts())
+    assert [each["retries"] for each in contexts if each["task"].endswith(".auto")] == [0, 1, 2]
+    assert [start.retries for start in chain.starts(failing)] == [0, 1, 2]
+    assert len({start.fence for start in chain.starts(*items)}) < len(items)
 
 
 @pytest.mark.slow
-def test_children_that_end_after_each_task_lose_nothing(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_children_that_end_after_each_task_lose_nothing(deployment: MakeDeployment) -> None:
     """`--max-tasks-per-child 1`: clients and heartbeats are made anew in each child."""
-    with _chain(mongo_client, mongo_url, tmp_path) as chain:
-        chain.listener()
-        chain.worker("--max-tasks-per-child", "1")
-        _flow(chain)
-        assert len({start.pid for start in chain.starts()}) > 2
+    chain = deployment("plain", "auto")
+    chain.listener()
+    chain.worker("--max-tasks-per-child", "1")
+    _flow(chain)
+    assert len({start.pid for start in chain.starts()}) > 2
 
 
-def test_a_warm_shutdown_finishes_what_runs_and_repeats_nothing(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_a_warm_shutdown_finishes_what_runs_and_repeats_nothing(deployment: MakeDeployment) -> None:
     """P6: SIGTERM with a handler running and messages prefetched; the next worker takes the rest."""
-    with _chain(mongo_client, mongo_url, tmp_path, options={"partitions": 2}) as chain:
-        _, worker = chain.both()
-        item = chain.write("plain", "running", 1, seconds=1.5)
-        chain.wait_started(item)
-        chain.write_many("plain", ["x", "y"], 3)
-        assert worker.terminate() == 0
-        chain.worker(name="next")
-        chain.wait_done()
-        chain.judge()
+    chain = deployment("plain", "auto", options={"partitions": 2})
+    _, worker = chain.both()
+    item = chain.write("plain", "running", 1, seconds=1.5)
+    chain.wait_started(item)
+    chain.write_many("plain", ["x", "y"], 3)
+    assert worker.terminate() == 0
+    chain.worker(name="next")
+    chain.wait_done()
+    chain.judge()

@@ -11,10 +11,10 @@ import pytest
 from pymongo.database import Database
 
 from mongo_celery.embedded import MongoReplicaSet
-from tests.acceptance.scene import OPTIONS
 from tests.fixtures.forked import run_celery
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet, empty
 from tests.fixtures.process import Processes, wait_for
+from tests.rig.project import OPTIONS
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def shop(
     tmp_path: Path,
 ) -> Shop:
     named = {"PROJECT_SINK": mongo_url, "PROJECT_BROKER": redis_url, "PROJECT_NAMES": database.name}
-    shop = Shop(processes, make_client, database.client[f"{database.name}_sink"], **named)
+    shop = Shop(processes, make_client, database.client[f"{database.name}_facts"], **named)
     shop.move(make_replica_set(directory=tmp_path / "set"))
     shop.start()
     return shop

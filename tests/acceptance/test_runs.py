@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain
-from tests.chaos.history import Due
+from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 
@@ -21,19 +19,13 @@ LINGERING = {"act": "linger", "linger": 0.4}
 """Nine of them are more than the limit of a handler; one is so much less that a busy machine may hold it up."""
 
 
-@pytest.fixture
-def chain(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Chain]:
+@pytest.fixture(scope="module")
+def chain(shared_deployment: MakeDeployment) -> Deployment:
     """Give a listener that leads, with runs that end by nothing but what a test is about; the worker is to be begun."""
-    handlers = ["plain", "letters", "limited", "soft", "hard"]
-    directory = tmp_path_factory.mktemp("runs")
-    with Chain(mongo_client, mongo_url, directory, handlers=handlers, options=LARGE) as started:
-        started.listener()
-        yield started
+    return shared_deployment("plain", "letters", "limited", "soft", "hard", options=LARGE, start="listener")
 
 
-def test_a_run_obeys_the_limits_of_its_handler_and_each_change_has_all_of_its_time(chain: Chain) -> None:
+def test_a_run_obeys_the_limits_of_its_handler_and_each_change_has_all_of_its_time(chain: Deployment) -> None:
     """P6: a failure at any place is started once, a rate limit counts changes, and a time limit is for one."""
     _, bad = _filled(chain, "letters", act="raise")
     in_time = {name: _filled(chain, name, act="linger", linger=30) for name in ("soft", "hard")}
@@ -57,7 +49,7 @@ def test_a_run_obeys_the_limits_of_its_handler_and_each_change_has_all_of_its_ti
     assert len({*fences}) == len(limited), "each was a message of its own, for which the worker waited"
 
 
-def _filled(chain: Chain, handler: str, **do: Any) -> tuple[list[Due], Due]:
+def _filled(chain: Deployment, handler: str, **do: Any) -> tuple[list[Due], Due]:
     """Write changes that take their time, then quick ones, and among these one that fails; the others and that one."""
     slow = [chain.write(handler, "key", n, **LINGERING, times=9) for n in range(1, 10)]
     quick = [chain.write(handler, "key", n) for n in (10, 11)]
@@ -67,15 +59,17 @@ def _filled(chain: Chain, handler: str, **do: Any) -> tuple[list[Due], Due]:
 
 @pytest.mark.parametrize(("count", "killed_at"), [(400, 300), pytest.param(1000, 700, marks=pytest.mark.slow)])
 def test_sigkill_in_the_middle_of_a_run_repeats_what_was_done_in_the_last_moments(
-    chain: Chain, count: int, killed_at: int
+    chain: Deployment, count: int, killed_at: int
 ) -> None:
     """P2, P6: those of its changes that are recorded are not started again, and none is charged for good."""
     chain.worker()
     chain.wait_started(chain.write("plain", "first", 1, gate="first"))
-    items = [chain.write("plain", f"k{n % 10}", n) for n in range(1, count + 1)]
+    stops = {killed_at + 1: {"gate": "middle"}}
+    items = [chain.write("plain", f"k{n % 10}", n, **stops.get(n, {})) for n in range(1, count + 1)]
     chain.open_gate("first")
     running = chain.wait_started(items[killed_at])
     os.kill(running.pid, signal.SIGKILL)
+    chain.open_gate("middle")
     begun = chain.starts()
     recorded = chain.partition("plain", 0)["committed"]
     assert recorded > 1, "how far it is was written while it ran"

@@ -9,7 +9,7 @@ from typing import Any
 
 from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain
+from tests.rig.deployment import Deployment
 
 Document = dict[str, Any]
 CONTENTS = "canary-contents-5b1d"
@@ -34,7 +34,7 @@ def test_neither_password_nor_contents_appear_in_logs_keys_or_state(
     mongo_client.admin.command("createUser", user, pwd=PASSWORD, roles=["root"])
     secret_url = mongo_url.replace("mongodb://", f"mongodb://{user}:{PASSWORD}@").replace("/?", "/?authSource=admin&")
     try:
-        with Chain(mongo_client, secret_url, tmp_path, handlers=["plain", "letters"]) as chain:
+        with Deployment(mongo_client, secret_url, tmp_path, handlers=["plain", "letters"]) as chain:
             listener = chain.run("listener", name="listener", level="DEBUG")
             chain.worker(level="DEBUG")
             listener.wait_for_output("reading from")

@@ -119,6 +119,8 @@ def test_the_process_ends_with_status_1_once_every_bridge_has_failed(several: Se
 class _Fake:
     """A listener that fails so many times, then listens until it is stopped."""
 
+    has_lease = False
+
     def __init__(self, failures: int) -> None:
         self.left = failures
         self.activity = Activity("bridge", ["handler"], 10.0)
@@ -151,24 +153,13 @@ def test_threads_of_a_worker_never_give_up() -> None:
     assert not threads.all_failed
 
 
-def test_nothing_is_started_again_while_the_worker_ends() -> None:
-    """The worker waits for its handlers perhaps long before it stops its listener."""
-    fake = _Fake(2)
-    threads = _threads(fake, is_ending=lambda: True)
-    threads.start()
-    threads._threads[0].join(60)
-    assert not threads._threads[0].is_alive()
-    assert fake.left == 1
-    threads.stop()
-
-
 def test_stop_ends_a_pause() -> None:
     """A shutdown does not wait for ten minutes."""
     fakes = [_Fake(9), _Fake(0)]
     threads = ListenerThreads([cast("Listener", fake) for fake in fakes], FAILED_BRIDGE, ends_with_all=True)
     threads.start()
     wait_for(lambda: fakes[0].left == 8)
-    threads.stop(10)
+    threads.stop()
     assert not any(thread.is_alive() for thread in threads._threads)
     assert fakes[0].left == 8
 

@@ -40,7 +40,7 @@ def test_the_site_is_built_without_a_warning_and_no_link_on_it_is_dead(tmp_path:
     Every page, in strict mode, where nothing is installed but what the page says; and what is linked is there, folders
     and files of the repository included.
 
-    In short: `tests/unit/test_readme.py` follows the links of the pages, and `.ci/run` builds the site.
+    In short: `tests/unit/test_docs.py` follows the links of the pages, and `.ci/run` builds the site.
     """
     install, build = commands(ROOT / "docs/index.md")
     assert build.startswith("sphinx-build -n -W ")

@@ -3,57 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import redis
-from pymongo import MongoClient
 
 from mongo_celery.bridge.partitioning import document_hash
-from tests.acceptance.chain_rig import QUIET
 from tests.fixtures.messages import body_of, with_body
-from tests.fixtures.mongo import empty
-from tests.fixtures.process import Processes, ProjectProcess, wait_for
+from tests.fixtures.process import wait_for
+from tests.rig.project import MakeProject, Project
 
 Document = dict[str, Any]
 
-PROJECT = "tests.acceptance.traced_project"
 ORDERS = 3
 
 
-class Traced:
-    """The project's processes on databases of their own, and the spans that they have written."""
+class Traced(Project):
+    """The project, and the spans that it has written."""
 
-    def __init__(self, processes: Processes, client: MongoClient[Document], environment: dict[str, str]) -> None:
-        self.data = client[f"{environment['TRACED_NAME']}_data"]
-        self.state = client[f"{environment['TRACED_NAME']}_state"]
-        self.broker = environment["TRACED_BROKER"]
-        self._processes = processes
-        self._environment = environment
-
-    def listener(self, **environment: str) -> ProjectProcess:
-        """Start it, and wait until it reads."""
-        variables = {**self._environment, **environment}
-        process = self._processes.celery(PROJECT, "listener", "-l", "INFO", name="listener", environment=variables)
-        process.wait_for_output("listening|leading|lease")
-        return process
-
-    def worker(self, **environment: str) -> ProjectProcess:
-        """Start one with one child, and wait until it consumes: before, a listener may send a message twice."""
-        variables = {**self._environment, **environment}
-        arguments = ("worker", *QUIET, "-c", "1", "-l", "INFO")
-        process = self._processes.celery(PROJECT, *arguments, name="worker", environment=variables)
-        process.wait_for_output("ready")
-        return process
+    app = "tests.acceptance.traced_project"
 
     def spans(self, name: str) -> list[Document]:
         """Those of this name, in the order of their beginning."""
         found = [
             json.loads(line)
-            for path in Path(self._environment["TRACED_SPANS"]).iterdir()
+            for path in Path(self.environment["TRACED_SPANS"]).iterdir()
             for line in path.read_text().splitlines()
         ]
         return sorted((span for span in found if span["name"] == name), key=lambda span: str(span["start_time"]))
@@ -75,23 +50,12 @@ class Traced:
 
 
 @pytest.fixture
-def traced(
-    processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str, tmp_path: Path
-) -> Iterator[Traced]:
+def traced(make_project: MakeProject, tmp_path: Path) -> Traced:
     """Give the project; nothing runs yet."""
     spans = tmp_path / "spans"
     spans.mkdir()
-    environment = {
-        "TRACED_NAME": f"traced_{uuid4().hex[:8]}",
-        "TRACED_MONGO": mongo_url,
-        "TRACED_BROKER": redis_url,
-        "TRACED_SPANS": str(spans),
-    }
-    made = Traced(processes, mongo_client, environment)
-    yield made
-    processes.__exit__()
-    for database in (made.data, made.state):
-        empty(mongo_client, database.name)
+    made: Traced = make_project(Traced, TRACED_SPANS=str(spans))
+    return made
 
 
 def ids(span: Document) -> tuple[str, str]:
@@ -102,14 +66,14 @@ def test_the_handler_of_each_change_and_what_it_enqueues_are_in_the_listeners_tr
     """A run of several changes: one producer, a consumer for each change, the commit, and the outbox's message."""
     traced.listener()
     traced.data["orders"].insert_many([{"_id": number} for number in range(ORDERS + 1)])
-    traced.worker()
+    traced.worker(concurrency=1)
     wait_for(lambda: len(traced.done()) == ORDERS + 1)
     processed = traced.wait_spans("process traced/bill", ORDERS + 1)
     runs = {span["parent_id"] for span in processed}
     wait_for(lambda: runs <= {span["context"]["span_id"] for span in traced.spans("send traced/bill")})
     sends = {span["context"]["span_id"]: span for span in traced.spans("send traced/bill")}
     commits = traced.wait_spans("commit traced/bill", len(runs))
-    sent = traced.wait_spans(f"send {PROJECT}.write_down", ORDERS + 1)
+    sent = traced.wait_spans(f"send {Traced.app}.write_down", ORDERS + 1)
     written = {span["context"]["span_id"] for span in sent}
 
     assert [span["kind"] for span in processed] == ["SpanKind.CONSUMER"] * (ORDERS + 1)
@@ -127,28 +91,13 @@ def test_the_handler_of_each_change_and_what_it_enqueues_are_in_the_listeners_tr
     assert "_id" not in json.dumps([span["attributes"] for span in processed])
 
 
-def test_a_retry_is_no_error_and_its_repetition_another_trace(traced: Traced) -> None:
-    """The change is sent again when it is due, by a message of its own."""
-    traced.listener()
-    traced.worker()
-    traced.data["orders"].insert_one({"_id": 1, "fails": True})
-    wait_for(lambda: set(traced.done()) == {1})
-    first, second = traced.wait_spans("process traced/bill", 2)
-
-    assert first["status"]["status_code"] == second["status"]["status_code"] == "UNSET"
-    assert first["attributes"]["mongo_celery.ended_by"] == "Retry"
-    assert [event["attributes"]["exception.message"] for event in first["events"]] == ["not yet"]
-    assert [span["attributes"]["mongo_celery.retries"] for span in (first, second)] == [0, 1]
-    assert first["context"]["trace_id"] != second["context"]["trace_id"]
-
-
 def test_with_the_instrumentation_of_celery_ours_stand_inside_and_around_its_spans(traced: Traced) -> None:
     """One producer and one consumer span a message, and still one trace."""
     traced.listener(TRACED_INSTRUMENTED="1")
-    traced.worker(TRACED_INSTRUMENTED="1")
+    traced.worker(concurrency=1, TRACED_INSTRUMENTED="1")
     traced.data["orders"].insert_one({"_id": 1})
     wait_for(lambda: set(traced.done()) == {1})
-    task = f"{PROJECT}.bill"
+    task = f"{Traced.app}.bill"
     names = ["send traced/bill", f"apply_async/{task}", f"run/{task}", "process traced/bill"]
     line = [traced.wait_spans(name, 1)[0] for name in names]
 
@@ -173,14 +122,14 @@ def test_a_forged_trace_neither_drops_a_message_nor_charges_a_change(traced: Tra
     traced.listener(TRACED_PARTITIONS=str(count))
     orders = [next(filter(lambda n: traced.partition_of(n, count) == index, range(1000))) for index in range(count)]
     traced.data["orders"].insert_many([{"_id": order} for order in orders])
-    with redis.Redis.from_url(traced.broker) as broker:
+    with redis.Redis.from_url(traced.environment["PROJECT_BROKER"]) as broker:
         for value in FORGED.values():
             raw: Any = wait_for(lambda: broker.rpop("traced.0"))
             message = json.loads(raw)
             message["headers"].update(traceparent=value, tracestate=value, baggage=value)
             broker.lpush("forged", json.dumps(message))
         broker.rename("forged", "traced.0")
-    worker = traced.worker(TRACED_PARTITIONS=str(count))
+    worker = traced.worker(concurrency=1, TRACED_PARTITIONS=str(count))
     wait_for(lambda: set(traced.done()) == set(orders))
     processed = traced.wait_spans("process traced/bill", count)
 
@@ -194,12 +143,12 @@ def test_a_link_whose_trace_was_changed_is_another_link(traced: Traced) -> None:
     """P11: what follows a task is signed as it is, also what it carries; the change is sent again."""
     traced.listener()
     traced.data["orders"].insert_one({"_id": 1})
-    with redis.Redis.from_url(traced.broker) as broker:
+    with redis.Redis.from_url(traced.environment["PROJECT_BROKER"]) as broker:
         raw: Any = wait_for(lambda: broker.rpop("traced.0"))
         message = json.loads(raw)
         args, kwargs, others = body_of(message)
         others["chain"][0]["options"]["headers"] = {"traceparent": "x"}
         broker.rpush("traced.0", json.dumps(with_body(message, [args, kwargs, others])))
-    traced.worker()
+    traced.worker(concurrency=1)
     wait_for(lambda: set(traced.done()) == {1})
     wait_for(lambda: (traced.state["drops"].find_one() or {}).get("dropped", {}).get("tampered") == 1)

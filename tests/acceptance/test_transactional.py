@@ -7,44 +7,40 @@ import signal
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain
-from tests.chaos.history import Due
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
+from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 
 
 @pytest.fixture
-def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+def chain(deployment: MakeDeployment) -> Deployment:
     """Give a bridge of one partition with transactional handlers, whose transactions last up to eight seconds."""
-    options = {"partitions": 1, "transaction_seconds": 8}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["together", "together_auto"], options=options) as made:
-        yield made
+    return deployment("together", "together_auto", options={"partitions": 1, "transaction_seconds": 8})
 
 
-def _effects(chain: Chain) -> Counter[Due]:
+def _effects(chain: Deployment) -> Counter[Due]:
     return Counter(effect.due for effect in chain.effects())
 
 
 @contextmanager
-def _lock_sink(chain: Chain, item: Due) -> Iterator[None]:
+def _lock_sink(chain: Deployment, item: Due) -> Iterator[None]:
     """Hold the document that the effect of a change goes to in a transaction."""
-    _, handler, generation, index = chain.of(item)["_id"].split("/")
-    where = {"_id": f"{handler}-{index}-{generation}"}
+    _, handler, partitioning, index = chain.of(item)["_id"].split("/")
+    where = {"_id": f"{handler}-{index}-{partitioning}"}
     chain.data["sink"].insert_one({**where, "effects": []})
     with chain.client.start_session() as session, session.start_transaction():
         chain.data["sink"].update_one(where, {"$set": {"touched": True}}, session=session)
         yield
 
 
-def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Chain) -> None:
+def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Deployment) -> None:
     """
     P6 and more: killed after its write and before the mark; nothing of the first attempt is seen.
 
@@ -66,32 +62,7 @@ def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Chain) -> N
     assert any("ended the transaction that a lapsed claim" in text for text in chain.logs.values())
 
 
-def test_a_write_conflict_repeats_the_body_and_not_the_effect(chain: Chain) -> None:
-    """The driver repeats the body under the same claim; `autoretry_for` does not see the conflict."""
-    chain.both()
-    item = chain.write("together_auto", "b", 1, gate="open")
-    chain.wait_started(item)
-    with _lock_sink(chain, item):
-        chain.open_gate("open")
-        chain.wait_started(item, 3)
-    chain.wait_done()
-    starts = chain.starts(item)
-    assert len({start.fence for start in starts}) == 1
-    assert {start.retries for start in starts} == {0}
-    assert _effects(chain) == {item: 1}
-
-
-def test_autoretry_stands_outside_of_the_transaction(chain: Chain) -> None:
-    """An error of the handler aborts the transaction, parks the change, and the retry takes effect once."""
-    chain.both()
-    item = chain.allow(chain.write("together_auto", "c", 1, act="raise", after=True, times=2), 2)
-    chain.wait_done()
-    chain.judge()
-    assert [start.retries for start in chain.starts(item)] == [0, 1, 2]
-    assert _effects(chain) == {item: 1}
-
-
-def test_a_lost_answer_of_the_commit_repeats_no_effect(chain: Chain, failpoint: Failpoint) -> None:
+def test_a_lost_answer_of_the_commit_repeats_no_effect(chain: Deployment, failpoint: Failpoint) -> None:
     """The transaction is committed, the answer is cut off; the driver asks again."""
     chain.both()
     cut = {"failCommands": ["commitTransaction"], "appName": chain.app_name("worker"), "closeConnection": True}
@@ -102,7 +73,7 @@ def test_a_lost_answer_of_the_commit_repeats_no_effect(chain: Chain, failpoint: 
     assert chain.letters("together") == []
 
 
-def test_a_body_that_ends_otherwise_when_it_is_repeated_counts_as_it_ended(chain: Chain) -> None:
+def test_a_body_that_ends_otherwise_when_it_is_repeated_counts_as_it_ended(chain: Deployment) -> None:
     """The first body meets a write conflict; the second ignores the change, which is then done."""
     chain.both()
     item = chain.give_up(chain.write("together", "g", 1, gate="open", **{"from": 2, "times": 9, "act": "ignore"}))
@@ -115,20 +86,7 @@ def test_a_body_that_ends_otherwise_when_it_is_repeated_counts_as_it_ended(chain
     assert _effects(chain) == {}
 
 
-def test_a_failed_handler_leaves_no_effect_but_its_letter(chain: Chain) -> None:
-    """What it wrote is gone; the policy applies to the change."""
-    chain.both()
-    item = chain.give_up(chain.write("together", "e", 1, act="raise", after=True, times=9))
-    good = chain.write("together", "e", 2)
-    ignored = chain.give_up(chain.write("together", "e", 3, act="ignore", times=9))
-    chain.wait_done()
-    chain.judge()
-    assert [letter["error"] for letter in chain.letters("together")] == ["WantedError: as asked"]
-    assert _effects(chain) == {good: 1}
-    assert len(chain.starts(item)) == len(chain.starts(ignored)) == 1
-
-
-def test_a_transaction_that_was_taken_over_cannot_commit(chain: Chain) -> None:
+def test_a_transaction_that_was_taken_over_cannot_commit(chain: Deployment) -> None:
     """P3: an operator's retry raises the fence while it runs; its mark is refused, and all of it with it."""
     chain.both()
     item = chain.write("together", "f", 1, late_gate="open")

@@ -15,9 +15,9 @@ from pymongo import MongoClient
 from mongo_celery import TwoPhaseCommit
 from tests.acceptance.bank_project import ACCOUNTS
 from tests.acceptance.bank_rig import Bank
-from tests.acceptance.chain_rig import QUIET
-from tests.fixtures.mongo import MakeReplicaSet, empty
+from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, wait_for
+from tests.rig.project import QUIET
 
 Document = dict[str, Any]
 
@@ -67,27 +67,7 @@ def test_eight_drivers_under_random_kills_leave_every_account_right(bank: Bank) 
     bank.judge()
 
 
-def test_a_paused_process_that_wakes_up_changes_nothing_again(bank: Bank) -> None:
-    """SIGSTOP in the middle of a run of transfers, recovery by another process, SIGCONT."""
-    process = bank.python("transfers", 1, 60)
-    wait_for(lambda: bank.database["transactions"].count_documents({}) > 5)
-    for _ in range(5):
-        process.pause()
-        wait_for(lambda: not bank.coordinator.recover(0) and not bank.unfinished())  # what it sent may still arrive
-        before = bank.database["transactions"].count_documents({})
-        process.resume()
-        wait_for(
-            lambda before=before: (
-                bank.database["transactions"].count_documents({}) > before  # type: ignore[misc]
-                or not process.running
-            ),
-            40,
-        )
-    assert process.wait() == 0
-    bank.judge()
-
-
-def test_workers_drive_step_by_step_and_beat_recovers(bank: Bank) -> None:
+def test_workers_run_what_is_queued_and_beat_recovers(bank: Bank) -> None:
     """`delay` for many, a worker's child killed in between; beat's recovery finishes what was lost with it."""
     environment = {"BANK_OLDER_THAN": "1"}
     worker = bank.celery("worker", *QUIET, "-c", "2", "-l", "INFO", **environment)
@@ -119,17 +99,17 @@ def test_the_command_line_lists_shows_recovers_and_cancels(bank: Bank) -> None:
     listed = {json.dumps(each["_id"]): each for each in map(json.loads, bank.output("transactions", "list", "--json"))}
     assert {each["state"] for each in listed.values()} == {"pending", "initial"}
     assert len(listed) == 4
-    assert json.loads("".join(bank.output("transactions", "show", str(given))))["value"] == 5
+    assert json.loads("".join(bank.output("transactions", "list", str(given))))["value"] == 5
     assert json.loads(bank.output("transactions", "cancel", "two", "--yes", "--json")[-1])["state"] == "canceled"
     assert bank.output("transactions", "recover", "--older-than", "0")[-1] == "1: pending, now done"
     assert bank.state("three") == "pending"
     assert bank.output("transactions", "recover", "--older-than", "0", "--all")[-1] == "three: pending, now done"
     assert "can no longer be canceled" in " ".join(bank.output("transactions", "cancel", "1", "--yes", status=1))
-    assert "There is no transaction" in " ".join(bank.output("transactions", "show", "99", status=1))
+    assert "There is no transaction" in " ".join(bank.output("transactions", "list", "99", status=1))
     assert bank.output("transactions", "recover", str(given), "--yes")[-1] == f"{given}: done"
-    taken_back = json.loads(bank.output("transactions", "compensate", str(given), "--yes", "--json")[-1])
+    taken_back = json.loads(bank.output("transactions", "cancel", str(given), "--compensate", "--yes", "--json")[-1])
     assert (taken_back["state"], taken_back["compensates"]["$oid"]) == ("done", str(given))
-    again = json.loads(bank.output("transactions", "compensate", str(given), "--yes", "--json")[-1])
+    again = json.loads(bank.output("transactions", "cancel", str(given), "--compensate", "--yes", "--json")[-1])
     assert again["id"] == taken_back["id"]
     bank.judge()
 
@@ -147,7 +127,7 @@ def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
             {"_id": "0123456789abcdef01234567", **shape},
             {"_id": "t", "state": "pending", "participants": ["a"]},
             {"_id": "u", "state": "pending", "participants": 5},
-            {"_id": "w", "state": "pending", "changes": [{"cluster": "east", "collection": "a.b", "id": 1}]},
+            {"_id": "w", "state": "pending", "participants": [{"cluster": "east", "collection": "a.b", "id": 1}]},
             {"_id": "v", **shape, "state": "canceled", "reason": "see [/x]"},
             {"_id": "s", **shape, "state": "canceling", "reason": "asked", "stoppedBy": "it was spent"},
         ]
@@ -159,27 +139,10 @@ def test_the_command_line_bears_whatever_is_stored(bank: Bank) -> None:
     assert "[red]x" in listed
     assert "  east:a.b 1" in listed
     assert "asked; stopped: it was spent" in listed
-    assert '"stoppedBy": "it was spent"' in "\n".join(bank.output("transactions", "show", "s"))
+    assert '"stoppedBy": "it was spent"' in "\n".join(bank.output("transactions", "list", "s"))
     assert "see [/x]" in "\n".join(bank.output("transactions", "list", "--state", "canceled"))
     assert json.loads(bank.output("transactions", "cancel", '"123"', "--yes", "--json")[-1])["id"] == "123"
     assert stored.count_documents({"state": "canceled"}) == 2
     for nothing in ('{"$oid": "zz"}', '{"$gte": 2}', "99999999999999999999999", "[1]", '{"$regex": "."}'):
-        said = bank.output("transactions", "show", nothing, status=1)
+        said = bank.output("transactions", "list", nothing, status=1)
         assert "There is no transaction" in said[-1], said
-
-
-def test_a_stepdown_in_the_middle_costs_time_only(
-    processes: Processes, make_replica_set: MakeReplicaSet, redis_url: str
-) -> None:
-    """The primary steps down twice while coordinators are at work."""
-    replica_set = make_replica_set()
-    with MongoClient[Document](replica_set.url) as client:
-        bank = Bank(processes, client, replica_set.url, redis_url)
-        started = [bank.python("transfers", seed, 15) for seed in range(3)]
-        wait_for(lambda: bank.database["transactions"].count_documents({}) > 5)
-        for _ in range(2):
-            client.admin.command("replSetStepDown", 1, force=True)
-            wait_for(lambda: client.admin.command("hello").get("isWritablePrimary"))
-        assert [process.wait() for process in started] == [0, 0, 0]
-        bank.coordinator.recover(0)
-        bank.judge()

@@ -14,11 +14,11 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Outbox
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.entries import task_entries
-from mongo_celery.outbox.pending import PendingField
-from tests.acceptance.chain_rig import QUIET
+from mongo_celery.outbox.entries import make_task_entries
+from mongo_celery.outbox.pending import new_field
 from tests.fixtures.mongo import empty
 from tests.fixtures.process import Processes, wait_for
+from tests.rig.project import QUIET
 
 Document = dict[str, Any]
 
@@ -33,7 +33,7 @@ class Watched:
         self.data = client[f"{name}_data"]
         self.app = Celery("watched", broker=broker)
         options: Document = {"database": f"{name}_state", "at_once": False, "sweep_every": None}
-        self.outbox = Outbox(self.app, self.data["orders"], foreign_tasks=True, **options)
+        self.outbox = Outbox(self.app, self.data["orders"], **options)
 
     def task(self, order: int, step: int) -> Any:
         """The project's task by its name: a writer need not import it."""
@@ -68,7 +68,7 @@ def watched(
     listener.wait_for_output("listening|leading|lease")
     made = Watched(name, mongo_client, redis_url)
     yield made
-    made.outbox.publisher.close()
+    made.outbox.runtime.publisher.close()
     for database in (f"{name}_data", f"{name}_state"):
         empty(mongo_client, database)
 
@@ -97,10 +97,10 @@ def test_the_listener_delivers_what_the_writer_leaves_pending_in_order_per_docum
 
 def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Watched) -> None:
     """Killed after its write, it holds the document longer than three of Celery's retries; no beat comes back to it."""
-    (made,) = task_entries(watched.app, watched.task(7, 1), datetime.now(UTC))
-    entry = watched.outbox.backing.signer.sign(made)
+    (made,) = make_task_entries(watched.app, watched.task(7, 1), datetime.now(UTC))
+    entry = watched.outbox.runtime.signer.sign(made)
     until = datetime.now(UTC) + timedelta(seconds=7)
-    field = {**PendingField().new_field([entry]), "claim": {"owner": ObjectId(), "until": until}}
+    field = {**new_field([entry]), "claim": {"owner": ObjectId(), "until": until}}
 
     watched.data["orders"].insert_one({"_id": 7, "pendingEvents": field})
 

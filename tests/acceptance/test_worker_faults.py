@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain, frozen
-from tests.chaos.history import Due
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import ProjectProcess, wait_for
+from tests.rig.deployment import Deployment, MakeDeployment, frozen
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 _SHORT_VISIBILITY = '{"visibility_timeout": 1, "unacked_restore_interval": 0.5, "unacked_restore_throttle": 1}'
 
 
 @pytest.fixture
-def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+def chain(deployment: MakeDeployment) -> Deployment:
     """Give a bridge of one partition, so that each fault hits all that follows."""
-    options = {"partitions": 1, "max_crashes": 9}
     conf = {"worker_cancel_long_running_tasks_on_connection_loss": True}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options, conf=conf) as made:
-        yield made
+    return deployment("plain", options={"partitions": 1, "max_crashes": 9}, conf=conf)
 
 
-def _before_and_after(chain: Chain, **do: Any) -> tuple[Due, Due]:
+def _before_and_after(chain: Deployment, **do: Any) -> tuple[Due, Due]:
     """A change that is hit by a fault, and its successor."""
     return chain.write("plain", "hit", 1, **do), chain.write("plain", "hit", 2)
 
@@ -39,7 +34,7 @@ def _kill_child(worker: ProjectProcess, pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def test_sigkill_of_a_child_in_the_handler_repeats_the_change_before_its_successor(chain: Chain) -> None:
+def test_sigkill_of_a_child_in_the_handler_repeats_the_change_before_its_successor(chain: Deployment) -> None:
     """P1, P2, P6: first before, then after its effect; each costs one start more."""
     _, worker = chain.both()
     item, _ = _before_and_after(chain, gate="before", late_gate="after")
@@ -55,7 +50,7 @@ def test_sigkill_of_a_child_in_the_handler_repeats_the_change_before_its_success
     assert chain.of(item)["committed"] == 2
 
 
-def test_sigkill_of_the_whole_worker_in_the_handler_loses_nothing(chain: Chain) -> None:
+def test_sigkill_of_the_whole_worker_in_the_handler_loses_nothing(chain: Deployment) -> None:
     """P1, P6, P8: with messages prefetched; another worker goes on long before the visibility timeout."""
     _, worker = chain.both()
     item, _ = _before_and_after(chain, gate="open")
@@ -70,7 +65,7 @@ def test_sigkill_of_the_whole_worker_in_the_handler_loses_nothing(chain: Chain) 
 
 
 @pytest.mark.parametrize("how", ["cold shutdown", "cut connections"])
-def test_a_child_that_celery_ends_is_no_crash_of_its_handler(chain: Chain, how: str) -> None:
+def test_a_child_that_celery_ends_is_no_crash_of_its_handler(chain: Deployment, how: str) -> None:
     """P14: a cold shutdown is known to nobody when it ends a child, nor that the broker's connections are lost."""
     _, worker = chain.both()
     item, _ = _before_and_after(chain, gate="open")
@@ -90,7 +85,7 @@ def test_a_child_that_celery_ends_is_no_crash_of_its_handler(chain: Chain, how: 
     chain.judge()
 
 
-def test_sigkill_before_the_claim_costs_no_start(chain: Chain, failpoint: Failpoint) -> None:
+def test_sigkill_before_the_claim_costs_no_start(chain: Deployment, failpoint: Failpoint) -> None:
     """P6: the claim's call is held by the server while the whole worker dies."""
     listener, worker = chain.both()
     worker_name = chain.app_name("worker")
@@ -106,12 +101,12 @@ def test_sigkill_before_the_claim_costs_no_start(chain: Chain, failpoint: Failpo
     assert listener.running
 
 
-def _wait_for_failpoint(chain: Chain, times: int) -> None:
+def _wait_for_failpoint(chain: Deployment, times: int) -> None:
     """Wait until the server has met the failpoint that often since it was armed."""
     chain.client.admin.command("waitForFailPoint", "failCommand", timesEntered=times, maxTimeMS=60_000)
 
 
-def _handled_but_not_linked(chain: Chain, item: Due) -> None:
+def _handled_but_not_linked(chain: Deployment, item: Due) -> None:
     """Bring a change to the point where `handled` is written and its link cannot be published."""
     chain.wait_started(item)
     chain.redis.pause()
@@ -119,7 +114,7 @@ def _handled_but_not_linked(chain: Chain, item: Due) -> None:
     chain.wait_state(item, lambda state: state["handled"])
 
 
-def test_sigkill_between_handled_and_the_link_starts_no_handler_again(chain: Chain) -> None:
+def test_sigkill_between_handled_and_the_link_starts_no_handler_again(chain: Deployment) -> None:
     """P6: the mark is durable; the listener commits after its grace, without any message."""
     _, worker = chain.both()
     item, successor = _before_and_after(chain, gate="open")
@@ -133,7 +128,7 @@ def test_sigkill_between_handled_and_the_link_starts_no_handler_again(chain: Cha
     chain.judge()
 
 
-def test_sigkill_before_the_commit_write_starts_no_handler_again(chain: Chain, failpoint: Failpoint) -> None:
+def test_sigkill_before_the_commit_write_starts_no_handler_again(chain: Deployment, failpoint: Failpoint) -> None:
     """P6: the commit task is held by the server while the whole worker dies."""
     _, worker = chain.both()
     item, _ = _before_and_after(chain, gate="open")
@@ -148,19 +143,19 @@ def test_sigkill_before_the_commit_write_starts_no_handler_again(chain: Chain, f
     chain.judge()
 
 
-def test_sigkill_after_the_commit_write_changes_nothing(chain: Chain) -> None:
+def test_sigkill_after_the_commit_write_changes_nothing(chain: Deployment) -> None:
     """P6, P8: the unacknowledged messages come again after the visibility timeout and are dropped."""
     _, worker = chain.both()
     first = chain.write("plain", "hit", 1)
     chain.wait_state(first, lambda state: state["committed"] == 1)
     worker.send_group(signal.SIGKILL)
     chain.write("plain", "hit", 2)
-    chain.worker(name="second", CHAIN_TRANSPORT=_SHORT_VISIBILITY)
+    chain.worker(name="second", SCRIPTED_TRANSPORT=_SHORT_VISIBILITY)
     chain.wait_done()
     chain.judge()
 
 
-def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Chain) -> None:
+def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Deployment) -> None:
     """P3: StaleFencingTokenError at the sink; the newer effect stands, and the execution ends quietly."""
     _, worker = chain.both()
     item, successor = _before_and_after(chain, gate="open")
@@ -177,7 +172,7 @@ def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Chain) 
     assert "failed for good" not in worker.text
 
 
-def test_a_frozen_handler_that_wakes_after_its_effect_has_its_outcome_refused(chain: Chain) -> None:
+def test_a_frozen_handler_that_wakes_after_its_effect_has_its_outcome_refused(chain: Deployment) -> None:
     """P3: its `handled` does not pass the fence; the change ran twice, its successor once."""
     _, worker = chain.both()
     item, _ = _before_and_after(chain, late_gate="open")
@@ -187,7 +182,7 @@ def test_a_frozen_handler_that_wakes_after_its_effect_has_its_outcome_refused(ch
         chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_done()
-    worker.wait_for_output(rf"handled of chain/plain/\d+/0 \(fencing token {zombie.fence}\) was refused")
+    worker.wait_for_output(rf"handled of plain/0 \(fencing token {zombie.fence}\) was refused")
     chain.allow(item)
     chain.judge()
 
@@ -195,7 +190,7 @@ def test_a_frozen_handler_that_wakes_after_its_effect_has_its_outcome_refused(ch
 @pytest.mark.parametrize(
     ("act", "outcome"), [({"act": "retry", "options": {"countdown": 60}}, "retry"), ({"act": "raise"}, "halt")]
 )
-def test_a_frozen_handler_that_wakes_to_fail_has_that_refused(chain: Chain, act: Document, outcome: str) -> None:
+def test_a_frozen_handler_that_wakes_to_fail_has_that_refused(chain: Deployment, act: Document, outcome: str) -> None:
     """P3: a stale execution can neither park nor halt the partition of its successor."""
     _, worker = chain.both()
     item, _ = _before_and_after(chain, gate="open", **act)
@@ -204,13 +199,13 @@ def test_a_frozen_handler_that_wakes_to_fail_has_that_refused(chain: Chain, act:
         chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_done()
-    worker.wait_for_output(rf"{outcome} of chain/plain/\d+/0 \(fencing token {zombie.fence}\) was refused")
+    worker.wait_for_output(rf"{outcome} of plain/0 \(fencing token {zombie.fence}\) was refused")
     chain.allow(item)
     chain.judge()
     assert chain.of(item)["state"] == "flowing"
 
 
-def test_a_frozen_worker_group_is_replaced_and_wakes_harmlessly(chain: Chain) -> None:
+def test_a_frozen_worker_group_is_replaced_and_wakes_harmlessly(chain: Deployment) -> None:
     """P2, P3: the whole worker stops, with a handler running and messages prefetched, and goes on much later."""
     _, worker = chain.both()
     item, successor = _before_and_after(chain, gate="open")
@@ -232,7 +227,7 @@ def test_a_frozen_worker_group_is_replaced_and_wakes_harmlessly(chain: Chain) ->
     assert len(chain.starts(last)) == 1
 
 
-def test_an_answer_of_a_claim_that_is_lost_costs_no_attempt(chain: Chain, failpoint: Failpoint) -> None:
+def test_an_answer_of_a_claim_that_is_lost_costs_no_attempt(chain: Deployment, failpoint: Failpoint) -> None:
     """The claim is applied, its answer is cut off; the driver's repetition or the listener brings the change again."""
     chain.both()
     with failpoint(
@@ -244,7 +239,7 @@ def test_an_answer_of_a_claim_that_is_lost_costs_no_attempt(chain: Chain, failpo
     chain.judge()
 
 
-def test_errors_of_mongodb_at_outcomes_are_waited_out(chain: Chain, failpoint: Failpoint) -> None:
+def test_errors_of_mongodb_at_outcomes_are_waited_out(chain: Deployment, failpoint: Failpoint) -> None:
     """P6: `handled` and commit are repeated inside the execution while the server refuses writes."""
     chain.both()
     item, _ = _before_and_after(chain, late_gate="open")

@@ -21,9 +21,9 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change
 
-NAME = os.environ.get("TRACED_NAME", "traced")
+NAME = os.environ.get("PROJECT_NAMES", "traced")
 PARTITIONS = int(os.environ.get("TRACED_PARTITIONS", "1"))
-URL = os.environ.get("TRACED_MONGO", "mongodb://localhost/")
+URL = os.environ.get("PROJECT_MONGO", "mongodb://localhost/")
 
 
 class Lines(SpanExporter):
@@ -45,7 +45,7 @@ if "TRACED_INSTRUMENTED" in os.environ:
     instrumentor: Any = CeleryInstrumentor  # untyped
     instrumentor().instrument()
 
-app = Celery("traced", broker=os.environ.get("TRACED_BROKER", "memory://"))
+app = Celery("traced", broker=os.environ.get("PROJECT_BROKER", "memory://"))
 app.conf.update(task_acks_late=True, worker_hijack_root_logger=False)
 bridge = Bridge(
     app,

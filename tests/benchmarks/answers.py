@@ -27,7 +27,7 @@ def ask(scene: Scene, module: str, *arguments: str) -> dict[str, Any]:
     """Run a program alone to its end; what it answers."""
     process = scene.program(module, *arguments)
     progress = scene.laps("progress")
-    scene.wait(f"an answer of {arguments[0]}", lambda: answers(scene.setting), progress.count)
+    scene.wait(f"an answer of {module}", lambda: answers(scene.setting), progress.count)
     (found,) = answers(scene.setting)
     scene.stop(process)
     for path in Path(scene.setting.clock).glob("*.answer"):  # before the next question

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bson import Timestamp
@@ -12,8 +12,10 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.stage import BenchError, Scene, pause
-from mongo_celery.bench.usage import cpu_us_per_change
+from mongo_celery.bench.stopwatch import cpu_us_per_change
 from mongo_celery.embedded.processes import ChildProcess
+from tests.benchmarks.processes import with_pool
+from tests.benchmarks.readings import BYTES, MICROSECONDS, RATE, Reading
 
 _LOOK_SECONDS = 0.02
 
@@ -65,6 +67,17 @@ class Measuring:
     def _is_over(self) -> bool:
         pause(_LOOK_SECONDS)  # looked at seldom: this is measured
         return self._scene.committed() >= self._last
+
+
+def measured_readings(rounds: Sequence[Measured]) -> list[Reading]:
+    """Return the rate, and the processor time and the oplog's bytes of one commit."""
+    used = [with_pool(each.cpu_us) for each in rounds]
+    written = tuple(each.oplog_bytes for each in rounds if each.oplog_bytes is not None)
+    return [
+        Reading(name="commits", unit=RATE, rounds=tuple(each.rate for each in rounds)),
+        *(Reading(name=name, unit=MICROSECONDS, rounds=tuple(each[name] for each in used)) for name in used[0]),
+        *([Reading(name="oplog", unit=BYTES, rounds=written)] if written else []),
+    ]
 
 
 def listen(scene: Scene, app: str) -> ChildProcess:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from mongo_celery.bench.payload import write_orders
 from mongo_celery.bench.stage import Scene, Stage
-from tests.benchmarks.commits import Measured, Measuring, listen
+from tests.benchmarks.commits import Measured, Measuring, listen, measured_readings
 from tests.benchmarks.many_app import Wanted
 from tests.benchmarks.processes import memory_mb
+from tests.benchmarks.readings import MEGABYTES, Reading, Tables
 from tests.benchmarks.sizes import Sizes
 
 MANY_APP = "tests.benchmarks.many_app"
@@ -39,39 +39,7 @@ class Kind:
 KINDS = (Kind("chains of all", True, 1), Kind("runs of all", True, 200), Kind("runs of one", False, 200))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """
-    One number of handlers.
-
-    Attributes:
-        kind: of `KINDS`.
-        handlers: how many share the stream.
-        changes: of one round.
-        executions: commits per second, of all handlers.
-        cpu_us: processor time for one change of one handler, in microseconds, by process; the median of the rounds.
-        oplog_bytes: what the bridge has written to the oplog for one change of one handler; None where that cannot be
-            read.
-        listener_mb: the listener's memory at its highest.
-    """
-
-    kind: str
-    handlers: int
-    changes: int
-    executions: float
-    cpu_us: Mapping[str, float]
-    oplog_bytes: float | None
-    listener_mb: float
-
-
-@dataclass(slots=True)
-class HandlersResults:
-    """What the suite has found, kind by kind."""
-
-    shared: list[Shared] = field(default_factory=list)
-
-
-def run_handlers(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> HandlersResults:
+def run_handlers(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Tables:
     """Measure each number of handlers of each kind, all of them in each round."""
     found: dict[tuple[Kind, int], list[tuple[Measured, float]]] = {
         (kind, count): [] for kind in KINDS for count in COUNTS
@@ -81,7 +49,13 @@ def run_handlers(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) ->
             announce(f"{kind.name}, {count} handlers, round {number + 1} of {sizes.rounds}")
             with stage.scene("handlers", run_size=kind.run_size) as scene:
                 measured.append(_measure(scene, kind, count, _changes(kind, count, sizes)))
-    return HandlersResults([_shared(*key, measured, sizes) for key, measured in found.items()])
+    return {
+        f"A change of {_changes(kind, count, sizes):,} for one handler, {kind.name}, {count} handlers": [
+            *measured_readings([each for each, _ in measured]),
+            Reading(name="listener at its highest", unit=MEGABYTES, rounds=tuple(memory for _, memory in measured)),
+        ]
+        for (kind, count), measured in found.items()
+    }
 
 
 def _changes(kind: Kind, count: int, sizes: Sizes) -> int:
@@ -103,17 +77,3 @@ def _measure(scene: Scene, kind: Kind, count: int, changes: int) -> tuple[Measur
     measuring = Measuring(scene, changes * each)
     listener = listen(scene, MANY_APP)
     return measuring.end(), memory_mb(listener.pid)[1]
-
-
-def _shared(kind: Kind, count: int, found: list[tuple[Measured, float]], sizes: Sizes) -> Shared:
-    measured = [each for each, _ in found]
-    written = [each.oplog_bytes for each in measured if each.oplog_bytes is not None]
-    return Shared(
-        kind=kind.name,
-        handlers=count,
-        changes=_changes(kind, count, sizes),
-        executions=statistics.median(each.rate for each in measured),
-        cpu_us={name: statistics.median(each.cpu_us[name] for each in measured) for name in measured[0].cpu_us},
-        oplog_bytes=statistics.median(written) if written else None,
-        listener_mb=max(memory for _, memory in found),
-    )

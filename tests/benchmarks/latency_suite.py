@@ -12,7 +12,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from mongo_celery.bench.payload import make_order, write_orders
@@ -22,7 +21,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.embedded.processes import ChildProcess
 from tests.benchmarks.latency_app import NAIVE, WRITTEN
 from tests.benchmarks.processes import sockets
-from tests.benchmarks.readings import MILLISECONDS, SECONDS, Reading, quantile, reading
+from tests.benchmarks.readings import MILLISECONDS, SECONDS, Reading, Tables, quantile, reading
 from tests.benchmarks.sizes import Sizes
 
 LATENCY_APP = "tests.benchmarks.latency_app"
@@ -39,38 +38,26 @@ _SETTLED_SECONDS = 1.5
 _SLACK_SECONDS = 30.0
 
 
-@dataclass(slots=True)
-class LatencyResults:
-    """
-    The results of the suite.
-
-    Attributes:
-        waits: milliseconds of each mode, median and 99 %; the ratio is to the naive loop.
-        take_overs: seconds from a signal to the leader until the first message of the next term.
-        lease_ttl: of the bridge whose leader ended.
-    """
-
-    waits: list[Reading] = field(default_factory=list)
-    take_overs: list[Reading] = field(default_factory=list)
-    lease_ttl: float = 0.0
-
-
-def run_latency(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> LatencyResults:
+def run_latency(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Tables:
     """Measure each mode in each round, then the take-overs."""
     found: dict[str, list[list[float]]] = {name: [] for name in MODES}
     for number in range(sizes.rounds):
         for name, waits in found.items():
             announce(f"latency of {name}, round {number + 1} of {sizes.rounds}")
             waits.append(_latencies(stage, name, sizes.live))
-    results = LatencyResults(lease_ttl=sizes.lease_ttl)
+    waited: list[Reading] = []
     for words, part in (("p50", 0.5), ("p99", 0.99)):
         each = {name: [quantile(waits, part) * 1000 for waits in rounds] for name, rounds in found.items()}
         for name, values in each.items():
             reference = None if name == NAIVE else (f"{NAIVE}_{words}", each[NAIVE])
-            results.waits.append(reading(f"{name}_{words}", MILLISECONDS, values, reference))
+            waited.append(reading(f"{name}_{words}", MILLISECONDS, values, reference))
     announce("take-over")
-    results.take_overs = _take_overs(stage, sizes.lease_ttl, sizes.kills)
-    return results
+    return {
+        "From a write to the start of its handler": waited,
+        f"From a leader's end to the next term's first message, lease_ttl={sizes.lease_ttl}": _take_overs(
+            stage, sizes.lease_ttl, sizes.kills
+        ),
+    }
 
 
 def _latencies(stage: Stage, mode: str, samples: int) -> list[float]:

@@ -1,152 +1,260 @@
-"""The measured processes of the outbox's suite: `python -m tests.benchmarks.outbox_programs NAME ARGUMENT...`."""
+"""The measured processes of the suite `outbox`: `python -m tests.benchmarks.outbox_programs NAME ARGUMENT...`."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
+
+import redis
+from pymongo import UpdateOne
 
 from mongo_celery import STORED_ID
 from mongo_celery.bench.payload import make_order
-from mongo_celery.bench.stopwatch import Stopwatch
+from mongo_celery.bench.stopwatch import Laps, Stopwatch, cpu_seconds
 from tests.benchmarks.answers import answer
-from tests.benchmarks.outbox_app import orders, outbox, send_receipt, setting
+from tests.benchmarks.outbox_app import app, orders, outbox, send_receipt, setting
 
-_MANY = 10
-_WARM_UP = 5
-_THREADS = 4
-_BATCH = 1000
+_APART_SECONDS = 0.015
+_LOOK_SECONDS = 0.02
+_SETTLE_SECONDS_MAX = 60.0
+_IDLE_SECONDS = 2.0
+_WARM_UP = 20
+_BATCH = 5000
+_CHANGE = {"$set": {"paid": True}, "$inc": {"number": 1}}
+
+Found = dict[str, list[float]]
 
 
-def writes(rounds: str, count: str) -> None:
+class Writers:
     """
-    Seconds for one write of each kind with what follows it, in short turns, so that no kind has a better moment.
+    Each way to write, with what follows it: a plain way, and a way through the outbox.
 
-    One thread, as in a web process that serves one request.
+    Args:
+        size: messages of a write: of one document each, or all of one document.
     """
-    kinds, progress = _kinds(int(count) * int(rounds) + _WARM_UP), Stopwatch(setting.clock, "progress")
-    for _ in range(_WARM_UP):
-        for write in kinds.values():
+
+    def __init__(self, size: int) -> None:
+        self.collection = orders()
+        self.outbox = outbox(self.collection)
+        self.sent = 0
+        self._broker: Any = redis.Redis.from_url(setting.redis_url)
+        self._received = Laps(Path(setting.clock), "received")
+        self._size = size
+        self._there = self._documents()
+        self._hot = next(self._there)
+
+    def _documents(self) -> Iterator[Any]:
+        """Yield the `_id`s of documents that no other write has had."""
+        while True:
+            documents = [make_order(number) for number in range(_BATCH)]
+            self.collection.insert_many(documents)
+            yield from (document["_id"] for document in documents)
+
+    def ways(self, kind: str) -> dict[str, Callable[[], None]]:
+        """Return the ways of a kind by name."""
+        kinds: dict[str, tuple[Callable[[], None], ...]] = {
+            "single": (self.insert_plain, self.insert_outbox, self.update_plain, self.update_outbox),
+            "bulk": (
+                self.insert_many_plain, self.insert_many_outbox, self.update_many_plain, self.update_many_outbox,
+            ),
+            "hot": (self.hot_plain, self.hot_outbox),
+        }  # fmt: skip
+        return {way.__name__: way for way in kinds[kind]}
+
+    def insert_plain(self) -> None:
+        document = make_order(0)
+        self.collection.insert_one(document)
+        send_receipt.delay(str(document["_id"]))
+
+    def insert_outbox(self) -> None:
+        document = make_order(0)
+        self.outbox.insert_one(document, tasks=[send_receipt.s(str(document["_id"]))])
+
+    def update_plain(self) -> None:
+        _id = next(self._there)
+        self.collection.update_one({"_id": _id}, _CHANGE)
+        send_receipt.delay(str(_id))
+
+    def update_outbox(self) -> None:
+        _id = next(self._there)
+        self.outbox.update_one({"_id": _id}, _CHANGE, tasks=[send_receipt.s(str(_id))])
+
+    def insert_many_plain(self) -> None:
+        documents = [make_order(0) for _ in range(self._size)]
+        self.collection.insert_many(documents)
+        for document in documents:
+            send_receipt.delay(str(document["_id"]))
+
+    def insert_many_outbox(self) -> None:
+        documents = [make_order(0) for _ in range(self._size)]
+        self.outbox.insert_many(documents, tasks=[send_receipt.s(STORED_ID)])
+
+    def update_many_plain(self) -> None:
+        ids = [next(self._there) for _ in range(self._size)]
+        self.collection.bulk_write([UpdateOne({"_id": _id}, _CHANGE) for _id in ids])
+        for _id in ids:
+            send_receipt.delay(str(_id))
+
+    def update_many_outbox(self) -> None:
+        ids = [next(self._there) for _ in range(self._size)]
+        self.outbox.update_many({"_id": {"$in": ids}}, _CHANGE, tasks=[send_receipt.s(STORED_ID)])
+
+    def hot_plain(self) -> None:
+        self.collection.update_one({"_id": self._hot}, _CHANGE)
+        for _ in range(self._size):
+            send_receipt.delay(str(self._hot))
+
+    def hot_outbox(self) -> None:
+        tasks = [send_receipt.s(str(self._hot)) for _ in range(self._size)]
+        self.outbox.update_one({"_id": self._hot}, _CHANGE, tasks=tasks)
+
+    def settle(self) -> None:
+        """Wait until the broker or a worker has every message, and no document an entry."""
+        deadline = time.monotonic() + _SETTLE_SECONDS_MAX
+        while self._broker.llen(setting.name) + self._received.count() < self.sent or self._pending():
+            assert time.monotonic() < deadline, f"{self._pending()} documents were not delivered"
+            time.sleep(_LOOK_SECONDS)
+
+    def _pending(self) -> int:
+        return self.collection.count_documents({"pendingEvents.count": {"$gt": 0}})
+
+
+def costs(kind: str, rounds: str, count: str, size: str, threads: str, paced: str, *servers: str) -> None:
+    """
+    Measure seconds of the caller, and processor seconds of all processes, of one write in each way.
+
+    The ways take turns, and each begins when everything of the one before has arrived.
+
+    Args:
+        kind: the kind of the ways.
+        rounds: how many turns.
+        count: writes of each way in a turn, by each thread.
+        size: messages of a write.
+        threads: how many write together.
+        paced: 1 for writes that are 15 ms apart.
+        servers: pids of those whose processor time counts, beside this process's.
+    """
+    writers, pids = Writers(int(size)), [os.getpid(), *map(int, servers)]
+    progress, together = Stopwatch(setting.clock, "progress"), int(threads)
+    ways = writers.ways(kind)
+    for write in ways.values():
+        for _ in range(max(_WARM_UP // int(size), 1)):
             write()
-    found: dict[str, list[float]] = {name: [] for name in kinds}
+            writers.sent += int(size)
+    writers.settle()
+    caller: Found = {name: [] for name in ways}
+    used: Found = {name: [] for name in ways}
+    pause, writes = _APART_SECONDS if int(paced) else 0.0, together * int(count)
     for number in range(int(rounds)):
-        names = list(kinds)
+        names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            write, began = kinds[name], time.perf_counter()
-            for _ in range(int(count)):
-                write()
-            found[name].append((time.perf_counter() - began) / int(count))
+            before = cpu_seconds(pids)
+            seconds = _take_turn(ways[name], int(count), together, pause)
+            writers.sent += writes * int(size)
+            writers.settle()
+            caller[name].append(seconds)
+            used[name].append((cpu_seconds(pids) - before) / writes)
+            progress.lap()
+    answer(setting, {"caller": caller, "cpu": used})
+
+
+def _take_turn(write: Callable[[], None], count: int, threads: int, pause: float) -> float:
+    """Return the seconds of one write, the mean of those of some threads."""
+    inside: list[float] = []
+
+    def turn() -> None:
+        for _ in range(count):
+            began = time.perf_counter()
+            write()
+            inside.append(time.perf_counter() - began)
+            if pause:
+                time.sleep(pause)
+
+    others = [threading.Thread(target=turn) for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    turn()
+    for thread in others:
+        thread.join()
+    return sum(inside) / len(inside)
+
+
+def held_back(rounds: str, documents: str, due: str) -> None:
+    """
+    Measure seconds of a sweep that finds a few due documents: alone, and among many that are held back.
+
+    Args:
+        rounds: how many sweeps of each kind.
+        documents: held back, by a task that no process knows.
+        due: documents that each sweep delivers.
+    """
+    collection, found = orders(), Found(sweep_alone=[], sweep_among_held_back=[])
+    swept, progress = outbox(collection, at_once=False), Stopwatch(setting.clock, "progress")
+
+    def sweep() -> float:
+        swept.insert_many([make_order(0) for _ in range(int(due))], tasks=[send_receipt.s(STORED_ID)])
+        began = time.perf_counter()
+        delivery = swept.sweep(older_than=0)
+        seconds = time.perf_counter() - began
+        assert delivery.dispatched == int(due), delivery
+        return seconds
+
+    sweep()
+    found["sweep_alone"] = [sweep() for _ in range(int(rounds))]
+    swept.insert_one({"_id": "held"}, tasks=[app.signature("bench.unknown")])
+    swept.sweep(older_than=0)
+    pending = (collection.find_one({"_id": "held"}) or {})["pendingEvents"]
+    pending["claim"]["until"] = datetime.now(UTC) + timedelta(hours=1)
+    for first in range(0, int(documents), _BATCH):
+        numbers = range(first, min(first + _BATCH, int(documents)))
+        collection.insert_many([{"_id": number, "pendingEvents": pending} for number in numbers], ordered=False)
+        progress.lap()
+    sweep()
+    found["sweep_among_held_back"] = [sweep() for _ in range(int(rounds))]
+    answer(setting, {"seconds": found})
+
+
+def idle(rounds: str, outboxes: str, *servers: str) -> None:
+    """
+    Measure threads, connections to the broker and processor time of a process whose outboxes have nothing to do.
+
+    Args:
+        rounds: how often the processor time is measured.
+        outboxes: the outboxes of the process in the end; before, it has none and then one.
+        servers: as for `costs`.
+    """
+    pids, broker = [os.getpid(), *map(int, servers)], redis.Redis.from_url(setting.redis_url)
+    progress, known, sent = Stopwatch(setting.clock, "progress"), 0, 0
+    found: dict[str, Found] = {"threads": {}, "connections": {}, "idle": {}}
+    orders().insert_one({})
+    for count in (0, 1, int(outboxes)):
+        while known < count:
+            outbox(orders(known), at_once=True).insert_one({}, tasks=[send_receipt.s(STORED_ID)])
+            known, sent = known + 1, sent + 1
+        deadline = time.monotonic() + _SETTLE_SECONDS_MAX
+        while broker.llen(setting.name) < sent:
+            assert time.monotonic() < deadline, f"{sent} messages were not published"
+            time.sleep(_LOOK_SECONDS)
+        time.sleep(_IDLE_SECONDS)  # what follows a write has ended, too
+        name = f"outboxes_{count}"
+        found["threads"][name] = [float(threading.active_count())] * int(rounds)
+        found["connections"][name] = [float(len(broker.client_list()))] * int(rounds)
+        found["idle"][name] = []
+        for _ in range(int(rounds)):
+            before = cpu_seconds(pids)
+            time.sleep(_IDLE_SECONDS)
+            found["idle"][name].append((cpu_seconds(pids) - before) / _IDLE_SECONDS)
             progress.lap()
     answer(setting, found)
 
 
-def _kinds(updates: int) -> dict[str, Callable[[], object]]:
-    collection = orders()
-    at_once, later = outbox(collection), outbox(collection, at_once=False)
-    there = [make_order(number) for number in range(updates)]
-    collection.insert_many(there)
-    documents = {kind: iter(there) for kind in ("delay", "outbox", "later")}
-    change = {"$set": {"paid": True}, "$inc": {"number": 1}}
-
-    def receipts(document: dict[str, Any], count: int = 1) -> list[Any]:
-        return [send_receipt.s(str(document["_id"])) for _ in range(count)]
-
-    def insert_delay(count: int = 1) -> None:
-        document = make_order(0)
-        collection.insert_one(document)
-        for _ in range(count):
-            send_receipt.delay(str(document["_id"]))
-
-    def insert_outbox(count: int = 1) -> None:
-        document = make_order(0)
-        at_once.insert_one(document, tasks=receipts(document, count))
-
-    def insert_later() -> None:
-        document = make_order(0)
-        later.insert_one(document, tasks=receipts(document))
-
-    def update_delay() -> None:
-        document = next(documents["delay"])
-        collection.update_one({"_id": document["_id"]}, change)
-        send_receipt.delay(str(document["_id"]))
-
-    def update_outbox() -> None:
-        document = next(documents["outbox"])
-        at_once.update_one({"_id": document["_id"]}, change, tasks=receipts(document))
-
-    def update_later() -> None:
-        document = next(documents["later"])
-        later.update_one({"_id": document["_id"]}, change, tasks=receipts(document))
-
-    return {
-        "insert_delay": insert_delay,
-        "insert_outbox": insert_outbox,
-        "insert_later": insert_later,
-        "update_delay": update_delay,
-        "update_outbox": update_outbox,
-        "update_later": update_later,
-        "insert_10_delays": lambda: insert_delay(_MANY),
-        "insert_10_outbox": lambda: insert_outbox(_MANY),
-    }
-
-
-def sweep(count: str, per_document: str) -> None:
-    """Entries per second of a sweep, and of plain `delay()` in the same process."""
-    entries, each = int(count), int(per_document)
-    box = outbox(orders(), at_once=False)
-    _leave_pending(box, _WARM_UP, 1)
-    box.sweep(older_than=0)  # makes the index and the connections
-    send_receipt.delay("")
-    _leave_pending(box, entries // each, each)
-    began = time.perf_counter()
-    delivery = box.sweep(older_than=0, limit=entries)
-    swept = time.perf_counter() - began
-    assert delivery.dispatched == entries // each * each, delivery
-    began = time.perf_counter()
-    for number in range(entries):
-        send_receipt.delay(str(number))
-    answer(setting, {"sweep": delivery.dispatched / swept, "delay": entries / (time.perf_counter() - began)})
-
-
-def _leave_pending(box: Any, documents: int, each: int) -> None:
-    """Write documents whose entries nobody dispatches but a sweep."""
-    for first in range(0, documents, _BATCH):
-        batch = [make_order(number) for number in range(first, min(first + _BATCH, documents))]
-        box.insert_many(batch, tasks=[send_receipt.s(STORED_ID) for _ in range(each)], ordered=False)
-
-
-def leave(count: str) -> None:
-    """Leave so many documents with one entry each to others."""
-    _leave_pending(outbox(orders(), at_once=False), int(count), 1)
-    answer(setting, {})
-
-
-def write_on() -> None:
-    """Write orders with tasks in several threads until somebody ends it."""
-    box, written = outbox(orders()), Stopwatch(setting.clock, "written")
-    lock = threading.Lock()
-
-    def go_on() -> None:
-        while True:
-            document = make_order(0)
-            box.insert_one(document, tasks=[send_receipt.s(str(document["_id"]))])
-            with lock:
-                written.lap()
-
-    for _ in range(_THREADS - 1):
-        threading.Thread(target=go_on, daemon=True).start()
-    go_on()
-
-
-PROGRAMS: dict[str, Callable[..., None]] = {program.__name__: program for program in (writes, sweep, leave, write_on)}
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Run one of them."""
-    PROGRAMS[arguments[0]](*arguments[1:])
-
+PROGRAMS: dict[str, Callable[..., None]] = {each.__name__: each for each in (costs, held_back, idle)}
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

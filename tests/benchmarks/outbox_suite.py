@@ -1,168 +1,115 @@
-"""The outbox: writes beside plain ones, entries through each path, the sweep's query, and recovery after a kill."""
+"""The cost of a write with its task through the outbox, beside a plain write and `delay()`; sweeps; idle outboxes."""
 
 from __future__ import annotations
 
-import signal
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from celery import Celery
-
-from mongo_celery import Outbox
-from mongo_celery.bench.stage import BenchError, Scene, Stage, pause
-from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bench.stage import Scene, Stage
 from tests.benchmarks.answers import ask
-from tests.benchmarks.outbox_costs import OutboxCosts, measure_costs
-from tests.benchmarks.pending_query import PendingQuery, measure_pending_query
-from tests.benchmarks.readings import MILLISECONDS, RATE, SECONDS, Reading, reading
+from tests.benchmarks.readings import COUNT, MILLISECONDS, Reading, Tables, readings
 from tests.benchmarks.sizes import Sizes
 
 _PROGRAMS = "tests.benchmarks.outbox_programs"
-_WATCHED_APP = "tests.benchmarks.watched_app"
-_MANY = 10
-_WRITTEN = 50
-_KILLS_MAX = 20
-_LOOK_SECONDS = 0.1
-_SLACK_SECONDS = 60.0
-_BESIDE = {
-    "insert_outbox": "insert_delay",
-    "insert_later": "insert_delay",
-    "update_outbox": "update_delay",
-    "update_later": "update_delay",
-    "insert_10_outbox": "insert_10_delays",
-}
-"""Which plain way each kind of write is set in relation to."""
+_APP = "tests.benchmarks.outbox_app"
+_NAMES = ("insert", "update", "insert_many", "update_many", "hot")
+_PLAIN = {f"{name}_outbox": f"{name}_plain" for name in _NAMES}
+_MANY = 100
+_HOT_THREADS = 8
+_DUE = 20
+_OUTBOXES = 20
 
 
-@dataclass(slots=True)
-class OutboxResults:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
     """
-    What the suite has found.
+    Writes whose cost is measured.
 
     Attributes:
-        costs: of a write beside the plain way, and the aims.
-        writes: milliseconds of one write with what follows it.
-        entries: per second, through each path.
-        query: of the sweep; None where it was left out.
-        recovery: seconds from a writer's SIGKILL until a sweep has delivered what it left.
-        left: how many entries the killed writers had left pending, by repetition.
+        title: of their table.
+        kind: of the ways.
+        part: of `Sizes.writes`: how many each way makes in a round.
+        size: messages of a write.
+        threads: how many write together.
+        paced: whether writes are 15 ms apart.
+        worker: whether a worker receives the messages, and its processor time counts.
     """
 
-    costs: OutboxCosts = field(default_factory=OutboxCosts)
-    writes: list[Reading] = field(default_factory=list)
-    entries: list[Reading] = field(default_factory=list)
-    query: PendingQuery | None = None
-    recovery: Reading | None = None
-    left: list[int] = field(default_factory=list)
+    title: str
+    kind: str
+    part: float
+    size: int = 1
+    threads: int = 1
+    paced: bool = False
+    worker: bool = False
 
 
-def run_outbox(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> OutboxResults:
-    """Measure the outbox."""
-    results = OutboxResults(costs=measure_costs(stage, sizes, announce))
-    announce("writes with a task")
-    with stage.scene("outbox-writes") as scene:
-        seconds = ask(scene, _PROGRAMS, "writes", str(sizes.rounds), str(sizes.writes))
-    results.writes = _writes(seconds)
-    results.entries = _entries(stage, sizes, seconds, announce)
-    if sizes.documents:
-        results.query = measure_pending_query(stage, sizes.documents, announce)
-    announce("recovery after a writer's end")
-    results.recovery, results.left = _recovery(stage, sizes)
-    return results
+CASES = (
+    Case(title="Writes 15 ms apart", kind="single", part=1 / 3, paced=True),
+    Case(title="Writes without a pause", kind="single", part=1),
+    Case(title="Writes without a pause, and a worker", kind="single", part=1, worker=True),
+    Case(title=f"Bulks of {_MANY} writes", kind="bulk", part=1 / 75, size=_MANY),
+    Case(title=f"Writes of {_HOT_THREADS} threads to one document", kind="hot", part=1 / 10, threads=_HOT_THREADS),
+    Case(title=f"Writes with {_MANY} tasks each to one document", kind="hot", part=1 / 75, size=_MANY),
+)
 
 
-def _writes(seconds: dict[str, list[float]]) -> list[Reading]:
-    times = {name: [each * 1000 for each in found] for name, found in seconds.items()}
-    return [
-        reading(name, MILLISECONDS, found, (_BESIDE[name], times[_BESIDE[name]]) if name in _BESIDE else None)
-        for name, found in times.items()
-    ]
-
-
-def _entries(
-    stage: Stage, sizes: Sizes, seconds: dict[str, list[float]], announce: Callable[[str], None]
-) -> list[Reading]:
-    """One by one through the fast path, and through the sweep, beside `delay()` in the sweeping process."""
-    found = [
-        reading("at_once", RATE, [1 / each for each in seconds["insert_outbox"]], None),
-        reading("at_once_10_a_write", RATE, [_MANY / each for each in seconds["insert_10_outbox"]], None),
-    ]
-    for each, name in ((1, "sweep"), (_MANY, "sweep_10_a_document")):
-        rounds = []
-        for number in range(sizes.rounds):
-            announce(f"{name}, round {number + 1} of {sizes.rounds}")
-            with stage.scene(name.replace("_", "-")) as scene:
-                rounds.append(ask(scene, _PROGRAMS, "sweep", str(sizes.entries), str(each)))
-        delays = [answer["delay"] for answer in rounds]
-        found.append(reading(name, RATE, [answer["sweep"] for answer in rounds], ("delay", delays)))
-    rates = []
-    for number in range(sizes.rounds):
-        announce(f"listener, round {number + 1} of {sizes.rounds}")
-        rates.append(_watched(stage, sizes.entries))
-    return [*found, reading("listener", RATE, rates, None)]
-
-
-def _watched(stage: Stage, entries: int) -> float:
-    """Entries per second by a bridge's listener and a worker of two processes, without the first tenth of them."""
-    with stage.scene("outbox-watched") as scene:
-
-        def delivered() -> int:  # the workers take none of these
-            count: Any = stage.broker.llen(scene.setting.name)
-            return int(count)
-
-        scene.worker(_WATCHED_APP, ",".join(BridgeOptions(name=scene.setting.name).queue_names()))
-        scene.begin_now()
-        ask(scene, _PROGRAMS, "leave", str(entries))
-        scene.listener(_WATCHED_APP)
-        scene.wait(
-            "the first deliveries",
-            lambda: delivered() >= max(entries // 10, 1),
-            delivered,
+def run_outbox(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Tables:
+    """Measure writes of each case, a sweep among documents that are held back, and outboxes with nothing to do."""
+    found: dict[str, list[Reading]] = {}
+    for case in CASES:
+        announce(case.title)
+        for what, table in _costs(stage, sizes, case):
+            found[f"{case.title}: {what}"] = table
+    announce("sweeps")
+    with stage.scene("outbox-held") as scene:
+        swept = ask(scene, _PROGRAMS, "held_back", str(sizes.rounds), str(sizes.held), str(_DUE))
+    found[f"A sweep that finds {_DUE} due documents, {sizes.held:,} held back"] = readings(
+        MILLISECONDS, _thousandths(swept["seconds"]), {"sweep_among_held_back": "sweep_alone"}
+    )
+    announce("idle outboxes")
+    with stage.scene("outbox-idle") as scene:
+        counted = ask(scene, _PROGRAMS, "idle", str(sizes.rounds), str(_OUTBOXES), *_servers(stage))
+    idle = _thousandths(counted.pop("idle"))
+    if _servers(stage) and _is_measurable(idle):
+        found["CPU time per second of a process with idle outboxes, and of the servers"] = readings(
+            MILLISECONDS, idle, {}
         )
-        began, done = time.monotonic(), delivered()
-        scene.wait("the last delivery", lambda: delivered() >= entries, delivered)
-        return (entries - done) / (time.monotonic() - began)
+    for what, numbers in counted.items():
+        found[f"A process with idle outboxes: {what}"] = readings(COUNT, numbers, {})
+    return found
 
 
-def _recovery(stage: Stage, sizes: Sizes) -> tuple[Reading, list[int]]:
-    options: dict[str, Any] = {"claim_ttl": sizes.claim_ttl, "sweep_after": sizes.sweep_after}
-    taken: list[float] = []
-    left: list[int] = []
-    while len(taken) < sizes.kills:
-        for _ in range(_KILLS_MAX):
-            with stage.scene("outbox-kill", **options) as scene:
-                seconds, pending = _kill_and_sweep(stage, scene, options)
-            if pending:
-                break
-        else:
-            raise BenchError(f"{_KILLS_MAX} writers were killed, and none had left anything pending.")
-        taken.append(seconds)
-        left.append(pending)
-    return Reading(name="recovery", unit=SECONDS, rounds=tuple(taken)), left
+def _costs(stage: Stage, sizes: Sizes, case: Case) -> Iterator[tuple[str, list[Reading]]]:
+    """Yield the caller's time, and the processor time of all processes where the servers are this run's own."""
+    count = max(int(sizes.writes * case.part), 1)
+    with stage.scene("outbox-costs") as scene:
+        pids = [*_servers(stage), *(_start_worker(scene) if case.worker else [])]
+        numbers = (sizes.rounds, count, case.size, case.threads, int(case.paced))
+        found = ask(scene, _PROGRAMS, "costs", case.kind, *map(str, numbers), *pids)
+    for what, seconds in found.items():
+        times = _thousandths(seconds)
+        if what == "caller" or (_servers(stage) and not case.paced and _is_measurable(times)):
+            yield what, readings(MILLISECONDS, times, _PLAIN)
 
 
-def _kill_and_sweep(stage: Stage, scene: Scene, options: dict[str, Any]) -> tuple[float, int]:
-    """Seconds from a writer's end until nothing is pending, with a sweep every tenth of a second; and what was left."""
-    app = Celery("mongo_celery_bench", broker=stage.redis_url)
-    app.conf.task_default_queue = scene.setting.name
-    given: dict[str, Any] = {"database": scene.setting.state_database, "sweep_every": None, "foreign_tasks": True}
-    outbox = Outbox(app, scene.orders, **given, **options)
-    outbox.backing.relay  # noqa: B018 - makes the index and the connections before the clock runs
-    writer = scene.program(_PROGRAMS, "write_on")
-    written = scene.laps("written")
-    scene.wait("a writer", lambda: written.count() >= _WRITTEN, written.count)
-    writer.send(signal.SIGKILL)
-    killed = time.monotonic()
-    left = status = outbox.status()
-    while status.pending:
-        if time.monotonic() - killed > options["claim_ttl"] + options["sweep_after"] + _SLACK_SECONDS:
-            raise BenchError(f"{status.pending} entries were not delivered after the writer's end.")
-        pause(_LOOK_SECONDS)
-        outbox.sweep()
-        status = outbox.status()
-    seconds = time.monotonic() - killed
-    outbox.publisher.close()
-    scene.stop(writer)
-    return seconds, left.pending
+def _start_worker(scene: Scene) -> list[str]:
+    """Start a worker. Return its pids once its pool is complete."""
+    worker = scene.worker(_APP)
+    scene.wait("the worker's pool", lambda: len(worker.children()) == 2)
+    return [str(pid) for pid in (worker.pid, *worker.children())]
+
+
+def _servers(stage: Stage) -> list[str]:
+    """Return the pids of both servers, if both are this run's own."""
+    pids = [str(pid) for pid in stage.server_pids.values()]
+    return pids if len(pids) == 2 else []
+
+
+def _is_measurable(times: dict[str, list[float]]) -> bool:
+    """Return True if each took processor time, which has steps of 10 ms."""
+    return all(min(rounds) > 0 for rounds in times.values())
+
+
+def _thousandths(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [each * 1000 for each in rounds] for name, rounds in seconds.items()}

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-PROCESSES = ("listener", "worker", "mongod", "redis")
-
 _PARTS = {"worker_parent": "worker", "worker_children": "worker"}
 
 

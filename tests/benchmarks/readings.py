@@ -1,15 +1,22 @@
-"""Figures of the suites beside the bridge's: a number with its unit, and its relation to another."""
+"""Figures of the suites: a number with its unit, and its ratio to another."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mongo_celery.bench.stage import Stage
+from tests.benchmarks.sizes import Sizes
+
 RATE = "1/s"
 MILLISECONDS = "ms"
+MICROSECONDS = "us"
 SECONDS = "s"
+MEGABYTES = "MB"
+BYTES = "bytes"
+COUNT = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +25,11 @@ class Reading:
     One figure.
 
     Attributes:
-        name: as in the report.
-        unit: what the value counts.
-        rounds: one value a round; the median counts.
-        ratio: to the reading named by `ratio_to`; the median of the rounds' ratios.
-        ratio_to: the reference; None where there is none.
+        name: its name in the report.
+        unit: the unit of the value.
+        rounds: one value for each round. The median counts.
+        ratio: the ratio to the reading named by `ratio_to`: the median of the rounds' ratios.
+        ratio_to: the reference, or None.
     """
 
     name: str
@@ -37,7 +44,7 @@ class Reading:
         return statistics.median(self.rounds)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the figure as JSON."""
         found: dict[str, Any] = {
             "unit": self.unit,
             "value": round(self.value, 3),
@@ -48,13 +55,29 @@ class Reading:
         return found
 
 
+Tables = Mapping[str, Sequence[Reading]]
+"""The readings of a suite, by the title of their table."""
+
+Suite = Callable[[Stage, Sizes, Callable[[str], None]], Tables]
+"""Measures on a stage; the last argument gets a line about what is being measured."""
+
+
 def reading(name: str, unit: str, rounds: Sequence[float], reference: tuple[str, Sequence[float]] | None) -> Reading:
-    """A reading, in relation to another whose rounds were measured beside its own."""
+    """Return a reading, with its ratio to another whose rounds were measured beside its own."""
     if reference is None:
         return Reading(name=name, unit=unit, rounds=tuple(rounds))
     ratio_to, others = reference
     ratio = statistics.median(own / other for own, other in zip(rounds, others, strict=True))
     return Reading(name=name, unit=unit, rounds=tuple(rounds), ratio=ratio, ratio_to=ratio_to)
+
+
+def readings(unit: str, rounds: Mapping[str, Sequence[float]], references: Mapping[str, str | None]) -> list[Reading]:
+    """Return a reading for each name, with its ratio to the reading that `references` names for it."""
+    found = []
+    for name, values in rounds.items():
+        to = references.get(name)
+        found.append(reading(name, unit, values, None if to is None else (to, rounds[to])))
+    return found
 
 
 def quantile(values: Sequence[float], part: float) -> float:

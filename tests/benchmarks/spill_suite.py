@@ -1,208 +1,105 @@
-"""What stands costs its own partition and nothing else: how fast the others are beside it, and what that costs."""
+"""The cost of storing a change and of reading it back: processor time, beside changes that stay in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+import itertools
+from collections.abc import Callable
+from pathlib import Path
 
-from bson import Timestamp
+from pymongo import ReplaceOne
 
-from mongo_celery.bench.stage import BenchError, Stage
-from mongo_celery.embedded import MongoReplicaSet
-from tests.benchmarks.readings import RATE, Reading, reading
+from mongo_celery.bench.stage import Scene, Stage, pause
+from tests.benchmarks.commits import listen
+from tests.benchmarks.readings import MICROSECONDS, Reading, Tables
 from tests.benchmarks.sizes import Sizes
-from tests.benchmarks.spill_costs import Cost, measure_costs
-from tests.benchmarks.spill_handover import Handover, measure_handover
-from tests.benchmarks.spill_rig import PARTITIONS, SpillRig
+from tests.benchmarks.spill_app import FIXED
 
-ACTS = ("hot", "parked", "halted")
-"""What takes most of the writes: a document that is handled as fast as the others, and two that stand."""
+SPILL_APP = "tests.benchmarks.spill_app"
+CHANGE_BYTES = (1_000, 10_000)
+PHASES = ("storing", "reading back")
+_NEVER = 3600.0
+_SOON = 0.2
+_OPTIONS = {"partitions": 16, "run_size": 100, "buffer_bytes": 1 << 30}
+_BATCH = 500
+_LOOK_SECONDS = 0.2
+_HEX = "0123456789abcdef"
 
-_REFERENCE = "alone"
-_SECONDS = 0.004
-_CHANGE_BYTES = 750
-"""About what one of the changes takes in memory."""
-
-_BUFFERS = 8
-_BUFFER_BYTES_MIN = 2 * 10 * PARTITIONS * _CHANGE_BYTES
-"""Two runs of each partition."""
-
-_FEW_KEYS = 3
-_PADDING = "x" * 100_000
-_ROOMY_MB = 990.0
-_OPTIONS = {"run_size": 10}
+Used = list[dict[str, float]]
+"""Processor seconds by process, for each of the phases."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """
-    A backlog that flows.
-
-    Attributes:
-        changes: how many were written.
-        buffered: how many of them the buffer can have.
-        inserted: how many were stored in the state database.
-    """
-
-    changes: int
-    buffered: int
-    inserted: int
-
-
-@dataclass(slots=True)
-class SpillResults:
-    """
-    What the suite has found.
-
-    Attributes:
-        others: changes per second of the other partitions; the ratio is to the same load alone. `later` are those of
-            its second half, `small` with a buffer that would be filled many times over, `rolled` after the oplog has
-            rolled over what stands, and the listener was started anew.
-        standing: changes beside which that was, of the partition that stands.
-        beside: changes of the others.
-        backlogs: backlogs that flow, by their keys.
-        costs: of storing and of reading back one change, by its bytes.
-        handovers: take-over and memory, by how much is stored.
-    """
-
-    others: list[Reading] = field(default_factory=list)
-    standing: int = 0
-    beside: int = 0
-    backlogs: dict[str, Stored] = field(default_factory=dict)
-    costs: dict[int, Cost] = field(default_factory=dict)
-    handovers: list[Handover] = field(default_factory=list)
-
-
-def run_spill(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> SpillResults:
-    """Measure what is stored, and beside whom."""
-    results = SpillResults(standing=sizes.standing, beside=sizes.beside)
-    small = _buffer_bytes(sizes.standing)
-    for name, options in (("", _OPTIONS), ("small_", {**_OPTIONS, "buffer_bytes": small})):
-        announce(f"others beside what stands, with {options.get('buffer_bytes', 'all')} bytes of memory")
-        found = _rounds(sizes, (_REFERENCE, *ACTS), partial(_beside, stage, sizes, options))
-        results.others += _readings(name, found)
-    announce("others beside what stands, past a rolled oplog")
-    found = _rounds(sizes, (_REFERENCE, "halted"), partial(_rolled, stage, sizes))
-    results.others += _readings("rolled_", found)
-    for name, keys in (("all partitions", 150), (f"{_FEW_KEYS} keys", _FEW_KEYS)):
-        announce(f"a backlog of {name}")
-        results.backlogs[name] = _backlog(stage, keys, sizes)
-    results.costs = measure_costs(stage, sizes, announce)
-    results.handovers = [measure_handover(stage, count, announce) for count in (0, sizes.spilled)]
-    return results
-
-
-Rates = dict[str, list[tuple[float, float]]]
-
-
-def _rounds(sizes: Sizes, acts: tuple[str, ...], measure: Callable[[str], tuple[float, float]]) -> Rates:
-    """All of them once, then once more: a machine that slows down slows all of them."""
-    found: Rates = {act: [] for act in acts}
-    for _ in range(sizes.rounds):
-        for act, rates in found.items():
-            rates.append(measure(act))
+def run_spill(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Tables:
+    """Measure changes of a blocked partition, stored and kept in memory."""
+    found: dict[str, list[Reading]] = {}
+    for size in CHANGE_BYTES:
+        count = max(sizes.stored // (1 + size // 5_000), 1)
+        announce(f"the cost of storing {count} changes of {size} bytes")
+        kept, stored = (_measure(stage, size, count, spill_after) for spill_after in (_NEVER, _SOON))
+        for phase, less, more in zip(PHASES, kept, stored, strict=True):
+            found[f"CPU time of {phase} a change of {size:,} bytes"] = [
+                Reading(name=name, unit=MICROSECONDS, rounds=((more[name] - less[name]) / count * 1e6,))
+                for name in more
+            ]
     return found
 
 
-def _readings(prefix: str, found: Rates) -> Iterator[Reading]:
-    for place, suffix in enumerate(("", "_later")):
-        reference = f"{prefix}{_REFERENCE}{suffix}", [rates[place] for rates in found[_REFERENCE]]
-        for act, rates in found.items():
-            beside = None if act == _REFERENCE else reference
-            yield reading(f"{prefix}{act}{suffix}", RATE, [each[place] for each in rates], beside)
+def _measure(stage: Stage, size: int, count: int, spill_after: float) -> Used:
+    """Return what is used until all is stored, or in memory, and from there until all is done."""
+    with stage.scene("cost", spill_after=spill_after, **_OPTIONS) as scene:
+        scene.worker(SPILL_APP)
+        listen(scene, SPILL_APP)
+        _write(scene, [0], size)
+        scene.wait("a blocked partition", lambda: scene.state["partitions"].count_documents({"state": "halted"}))
+        looks = [_used(scene)]
+        _write(scene, range(1, count + 1), size)
+        while not _is_settled(scene, count, is_stored=spill_after == _SOON):
+            scene.check()
+            pause(_LOOK_SECONDS)
+        looks.append(_used(scene))
+        _retry(scene)
+        handled = scene.laps("handled")
+        scene.wait("all handlers", lambda: handled.count() > count, handled.count)
+        scene.wait("an empty backlog", lambda: not _stored(scene), lambda: _stored(scene))
+        looks.append(_used(scene))
+        return [{name: after[name] - before[name] for name in after} for before, after in itertools.pairwise(looks)]
 
 
-@contextmanager
-def _rig(stage: Stage, mode: str, options: dict[str, Any]) -> Iterator[SpillRig]:
-    with stage.scene(mode, partitions=PARTITIONS, **options) as scene:
-        yield SpillRig(scene)
+def _write(scene: Scene, numbers: range | list[int], size: int) -> None:
+    """Write one document again and again."""
+    padding = _padding(size)
+    documents = [{"_id": "blocked", "n": number, "padding": padding} for number in numbers]
+    for first in range(0, len(documents), _BATCH):
+        batch = documents[first : first + _BATCH]
+        scene.orders.bulk_write([ReplaceOne({"_id": "blocked"}, document, upsert=True) for document in batch])
 
 
-def _beside(stage: Stage, sizes: Sizes, options: dict[str, Any], act: str) -> tuple[float, float]:
-    """The others' changes per second, of all of them and of their second half: a backlog that a new listener finds."""
-    with _rig(stage, act, options) as rig:
-        rig.start(act if act in ACTS[1:] else None)
-        rig.stop_listening()
-        return _rate(rig, act, sizes)
+def _padding(size: int) -> str:
+    """Return text that can be compressed to somewhat more than a half."""
+    state, digits = 1, []
+    for _ in range(size):
+        state = state * 48271 % 0x7FFFFFFF
+        digits.append(_HEX[state & 15])
+    return "".join(digits)
 
 
-def _rate(rig: SpillRig, act: str, sizes: Sizes) -> tuple[float, float]:
-    done = rig.others.count()
-    rig.write(rig.load(sizes.beside, 0 if act == _REFERENCE else sizes.standing, seconds=_SECONDS))
-    rig.listen()
-    rig.await_others()
-    times = rig.others.times()[done : done + sizes.beside]
-    half = times[len(times) // 2 :]
-    return _per_second(times), _per_second(half)
+def _is_settled(scene: Scene, count: int, *, is_stored: bool) -> bool:
+    buffered = (scene.lease().get("report") or {}).get("buffered", 0)
+    return bool(_stored(scene) >= count and not buffered) if is_stored else bool(buffered >= count)
 
 
-def _per_second(times: list[float]) -> float:
-    return (len(times) - 1) / (times[-1] - times[0])
+def _stored(scene: Scene) -> int:
+    return scene.state["backlog"].estimated_document_count()
 
 
-def _rolled(stage: Stage, sizes: Sizes, act: str) -> tuple[float, float]:
-    """As before, behind an oplog that has rolled over all that stands; in the end that goes on, and nothing is lost."""
-    with (
-        MongoReplicaSet(oplog_mb=1, sync_delay=1) as server,
-        Stage(server.url, stage.redis_url) as rolling,
-        _rig(rolling, act, _OPTIONS) as rig,
-    ):
-        rig.start(act if act != _REFERENCE else None)
-        if act != _REFERENCE:
-            stored = sizes.standing // 10
-            rig.write(rig.document("standing") for _ in range(stored))
-            rig.await_stored(stored)
-        _roll(rig)
-        rig.stop_listening()
-        rates = _rate(rig, act, sizes)
-        if act != _REFERENCE:
-            rig.cure()
-            rig.await_standing()
-            rig.await_removed()
-        return rates
+def _retry(scene: Scene) -> None:
+    """Fix the handler, and retry the blocked partition, as an operator does."""
+    (Path(scene.setting.clock) / FIXED).touch()
+    done = scene.program("celery", "-A", SPILL_APP, "changes", "retry", "--yes")
+    scene.wait("the command", lambda: done.returncode is not None)
+    scene.stop(done)
 
 
-def _roll(rig: SpillRig) -> None:
-    """Roll the oplog over all that was written, beside others' changes; what is in it then is kept."""
-    client = rig.scene.data.client
-    written = client.admin.command("ping")["operationTime"]
-    while _oldest(rig) <= written:
-        rig.scene.data["padding"].insert_many([{"padding": _PADDING} for _ in range(10)])
-        _write_one(rig)  # the stream itself is not overtaken
-    client.admin.command("replSetResizeOplog", size=_ROOMY_MB)
-    _write_one(rig)
-    rig.scene.wait("a watermark in the oplog", lambda: rig.watermark > _oldest(rig))
-
-
-def _oldest(rig: SpillRig) -> Timestamp:
-    """Time of the oldest oplog entry."""
-    found = rig.scene.data.client["local"]["oplog.rs"].find_one(sort=[("$natural", 1)]) or {}
-    time: Timestamp = found["ts"]
-    return time
-
-
-def _write_one(rig: SpillRig) -> None:
-    rig.write([rig.document("others", key=rig.keys(1)[0])])
-    rig.await_others()
-
-
-def _backlog(stage: Stage, keys: int, sizes: Sizes) -> Stored:
-    """How much of a backlog that flows is stored, where the buffer can have a part of it only."""
-    buffer_bytes = _buffer_bytes(sizes.backlog)
-    with _rig(stage, "backlog", {**_OPTIONS, "buffer_bytes": buffer_bytes}) as rig:
-        rig.start()
-        rig.stop_listening()
-        rig.write(rig.load(sizes.backlog, 0, keys=keys, seconds=_SECONDS / 4))
-        rig.listen()
-        rig.await_others()
-        if rig.report.get("bufferedBytes", 0) > 2 * buffer_bytes:
-            raise BenchError(f"the buffer had {rig.report['bufferedBytes']} bytes, of {buffer_bytes}.")
-        return Stored(sizes.backlog, buffer_bytes // _CHANGE_BYTES, rig.inserted)
-
-
-def _buffer_bytes(changes: int) -> int:
-    """A buffer that so many changes would fill several times."""
-    return max(changes * _CHANGE_BYTES // _BUFFERS, _BUFFER_BYTES_MIN)
+def _used(scene: Scene) -> dict[str, float]:
+    """Return the processor seconds of the listener, and of the server where it is embedded."""
+    names = ("listener", "mongod")
+    return {name: used for name, used in scene.cpu_seconds().items() if name in names}

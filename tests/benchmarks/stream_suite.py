@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from bson import Timestamp
@@ -13,10 +12,10 @@ from pymongo import MongoClient, WriteConcern
 
 from mongo_celery.bench.payload import present_time
 from mongo_celery.bench.stage import BenchError, Scene, Stage
-from mongo_celery.bridge.stream.filter import DOCUMENT_OPERATIONS, Filter
+from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.bridge.stream.source import Scope, Selector, Source, make_scope
 from mongo_celery.mongo.oplog import time_of_token
-from tests.benchmarks.readings import RATE, Reading, reading
+from tests.benchmarks.readings import RATE, Tables, reading
 from tests.benchmarks.sizes import Sizes
 
 SOURCES = (1, 10, 60, 200)
@@ -29,24 +28,9 @@ _REFERENCE = "plain_in"
 _STALL_SECONDS = 120.0
 
 
-@dataclass(slots=True)
-class StreamResults:
-    """
-    What the suite has found.
-
-    Attributes:
-        scanned: oplog entries per second that a stream passes, by pipeline and number of sources; the ratio is to
-            one `$in` over the collections' names.
-        entries: of the neighbour that are passed.
-    """
-
-    scanned: list[Reading] = field(default_factory=list)
-    entries: int = 0
-
-
-def run_stream(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> StreamResults:
+def run_stream(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Tables:
     """Measure the stream beside a neighbour's writes, from the first to the last of them."""
-    results = StreamResults(entries=sizes.scanned)
+    scanned = []
     client: MongoClient[Any]
     with (
         stage.scene("stream") as scene,
@@ -66,8 +50,8 @@ def run_stream(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> S
                     found.append(sizes.scanned / seconds)
             for name, found in rates.items():
                 beside = None if name == _REFERENCE else (f"{_REFERENCE}_{count}", rates[_REFERENCE])
-                results.scanned.append(reading(f"{name}_{count}", RATE, found, beside))
-    return results
+                scanned.append(reading(f"{name}_{count}", RATE, found, beside))
+    return {f"Oplog entries that a stream passes per second, {sizes.scanned:,} of a neighbour": scanned}
 
 
 def _fill(scene: Scene, entries: int, announce: Callable[[str], None]) -> int:
@@ -86,13 +70,10 @@ def _scopes(database: str, state_database: str, count: int) -> Mapping[str, Scop
     """
     The streams to compare. Each sees the first collection of the database; none sees the neighbour.
 
-    `plain_in` is the plainest that a person would write, `clause_each` what this bridge once sent.
+    `plain_in` is the plainest that a person would write.
     """
     names = [_name(number) for number in range(count)]
     databases = [database, *(f"{database}-{number}" for number in range(1, count))]
-    operations = {"operationType": {"$in": sorted(DOCUMENT_OPERATIONS)}}
-    clauses = [{"ns.db": database, "ns.coll": {"$in": [name, None]}} for name in names]
-    former = {"$or": [{"operationType": "invalidate"}, {"$and": [{"$or": clauses}, operations]}]}
     return {
         _REFERENCE: Scope(database, None, ({"$match": {"ns.coll": {"$in": names}}},), {}),
         "bridge": _of_bridge([Source(database, name) for name in names], state_database),
@@ -100,7 +81,6 @@ def _scopes(database: str, state_database: str, count: int) -> Mapping[str, Scop
         "bridge_whole": _of_bridge(
             [Source(database, names[0]), *(Source(each, None) for each in databases[1:])], state_database
         ),
-        "clause_each": Scope(database, None, ({"$match": former},), {}),
     }
 
 

@@ -1,13 +1,11 @@
-"""Processes that move money: `python -m tests.benchmarks.transfer_programs NAME ARGUMENT...`."""
+"""Processes that move money, or lock: `python -m tests.benchmarks.transfer_programs NAME ARGUMENT...`."""
 
 from __future__ import annotations
 
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 from pymongo import MongoClient, UpdateOne, WriteConcern
@@ -18,15 +16,9 @@ from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
 from tests.benchmarks.answers import answer, await_sign
 
-APPLICATION = "bench"
-
 setting = BenchSetting.from_environment()
 
 Transfer = Callable[[int, int], object]
-
-
-def _transferred() -> Stopwatch:
-    return Stopwatch(setting.clock, "transferred")
 
 
 def _data(url: str = setting.mongo_url) -> Database[dict[str, Any]]:
@@ -45,8 +37,8 @@ def _plain(data: Database[dict[str, Any]]) -> Transfer:
     return transfer
 
 
-def _two_phase(data: Database[dict[str, Any]], protocol: str = "auto") -> Transfer:
-    bank = TwoPhaseCommit(None, data["transactions"], application=APPLICATION, protocol=protocol)
+def _two_phase(data: Database[dict[str, Any]]) -> Transfer:
+    bank = TwoPhaseCommit(None, data["transactions"], application="bench")
     return lambda source, destination: bank.transfer(source, destination, 1)
 
 
@@ -84,7 +76,7 @@ def _plain_across(data: Database[dict[str, Any]], other: Database[dict[str, Any]
 
 def _across(data: Database[dict[str, Any]], other: Database[dict[str, Any]]) -> Transfer:
     bank = TwoPhaseCommit(
-        None, data["transactions"], application=APPLICATION, name="across", clients={"other": other.client}
+        None, data["transactions"], application="bench", name="across", clients={"other": other.client}
     )
     payers, payees = data["accounts"], other["accounts"]
 
@@ -92,7 +84,6 @@ def _across(data: Database[dict[str, Any]], other: Database[dict[str, Any]]) -> 
         paid = Participant(payers, source, {"$inc": {"balance": -1}}, require={"balance": {"$gte": 1}})
         bank.begin([paid, Participant(payees, destination, {"$inc": {"balance": 1}})], run=True)
 
-    _finishing.append(bank.flush)
     return transfer
 
 
@@ -101,9 +92,6 @@ KINDS_ACROSS: dict[str, Callable[[Database[dict[str, Any]], Database[dict[str, A
     "across": _across,
 }
 """Over two clusters."""
-
-_finishing: list[Callable[[], object]] = []
-"""What is left to do when all were transferred, and belongs to their time."""
 
 
 def transfers(kind: str, accounts: str, number: str, other: str = "") -> None:
@@ -117,7 +105,7 @@ def transfers(kind: str, accounts: str, number: str, other: str = "") -> None:
         other: address of the other cluster, if there is one.
     """
     transfer = KINDS_ACROSS[kind](_data(), _data(other)) if other else KINDS[kind](_data())
-    choose, done = random.Random(), _transferred()
+    choose, done = random.Random(), Stopwatch(setting.clock, "transferred")
     transfer(0, 1)  # connections and sessions
     await_sign(setting)
     began = time.monotonic()
@@ -125,36 +113,73 @@ def transfers(kind: str, accounts: str, number: str, other: str = "") -> None:
         source, destination = choose.sample(range(int(accounts)), 2)
         transfer(source, destination)
         done.lap()
-    for finish in _finishing:
-        finish()
     answer(setting, {"began": began, "ended": time.monotonic()})
 
 
-def transfer_on(accounts: str) -> None:
-    """Transfer by two-phase commits with markers, which leave something to recover, until somebody ends it."""
-    transfer, choose, done = _two_phase(_data(), "documents"), random.Random(), _transferred()
-    for _ in count():
-        source, destination = choose.sample(range(int(accounts)), 2)
-        transfer(source, destination)
-        done.lap()
+def locks(rounds: str, count: str) -> None:
+    """
+    Measure how often a second one process changes one account, or all, in a transaction and with locks.
+
+    Beside each way is the same with PyMongo alone. The ways take turns.
+
+    Args:
+        rounds: how many turns.
+        count: changes of each way in a turn.
+    """
+    ways, progress = _lock_ways(_data()), Stopwatch(setting.clock, "progress")
+    rates: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(int(rounds)):
+        for name, way in ways.items():
+            way()
+            began = time.monotonic()
+            for _ in range(int(count)):
+                way()
+            rates[name].append(int(count) / (time.monotonic() - began))
+            progress.lap()
+    answer(setting, rates)
 
 
-def hold() -> None:
-    """Lock an account and keep it until somebody ends it."""
-    data = _data()
-    held = Stopwatch(setting.clock, "held")
+def _lock_ways(data: Database[dict[str, Any]]) -> dict[str, Callable[[], object]]:
+    accounts, client, change = data["accounts"], data.client, {"$inc": {"balance": 1}}
 
-    @transactional(data.client)
-    def forever(*, session: Any) -> None:
-        select_for_update(data["accounts"], {"_id": 0}, session=session)
-        held.lap()
-        while True:
-            signal.pause()
+    def driver_transaction() -> None:
+        with client.start_session() as session:
+            session.with_transaction(lambda session: accounts.update_one({"_id": 0}, change, session=session))
 
-    forever()
+    @transactional(client)
+    def in_transaction(*, session: Any) -> None:
+        accounts.update_one({"_id": 0}, change, session=session)
+
+    def lock_and_change(session: Any) -> None:
+        accounts.find_one_and_update({"_id": 0}, {"$inc": {"locks": 1}}, session=session)
+        accounts.update_one({"_id": 0}, change, session=session)
+
+    def driver_lock() -> None:
+        with client.start_session() as session:
+            session.with_transaction(lock_and_change)
+
+    @transactional(client)
+    def locked(*, session: Any) -> None:
+        select_for_update(accounts, {"_id": 0}, session=session)
+        accounts.update_one({"_id": 0}, change, session=session)
+
+    @transactional(client)
+    def locked_hundred(*, session: Any) -> None:
+        found = select_many_for_update(accounts, {}, session=session)
+        accounts.update_many({"_id": {"$in": [each["_id"] for each in found]}}, change, session=session)
+
+    return {
+        "plain_one": lambda: accounts.update_one({"_id": 0}, change),
+        "driver_transaction": driver_transaction,
+        "transactional": in_transaction,
+        "driver_lock": driver_lock,
+        "locked_one": locked,
+        "plain_hundred": lambda: accounts.update_many({}, change),
+        "locked_hundred": locked_hundred,
+    }
 
 
-PROGRAMS: dict[str, Callable[..., None]] = {program.__name__: program for program in (transfers, transfer_on, hold)}
+PROGRAMS: dict[str, Callable[..., None]] = {each.__name__: each for each in (transfers, locks)}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

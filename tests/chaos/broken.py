@@ -2,7 +2,7 @@
 Builds that are broken on purpose: each takes one rule away, in the started processes and nowhere else.
 
 The name of the build to be is in the environment; `BROKEN` says which there are. For each, `directed` has a plan that
-shows what it does, within a minute or so.
+shows what it does, within a minute or so. A test may break its own process instead (`integration/test_conformance.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.state import claims
 from mongo_celery.bridge.state.backlog import Backlog, StoredChange
 from mongo_celery.bridge.state.leases import Leases
+from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.window import Queue, Window
 from mongo_celery.bridge.worker.subject import RunSubject
 from mongo_celery.mongo.table import Table
@@ -35,23 +36,27 @@ _BEHIND_EVERYTHING = "Z"
 """Sorts after every resume token."""
 
 
-def apply(name: str) -> None:
+Replace = Callable[[Any, str, Any], None]
+"""Puts something in the place of an attribute: `setattr`, or that of a test."""
+
+
+def apply(name: str, replace: Replace = setattr) -> None:
     """Break this process as told; nothing for an empty name."""
     if name:
-        BROKEN[name]()
+        BROKEN[name](replace)
 
 
-def _remove_gate() -> None:
+def _remove_gate(replace: Replace) -> None:
     """Whoever asks for a claim gets it."""
     find_and_update = Table.find_and_update_unretried
 
     def ungated(self: Table, guard: Mapping[str, Any], change: Any, fields: Mapping[str, Any]) -> Any:
         return find_and_update(self, {"_id": guard["_id"]}, change, fields)
 
-    Table.find_and_update_unretried = ungated  # type: ignore[method-assign]
+    replace(Table, "find_and_update_unretried", ungated)
 
 
-def _commit_out_of_order() -> None:
+def _commit_out_of_order(replace: Replace) -> None:
     """Whoever says that a change is handled is believed, however late."""
     update = Table.update_unretried
 
@@ -61,15 +66,15 @@ def _commit_out_of_order() -> None:
         names = {"_id", "handled"} if is_commit else {"_id"} if is_outcome else set(guard)
         return update(self, {name: guard[name] for name in names}, change, *concern)
 
-    Table.update_unretried = believing  # type: ignore[method-assign, assignment]
+    replace(Table, "update_unretried", believing)
 
 
-def _keep_fence() -> None:
+def _keep_fence(replace: Replace) -> None:
     """A claim does not raise the fence."""
-    claims.next_number = lambda field: {"$add": [f"${field}", 0]}  # type: ignore[attr-defined]
+    replace(claims, "next_number", lambda field: {"$add": [f"${field}", 0]})
 
 
-def _watermark_as_maximum() -> None:
+def _watermark_as_maximum(replace: Replace) -> None:
     """A watermark is the last thing that is done, whatever lies before it."""
     complete = Window.complete
 
@@ -80,25 +85,25 @@ def _watermark_as_maximum() -> None:
             self.watermark = done[-1]
         return finished
 
-    Window.complete = furthest  # type: ignore[method-assign]
+    replace(Window, "complete", furthest)
 
 
-def _remove_sweep() -> None:
+def _remove_sweep(replace: Replace) -> None:
     """What was dispatched once is never dispatched again."""
-    Partition.repeat = lambda *_: None  # type: ignore[method-assign]
+    replace(Partition, "repeat", lambda *_: None)
 
 
-def _lease_of_one() -> None:
+def _lease_of_one(replace: Replace) -> None:
     """The lease is written with w:1."""
     make = Leases.__init__
 
     def of_one(self: Leases, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
         make(self, collection.with_options(write_concern=WriteConcern(1)), bridge, ttl)
 
-    Leases.__init__ = of_one  # type: ignore[method-assign]
+    replace(Leases, "__init__", of_one)
 
 
-def _clients_clock() -> None:
+def _clients_clock(replace: Replace) -> None:
     """Expiries are judged by the clock of the process, and one listener's is an hour ahead."""
     ahead = _AHEAD if os.environ.get("CHAOS_ROLE") == "listener-1" else timedelta()
     find_and_update = Table.find_and_update
@@ -113,24 +118,31 @@ def _clients_clock() -> None:
     def by_my_clock(self: Table, guard: Mapping[str, Any], change: Any) -> dict[str, Any] | None:
         return find_and_update(self, mine(guard), mine(change))
 
-    Table.find_and_update = by_my_clock  # type: ignore[method-assign]
+    replace(Table, "find_and_update", by_my_clock)
 
 
-def _mark_before_insert() -> None:
+def _mark_before_insert(replace: Replace) -> None:
     """Changes are stored some time after it was said that they are."""
-    insert = Backlog.insert
+    insert, mark = Backlog.insert, Partitions.mark_stored
+    waiting: list[tuple[Any, ...]] = []
 
     def later(
         self: Backlog, partition_id: str, changes: Iterable[StoredChange], term: int, session: Any = None
     ) -> None:
         del session  # a timer's thread cannot share it
-        kept = list(changes)
-        threading.Timer(_LATE_SECONDS, insert, (self, partition_id, kept, term)).start()
+        waiting.append((self, partition_id, list(changes), term))
 
-    Backlog.insert = later  # type: ignore[method-assign]
+    def first(self: Partitions, *arguments: Any) -> bool:
+        marked = mark(self, *arguments)
+        while waiting:
+            threading.Timer(_LATE_SECONDS, insert, waiting.pop()).start()
+        return marked
+
+    replace(Backlog, "insert", later)
+    replace(Partitions, "mark_stored", first)
 
 
-def _removal_above_committed() -> None:
+def _removal_above_committed(replace: Replace) -> None:
     """A removal takes whatever is stored of the partition."""
     remove = Backlog.remove
 
@@ -139,10 +151,10 @@ def _removal_above_committed() -> None:
         everywhere = committed and _BEHIND_EVERYTHING
         return remove(self, partition_id, everywhere, everywhere, term)
 
-    Backlog.remove = everything  # type: ignore[method-assign]
+    replace(Backlog, "remove", everything)
 
 
-def _keep_changed_documents() -> None:
+def _keep_changed_documents(replace: Replace) -> None:
     """A document of a snapshot is given although its key was changed while it was read."""
     answer = ChunkReader._answer
 
@@ -151,26 +163,26 @@ def _keep_changed_documents() -> None:
         threading.Event().wait(_LATE_SECONDS / 4)
         return found
 
-    ChunkReader._answer = late  # type: ignore[method-assign]
-    Chunk.note = lambda *_: None  # type: ignore[method-assign]
+    replace(ChunkReader, "_answer", late)
+    replace(Chunk, "note", lambda *_: None)
 
 
-def _pass_parked() -> None:
+def _pass_parked(replace: Replace) -> None:
     """A change is handled although its key is parked."""
-    RunSubject.is_parked = lambda *_: False  # type: ignore[method-assign]
+    replace(RunSubject, "is_parked", lambda *_: False)
 
 
-def _pass_whole_list() -> None:
+def _pass_whole_list(replace: Replace) -> None:
     """Of a list that fails in its middle all is recorded as done."""
     reach = RunSubject.reach
 
     def reach_end(self: RunSubject, _end: int) -> tuple[int, dict[str, object]]:
         return reach(self, len(self.run.changes))
 
-    RunSubject.reach = reach_end  # type: ignore[method-assign, assignment]
+    replace(RunSubject, "reach", reach_end)
 
 
-BROKEN: Mapping[str, Callable[[], None]] = MappingProxyType(
+BROKEN: Mapping[str, Callable[[Replace], None]] = MappingProxyType(
     {
         "gate removed": _remove_gate,
         "commit out of order": _commit_out_of_order,

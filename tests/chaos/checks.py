@@ -1,5 +1,5 @@
 """
-Pure checks of a run, beside those that every history has (`tests.chaos.history`).
+Pure checks of a run, beside those that every history has (`tests.rig.history`).
 
 Each returns sentences about what is wrong; none means good. Whatever is judged by time is judged with an allowance,
 since a machine may be busy; everything else is judged as it is. `tests/chaos/test_checks.py` gives each of them bad
@@ -9,26 +9,22 @@ histories.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tests.chaos.facts import (
-    Acquired,
     Brought,
     Changed,
     Charged,
-    Covered,
     Fact,
     Fault,
-    Kept,
     Let,
     Parked,
-    Removed,
     Waited,
     Where,
 )
-from tests.chaos.history import Due, Effect, SetAside, Started, Stored, Wrote
 from tests.chaos.setting import FLOWS, is_poison, partition_of
+from tests.rig.history import Due, Effect, Led, SetAside, Started, Wrote
 
 SLACK_SECONDS = 20.0
 FACTOR = 2.0
@@ -59,74 +55,6 @@ def not_found(history: Sequence[Fact], acknowledged: Iterable[Due]) -> list[str]
     found = Counter(Due(fact.handler or "", fact.key, fact.n) for fact in history if isinstance(fact, Wrote))
     twice = [f"{due} is in the oplog {count} times" for due, count in found.items() if count > 1]
     return [*(f"{due} was acknowledged and is not in the oplog" for due in acknowledged if due not in found), *twice]
-
-
-def passed_over(history: Sequence[Fact]) -> list[str]:
-    """
-    P5, P13: no position passes a change that is not done.
-
-    A watermark may pass what is stored at or below its partition's mark; a partition's position may not.
-    """
-    wrong: list[str] = []
-    for subscription in _subscriptions(history):
-        wrong += _Passing(subscription).judge(history)
-    return wrong
-
-
-class _Passing:
-    """The check of one subscription."""
-
-    def __init__(self, subscription: str) -> None:
-        self._name = subscription
-        self._open: dict[str, Due] = {}
-        self._of: dict[Where, dict[str, Due]] = defaultdict(dict)
-        self._places: dict[Due, str] = {}
-        self._kept: dict[Where, set[str]] = defaultdict(set)
-        self._marks: dict[Where, str] = {}
-
-    def judge(self, history: Sequence[Fact]) -> Iterator[str]:
-        for fact in history:
-            match fact:
-                case Wrote() if fact.handler == self._name:
-                    due = Due(self._name, fact.key, fact.n)
-                    self._places[due] = fact.place
-                    self._open[fact.place] = self._of[self._where(fact.key)][fact.place] = due
-                case Effect() | SetAside() | Parked() if fact.due.handler == self._name:
-                    self._done(fact.due)
-                case Kept() if fact.where[0] == self._name:
-                    self._kept[fact.where].add(fact.place)
-                    self._cover(fact.where, [fact.place])
-                case Covered() if fact.where[0] == self._name:
-                    self._marks[fact.where] = fact.to
-                    self._cover(fact.where, sorted(self._kept[fact.where]))
-                case Removed() if fact.where[0] == self._name:
-                    self._kept[fact.where].discard(fact.place)
-                    due_there = self._of[fact.where].get(fact.place)
-                    if due_there is not None:
-                        yield f"{due_there} was removed from what is stored before it was done"
-                case Stored() if fact.passed == self._name:
-                    yield from self._passed(self._open, fact)
-                case Stored() if fact.passed is None and fact.where.split("/")[1:2] == [self._name]:
-                    yield from self._passed(self._of[_partition_in(fact.where)], fact)
-
-    def _where(self, key: str) -> Where:
-        return self._name, partition_of(self._name, key)
-
-    def _done(self, due: Due) -> None:
-        place = self._places.get(due, "")
-        self._open.pop(place, None)
-        self._of[self._where(due.key)].pop(place, None)
-
-    def _cover(self, where: Where, places: Iterable[str]) -> None:
-        """What is stored, and at or below the mark, holds no watermark."""
-        mark = self._marks.get(where, "")
-        for place in places:
-            if place <= mark and place in self._of[where]:
-                self._open.pop(place, None)
-
-    def _passed(self, owed: dict[str, Due], stored: Stored) -> Iterator[str]:
-        while owed and (first := next(iter(owed))) <= stored.place:
-            yield f"{stored.where} passed {owed.pop(first)} before it was done"
 
 
 def charged_innocents(history: Sequence[Fact], faults: Sequence[Fault]) -> list[str]:
@@ -351,18 +279,9 @@ def parked(history: Sequence[Fact], discarded: Collection[Due]) -> list[str]:
     return [*wrong, *(f"{due} waits for its key for ever" for due in waiting)]
 
 
-def stolen(history: Sequence[Fact]) -> list[str]:
-    """P3: nobody takes a lease that another holds by the server's clock."""
-    return [
-        f"{fact.listener} took the lease {fact.until - fact.at:.2f} s before it ended"
-        for fact in history
-        if isinstance(fact, Acquired) and fact.until > fact.at
-    ]
-
-
 def phantom_terms(history: Sequence[Fact], announced: Mapping[int, str]) -> list[str]:
     """P3: whoever says that it leads has the lease by a majority: no election takes it back."""
-    had = {fact.version for fact in history if isinstance(fact, Acquired)}
+    had = {fact.version for fact in history if isinstance(fact, Led)}
     return [
         f"{who} led with version {version}, which nobody has"
         for version, who in announced.items()
@@ -377,17 +296,8 @@ def untrue(status: Mapping[str, Any]) -> list[str]:
     """P16: what status says of a bridge that has come to rest, and of its partitions."""
     wrong = [f"{name} is {status.get(name)!r}" for name, value in AT_REST.items() if status.get(name) != value]
     return wrong + [
-        f"{handler['name']}/{each['index']} is {each['state']}"
+        f"{handler['name']}/{each['partition']} is {each['state']}"
         for handler in status.get("handlers", ())
         for each in handler["partitions"]
         if each["state"] != "flowing"
     ]
-
-
-def _subscriptions(history: Sequence[Fact]) -> list[str]:
-    return sorted({fact.handler for fact in history if isinstance(fact, Wrote) and fact.handler is not None})
-
-
-def _partition_in(where: str) -> Where:
-    _, subscription, _, index = where.split("/")
-    return subscription, int(index)

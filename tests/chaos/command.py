@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from tests.chaos.broken import BROKEN, directed
 from tests.chaos.plan import Plan, draw
-from tests.chaos.report import figures, merged, show, show_caught
+from tests.chaos.report import merged, show, show_caught
 from tests.chaos.run import BROKEN_REST_SECONDS, run
 from tests.chaos.verdict import Judgement
 
@@ -28,7 +27,6 @@ _EVIDENCE = "mongo-celery-chaos-"
 @click.option("--broken", type=click.Choice([*BROKEN, "all"]), help="Run a build that is broken on purpose.")
 @click.option("--plan", "only_plan", is_flag=True, help="Print the plans and run nothing.")
 @click.option("--keep", is_flag=True, help="Keep logs and history of good runs too.")
-@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures to a file.")
 def chaos(
     seed: int,
     seeds: int,
@@ -37,7 +35,6 @@ def chaos(
     broken: str | None,
     only_plan: bool,
     keep: bool,
-    file: Path | None,
 ) -> None:
     """
     Let everything happen at once to a bridge under load, and judge what became of each change.
@@ -56,9 +53,6 @@ def chaos(
     judgements = {str(plan.seed): _run(plan, console, keep=keep, is_broken=broken is not None) for plan in plans}
     if len(plans) > 1 and broken is None:
         show(merged(list(judgements.values())), console)
-    if file is not None:
-        found = {name: figures(each) for name, each in judgements.items()}
-        file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if broken is not None:
         show_caught(judgements, console)
     if any(judgement.good is (broken is not None) for judgement in judgements.values()):

@@ -1,30 +1,15 @@
-"""What is known of a run beside the facts that every history has (`tests.chaos.history`). Pure."""
+"""What is known of a run beside the facts that every history has (`tests.rig.history`). Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.chaos.history import Due
-from tests.chaos.history import Fact as CommonFact
 from tests.chaos.kinds import KINDS, STALL, Kind
+from tests.rig.history import Due
+from tests.rig.history import Fact as CommonFact
 
 Where = tuple[str, int]
 """A partition: its subscription and its index."""
-
-
-@dataclass(frozen=True, slots=True)
-class Acquired:
-    """
-    A listener took the lease.
-
-    Attributes:
-        until: when the lease would have ended that another one had not released; 0 where there was none.
-    """
-
-    listener: str
-    version: int
-    at: float
-    until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,39 +37,12 @@ class Changed:
     A partition has another state now.
 
     Attributes:
-        head: the place of the change at which it halted; empty where it is not halted.
+        head: the place of the change at which it halted. Empty if it is not halted.
     """
 
     where: Where
     state: str
     head: str = ""
-    at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A change was stored with its bytes."""
-
-    where: Where
-    place: str
-    at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Covered:
-    """The mark of a partition: what is stored up to this place may be passed by the watermark. Empty: there is none."""
-
-    where: Where
-    to: str
-    at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """A stored change was removed."""
-
-    where: Where
-    place: str
     at: float = 0.0
 
 
@@ -112,7 +70,7 @@ class Let:
     due: Due
 
 
-Fact = CommonFact | Acquired | Charged | Waited | Changed | Kept | Covered | Removed | Brought | Parked | Let
+Fact = CommonFact | Charged | Waited | Changed | Brought | Parked | Let
 
 
 @dataclass(frozen=True, slots=True)

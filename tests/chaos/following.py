@@ -11,13 +11,13 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.mongo.oplog import operation_time
 from tests.chaos.facts import Fact, Let
-from tests.chaos.history import Due, Effect, SetAside, Wrote
 from tests.chaos.reading import Reading
-from tests.chaos.setting import DATA, FACTS, STATE
+from tests.chaos.setting import BRIDGE, DATA, FACTS, STATE, partition_of
+from tests.rig.conformance import LARGE, Recording
+from tests.rig.history import Due, Effect, SetAside, Wrote
 
 _AGAIN_SECONDS = 0.2
 _AWAIT_MILLISECONDS = 300
-_LARGE = ["fullDocument.text", "fullDocument.raw", "fullDocument.zip", "fullDocument.change", "fullDocument.traceback"]
 _END = "end of the run"
 
 
@@ -29,11 +29,13 @@ class Following:
         url: of the servers, without any network that faults befall.
 
     Attributes:
-        reading: what was read; only of use after `end`.
+        reading: what was read, and
+        recording: the writes of the bridge's state. Both are only of use after `end`.
     """
 
     def __init__(self, url: str) -> None:
         self.reading = Reading()
+        self.recording = Recording()
         self._client: MongoClient[dict[str, Any]] = MongoClient(
             url,
             appname="chaos-following",
@@ -83,11 +85,12 @@ class Following:
             raise TimeoutError(f"The history could not be read within {seconds:.0f} s: is the server busy?")
         self._thread.join()
         self._client.close()
+        self.recording.end()
         return self.reading.history
 
     def _follow(self) -> None:
         token = None
-        wanted: list[dict[str, Any]] = [{"$match": {"ns.db": {"$in": [DATA, STATE, FACTS]}}}, {"$unset": _LARGE}]
+        wanted: list[dict[str, Any]] = [{"$match": {"ns.db": {"$in": [DATA, STATE, FACTS]}}}, {"$unset": LARGE}]
         while not self._ended.is_set():
             place: dict[str, Any] = (
                 {"start_at_operation_time": self._start} if token is None else {"resume_after": token}
@@ -109,10 +112,14 @@ class Following:
         if event["ns"] == {"db": FACTS, "coll": "end"}:
             self._ended.set()
             return
+        if event["ns"]["db"] == STATE:
+            self.recording.take(event)
         with self._guard:
             for fact in self.reading.take(event):
                 if isinstance(fact, Wrote):
                     due = Due(fact.handler or "", fact.key, fact.n)
+                    where = f"{BRIDGE}/{due.handler}", partition_of(due.handler, due.key)
+                    self.recording.note_change(*where, fact.place)
                     self._open.add(due)
                     self._seen.add(due)
                 elif isinstance(fact, Effect | SetAside | Let):

@@ -8,25 +8,21 @@ from event to event, since an update says only what it has changed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from typing import Any
 
 from tests.chaos.facts import (
-    Acquired,
     Brought,
     Changed,
     Charged,
-    Covered,
     Fact,
-    Kept,
     Let,
     Parked,
-    Removed,
     Waited,
     Where,
 )
-from tests.chaos.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, SINK, STATE
+from tests.rig.conformance import document_after, transaction_of
+from tests.rig.history import Due, Effect, Led, SetAside, Started, Wrote
 
 Event = Mapping[str, Any]
 Document = dict[str, Any]
@@ -55,9 +51,9 @@ class Reading:
         passes it, whichever was written first.
         """
         found: list[Fact] = []
-        if self._transaction and _transaction_of(event) != _transaction_of(self._transaction[0]):
+        if self._transaction and transaction_of(event) != transaction_of(self._transaction[0]):
             found += self._end_transaction()
-        if _transaction_of(event) is None:
+        if transaction_of(event) is None:
             found += self._facts(event)
         else:
             self._transaction.append(event)
@@ -92,14 +88,10 @@ class Reading:
         """A document before and after the event; empty where there is none."""
         where = event["ns"]["db"], event["ns"]["coll"], str(event["documentKey"]["_id"])
         before = self._documents.get(where, {})
+        after = document_after(before, event) or {}
         if event["operationType"] == "delete":
             self._documents.pop(where, None)
-            return before, {}
-        if event["operationType"] == "update":
-            after = updated(before, event["updateDescription"])
-        else:
-            after = event["fullDocument"]
-        if event["ns"]["db"] in {STATE, DATA} and event["ns"]["coll"] not in {"backlog", "dead_letters"}:
+        elif event["ns"]["db"] in {STATE, DATA} and event["ns"]["coll"] not in {"backlog", "dead_letters"}:
             self._documents[where] = after
         return before, after
 
@@ -121,20 +113,12 @@ class Reading:
         where = str(event["documentKey"]["_id"])
         if collection == "partitions" and after:
             yield from self._partition(where, before, after, at)
-        elif collection == "handlers" and _place(before) != _place(after):
-            yield Stored(where, _place(after), {"term": after["term"]}, where.partition("/")[2], at)
         elif collection == "leases" and where == BRIDGE and after:
             yield from _lease(before, after, at)
         elif collection == "dead_letters" and event["operationType"] == "delete":
             yield from self._let(where)
         elif collection == "dead_letters" and "fullDocument" in event:
             yield from self._aside(after["handler"], after["resumeToken"]["_data"], parks="parked" in after)
-        elif collection == "backlog":
-            partition, place = _stored_change(where)
-            if event["operationType"] == "delete":
-                yield Removed(partition, place, at)
-            elif event["operationType"] == "insert":
-                yield Kept(partition, place, at)
 
     def _aside(self, subscription: str, place: str, *, parks: bool = False) -> Iterator[Fact]:
         due = self._dues.get((subscription, place))
@@ -152,9 +136,6 @@ class Reading:
         head = _place(before, "halted")
         if head and head == _place(after) and before.get("committed", 0) < after["committed"]:
             yield from self._aside(partition[0], head)  # a person has skipped it
-        numbers = {name: after[name] for name in ("committed", "term", "fencingToken")}
-        if _place(before) != _place(after) or any(before.get(name) != value for name, value in numbers.items()):
-            yield Stored(where, _place(after), numbers, None, at)
         if before.get("state", "flowing") != after["state"]:
             yield Changed(partition, after["state"], _place(after, "halted"), at)
         counts = [(document.get("retry") or {}).get(name, 0) for document in (before, after) for name in _COUNTS]
@@ -162,37 +143,9 @@ class Reading:
             yield Charged(partition, _place(after), counts[2], counts[3], at)
         if _waits(after) > _waits(before):
             yield Waited(partition, at)
-        marks = [(document.get("spilled") or {}).get("to", "") for document in (before, after)]
-        if marks[0] != marks[1]:
-            yield Covered(partition, marks[1], at)
 
 
 _COUNTS = "count", "crashes"
-
-
-def updated(before: Document, description: Mapping[str, Any]) -> Document:
-    """A document after an update, from what the update has changed."""
-    after = dict(before)
-    for path, value in description["updatedFields"].items():
-        target, name = _within(after, path)
-        target[name] = value
-    for path in description["removedFields"]:
-        target, name = _within(after, path)
-        target.pop(name, None)
-    return after
-
-
-def _within(document: Document, path: str) -> tuple[Document, str]:
-    """The embedded document that a path leads to, a copy of its own, and the name there."""
-    *parents, name = path.split(".")
-    for parent in parents:
-        inner = document.get(parent)
-        document[parent] = document = dict(inner) if isinstance(inner, dict) else {}
-    return document, name
-
-
-def _transaction_of(event: Event) -> Any:
-    return (event["txnNumber"], event["lsid"]["id"]) if "txnNumber" in event else None
 
 
 def _place(document: Document, field: str = "") -> str:
@@ -212,10 +165,6 @@ def _partition(where: str) -> Where:
     return subscription, int(index)
 
 
-def _stored_change(where: str) -> tuple[Where, str]:
-    return _partition(where), where.split("/")[4]
-
-
 def _effect(before: Document, after: Document, at: float) -> Iterator[Fact]:
     if after.get("last") != before.get("last"):
         yield Effect(**after["last"], at=at)
@@ -223,8 +172,4 @@ def _effect(before: Document, after: Document, at: float) -> Iterator[Fact]:
 
 def _lease(before: Document, after: Document, at: float) -> Iterator[Fact]:
     if after["term"] != before.get("term") and after.get("listenerId") is not None:
-        if after["listenerId"] != before.get("listenerId"):
-            ends = before.get("expiresAt")
-            held = before.get("listenerId") is not None and isinstance(ends, datetime)
-            yield Acquired(after["listenerId"], after["term"], at, ends.timestamp() if held and ends else 0.0)
         yield Led(after["listenerId"], after["term"], at)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -71,22 +70,3 @@ def show_caught(judgements: Mapping[str, Judgement], console: Console) -> None:
         caught = [f"{promise} ({len(wrong)})" for promise, wrong in judgement.wrong.items() if wrong]
         table.add_row(name, ", ".join(caught) or "[red]nothing[/red]")
     console.print(table)
-
-
-def figures(judgement: Judgement) -> Mapping[str, Any]:
-    """A judgement for `--json`."""
-    return {
-        "good": judgement.good,
-        "counts": dict(judgement.counts),
-        "wrong": {promise: list(sentences) for promise, sentences in judgement.wrong.items()},
-        "faults": {
-            name: {
-                "times": times,
-                "longest_gap": round(judgement.longest.get(name, Longest()).seconds, 2),
-                "beside": judgement.longest.get(name, Longest()).beside,
-                "bound": bound_of(name),
-            }
-            for name, times in judgement.times.items()
-        },
-        "longest_stop": round(judgement.longest_stop, 2),
-    }

@@ -17,7 +17,6 @@ from tests.chaos.checks import untrue
 from tests.chaos.facts import Fault
 from tests.chaos.faults import happen
 from tests.chaos.following import Following
-from tests.chaos.history import Due, Wrote
 from tests.chaos.kinds import KINDS
 from tests.chaos.machine import Machine
 from tests.chaos.person import Person
@@ -26,6 +25,7 @@ from tests.chaos.setting import DATA, SINK
 from tests.chaos.verdict import Evidence, Judgement, judge
 from tests.chaos.world import World
 from tests.chaos.writer import Writer
+from tests.rig.history import Due, Wrote
 
 REST_SECONDS = 90.0
 """For how long nothing may go on, once everything is healed, before what is left counts as lost."""
@@ -37,7 +37,7 @@ _REST_SECONDS_MAX = 900.0
 _LOOK_SECONDS = 0.25
 _CURE_SECONDS = 8.0
 _HISTORY_SECONDS = 120.0
-_LEADING = re.compile(r"leading bridge \S+ with version (\d+)")
+_LEADING = re.compile(r"leading bridge \S+ with term (\d+)")
 
 Say = Callable[[str], None]
 
@@ -144,9 +144,19 @@ class _Playing:
             if isinstance(fact, Wrote)
         }
         return Evidence(
-            history, self._writer.acknowledged, [*self._faults, *machine.stalls], announced, listeners, self._troubles,
-            discarded={dues[letter] for letter in self._person.discarded & dues.keys()}, parked=self._person.parked(),
-        )  # fmt: skip
+            history,
+            self._writer.acknowledged,
+            [*self._faults, *machine.stalls],
+            status=self._status,
+            load=machine.load,
+            announced=announced,
+            ends=listeners,
+            troubles=self._troubles,
+            discarded={dues[letter] for letter in self._person.discarded & dues.keys()},
+            parked=self._person.parked(),
+            unlike=self._following.recording.wrong,
+            steps=self._following.recording.steps.total(),
+        )
 
     def _do(self, step: Step) -> None:
         try:

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from tests.chaos import checks
 from tests.chaos.checks import Longest, Stop
 from tests.chaos.facts import (
-    Acquired,
     Brought,
     Changed,
     Charged,
-    Covered,
     Fact,
     Fault,
-    Kept,
     Let,
     Parked,
-    Removed,
     Waited,
 )
-from tests.chaos.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
 from tests.chaos.plan import healthy_partitions
 from tests.chaos.report import merged
 from tests.chaos.setting import partition_of
-from tests.chaos.verdict import Evidence, judge
+from tests.chaos.verdict import Evidence, Judgement, judge
+from tests.rig.history import Due, Effect, Led, SetAside, Started, Wrote
 
 KEY = next(f"key-{n}" for n in range(99) if ("quick", partition_of("quick", f"key-{n}")) in healthy_partitions())
 INDEX = partition_of("quick", KEY)
 WHERE = ("quick", INDEX)
-PARTITION = f"chaos/quick/0/{INDEX}"
 
 
 def wrote(n: int, at: float = 0.0, key: str = KEY) -> Wrote:
@@ -46,28 +42,30 @@ def effect(n: int, at: float = 0.0, fence: int = 0, key: str = KEY) -> Effect:
     return Effect(handler="quick", key=key, n=n, fence=fence or n, partition=INDEX, seq=n, at=at)
 
 
-def watermark(n: int) -> Stored:
-    return Stored("chaos/quick", f"82{n:02}", {"term": 1}, "quick")
-
-
-def position(n: int) -> Stored:
-    return Stored(PARTITION, f"82{n:02}", {"committed": n})
-
-
 def due(n: int, key: str = KEY) -> Due:
     return Due("quick", key, n)
 
 
 GOOD: list[Fact] = [
-    Acquired("a", 1, 0.0),
     Led("a", 1, 0.0),
-    *(fact for n in (1, 2, 3) for fact in (wrote(n, n), started(n, n), effect(n, n), position(n), watermark(n))),
+    *(fact for n in (1, 2, 3) for fact in (wrote(n, n), started(n, n), effect(n, n))),
 ]
+
+
+QUICK: dict[str, Any] = {"name": "quick", "partitions": [{"partition": 3, "state": "flowing"}]}
+STATUS = {**checks.AT_REST, "handlers": [QUICK]}
+
+
+def judged(facts: Sequence[Fact], *faults: Fault, acknowledged: Sequence[Due] = (), **more: Any) -> Judgement:
+    """The judgement of a history of which all else is good."""
+    nothing = dict.fromkeys(("troubles", "discarded", "parked", "unlike"), ())
+    good = {"status": STATUS, "load": 1.0, "announced": {}, "ends": {}, "steps": 9, **nothing}
+    return judge(Evidence(facts, acknowledged, faults, **{**good, **more}))
 
 
 def test_a_good_history_has_nothing_wrong() -> None:
     """P1-P6: else the checks below would say little."""
-    judgement = judge(Evidence(GOOD, [due(n) for n in (1, 2, 3)], [], {1: "listener"}))
+    judgement = judged(GOOD, acknowledged=[due(n) for n in (1, 2, 3)], announced={1: "listener"})
     assert judgement.good, judgement.wrong
     assert judgement.counts == {
         "written": 3,
@@ -75,8 +73,8 @@ def test_a_good_history_has_nothing_wrong() -> None:
         "effects": 3,
         "set aside": 0,
         "parked": 0,
-        "stored": 0,
         "duplicates": 0,
+        "steps of the state": 9,
     }
 
 
@@ -89,11 +87,6 @@ def test_a_good_history_has_nothing_wrong() -> None:
         ("out of order", lambda facts: [*facts, effect(2, 4, fence=4)]),
         ("stale", lambda facts: [*facts, wrote(4), effect(4, fence=1)]),
         ("stale", lambda facts: [*facts, started(3, fence=3)]),
-        ("positions", lambda facts: [*facts, position(1)]),
-        ("positions", lambda facts: [*facts, wrote(4), watermark(4), started(4), effect(4)]),
-        ("positions", lambda facts: [*facts, wrote(4), position(4), started(4), effect(4)]),
-        ("leases", lambda facts: [*facts, Acquired("b", 2, 5.0, until=6.0)]),
-        ("leases", lambda facts: [*facts, Led("b", 1, 5.0)]),
         ("innocents charged", lambda facts: [*facts, wrote(4), SetAside(due(4))]),
         ("repeated too often", lambda facts: [*facts, started(3, 9, fence=9)]),
         ("healthy partitions stopped", lambda facts: [*facts, wrote(4, 10), started(4, 99), effect(4, 99)]),
@@ -103,7 +96,7 @@ def test_a_good_history_has_nothing_wrong() -> None:
 def test_what_is_spoilt_is_seen(promise: str, change: object) -> None:
     """P1-P6, P12: each promise by at least one history that breaks it."""
     assert callable(change)
-    judgement = judge(Evidence(change(GOOD), [due(n) for n in (1, 2, 3)], []))
+    judgement = judged(change(GOOD), acknowledged=[due(n) for n in (1, 2, 3)])
     assert judgement.wrong[promise], judgement.wrong
 
 
@@ -131,64 +124,16 @@ def test_parked_keys_are_released_in_order_and_by_a_person() -> None:
     assert parking(parks(1), parks(2), acts(1), lets(1), acts(2), lets(2), acts(3)) == []
     assert len(parking(parks(1), acts(2))) == 2, "it overtakes, and the first one waits for ever"
     assert len(parking(parks(1), lets(1))) == 1, "nobody has discarded it"
-    judgement = judge(Evidence(GOOD, [], [], parked=["chaos/parking/0/1"]))
+    judgement = judged(GOOD, parked=["chaos/parking/0/1"])
     assert judgement.wrong["parked keys"] == ["a key of chaos/parking/0/1 is parked in the end"]
 
 
 def test_what_the_runner_could_not_do_and_what_ended_by_itself_is_no_good_run() -> None:
     """A run that has not happened proves nothing."""
-    assert not judge(Evidence(GOOD, [], [], troubles=["no fault"])).good
-    assert not judge(Evidence(GOOD, [], [], ends={"listener-0": [1]})).good
-    assert not judge(Evidence(GOOD, [], [], announced={2: "listener-0"})).good
-
-
-def stored_behind(*facts: Fact) -> list[str]:
-    """A first change that stands, a second one behind it, and what happens to that."""
-    return checks.passed_over([wrote(1), wrote(2), *facts])
-
-
-def test_a_watermark_may_pass_what_is_stored_and_marked() -> None:
-    """P13: insert, mark, watermark; later what is stored runs."""
-    good: list[Fact] = [
-        Kept(WHERE, "8201"),
-        Kept(WHERE, "8202"),
-        Covered(WHERE, "8202"),
-        watermark(2),
-        effect(1),
-        position(1),
-        Removed(WHERE, "8201"),
-        effect(2),
-        position(2),
-        Removed(WHERE, "8202"),
-        Covered(WHERE, ""),
-    ]
-    assert stored_behind(*good) == []
-    assert stored_behind(Covered(WHERE, "8203"), Kept(WHERE, "8201"), Kept(WHERE, "8202"), watermark(2)) == []
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        [Kept(WHERE, "8201"), Kept(WHERE, "8202"), watermark(2)],
-        [Kept(WHERE, "8201"), Kept(WHERE, "8202"), Covered(WHERE, "8201"), watermark(2)],
-        [Kept(WHERE, "8202"), Covered(WHERE, "8202"), watermark(2)],
-        [Covered(WHERE, "8202"), watermark(2), Kept(WHERE, "8201"), Kept(WHERE, "8202")],
-        [Kept(("quick", INDEX + 1), "8201"), Covered(("quick", INDEX + 1), "8202"), watermark(1)],
-        [Kept(WHERE, "8201"), Kept(WHERE, "8202"), Covered(WHERE, "8202"), position(1)],
-    ],
-    ids=["no mark", "a mark below", "one not stored", "mark before insert", "another partition", "a position"],
-)
-def test_nothing_else_may_pass_what_is_not_done(facts: Sequence[Fact]) -> None:
-    """P5, P13."""
-    assert stored_behind(*facts)
-
-
-def test_what_is_stored_is_removed_when_it_is_done() -> None:
-    """P13: not before; what is stored again afterwards may go again."""
-    kept: list[Fact] = [Kept(WHERE, "8201"), Covered(WHERE, "8201")]
-    assert "removed" in stored_behind(*kept, Removed(WHERE, "8201"))[0]
-    done: list[Fact] = [effect(1), Removed(WHERE, "8201"), Kept(WHERE, "8201"), Removed(WHERE, "8201")]
-    assert stored_behind(*kept, *done) == []
+    assert not judged(GOOD, troubles=["no fault"]).good
+    assert not judged(GOOD, ends={"listener-0": [1]}).good
+    assert not judged(GOOD, announced={2: "listener-0"}).good
+    assert not judged(GOOD, unlike=["no step explains it"]).good
 
 
 KILL = Fault("kill worker", 10.0, 10.0)
@@ -237,9 +182,9 @@ def test_a_document_of_a_snapshot_starts_once_more_and_takes_nothing_back() -> N
     ordered = Fault("snapshot", 10, 12)
     assert checks.repeated([*history, *again], [ordered]) == (1, [])
     assert checks.repeated([*history, *again], [])[1]
-    assert judge(Evidence([*history, *again], [], [ordered])).wrong["out of order"] == []
+    assert judged([*history, *again], ordered).wrong["out of order"] == []
     behind: list[Fact] = [wrote(3, 10.5), started(3, 10.5), effect(3, 10.5)]
-    assert judge(Evidence([*history, *behind, *again], [], [ordered])).wrong["out of order"]
+    assert judged([*history, *behind, *again], ordered).wrong["out of order"]
 
 
 def test_a_fault_that_lasts_may_meet_several_attempts_of_a_change() -> None:
@@ -295,20 +240,17 @@ def test_gaps_are_told_by_kind_with_what_else_was_in_force() -> None:
 
 def test_a_status_is_judged_by_what_is_so() -> None:
     """P16: at rest, everything is done and nothing stands."""
-    flowing = {"index": 3, "state": "flowing"}
-    quick = {"name": "quick", "partitions": [flowing]}
-    good = {**checks.AT_REST, "handlers": [quick]}
-    assert checks.untrue(good) == []
-    assert checks.untrue({**good, "caught_up": False}) == ["caught_up is False"]
-    halted = {"name": "quick", "partitions": [{**flowing, "state": "halted"}]}
-    assert checks.untrue({**good, "handlers": [halted]}) == ["quick/3 is halted"]
+    assert checks.untrue(STATUS) == []
+    assert checks.untrue({**STATUS, "caught_up": False}) == ["caught_up is False"]
+    halted = {**QUICK, "partitions": [{"partition": 3, "state": "halted"}]}
+    assert checks.untrue({**STATUS, "handlers": [halted]}) == ["quick/3 is halted"]
     assert len(checks.untrue({})) == len(checks.AT_REST)
-    assert not judge(Evidence(GOOD, [], [], status={})).good
+    assert not judged(GOOD, status={}).good
 
 
 def test_the_figures_of_runs_are_added_up() -> None:
     """The table over several seeds."""
-    first, second = judge(Evidence(GOOD, [], [KILL])), judge(Evidence(GOOD[:-3], [], [KILL, KILL]))
+    first, second = judged(GOOD, KILL), judged(GOOD[:-1], KILL, KILL)
     total = merged([first, second])
     assert total.times == {"kill worker": 3}
     assert total.counts["written"] == 6

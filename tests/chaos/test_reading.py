@@ -6,10 +6,10 @@ from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import Any
 
-from tests.chaos.facts import Acquired, Brought, Changed, Charged, Covered, Kept, Let, Parked, Removed, Waited
-from tests.chaos.history import Due, Effect, Led, SetAside, Started, Stored, Wrote
-from tests.chaos.reading import Reading, updated
+from tests.chaos.facts import Brought, Changed, Charged, Let, Parked, Waited
+from tests.chaos.reading import Reading
 from tests.chaos.setting import DATA, FACTS, SINK, STATE
+from tests.rig.history import Due, Effect, Led, SetAside, Started, Wrote
 
 _START = datetime(2025, 1, 1, tzinfo=UTC)
 _PARTITION = {
@@ -91,12 +91,10 @@ def test_a_transaction_that_is_repeated_is_one_start() -> None:
 
 
 def test_a_partition_from_event_to_event() -> None:
-    """Position, counts, state, mark; and what a person has skipped."""
+    """Counts and state; and what a person has skipped."""
     events, where = Events(), "chaos/quick/0/3"
     events.put((DATA, "quick"), "k", {"n": 1})
-    assert events.put((STATE, "partitions"), where, _PARTITION) == [
-        Stored(where, "", {"committed": 0, "term": 1, "fencingToken": 1}, None, at(2))
-    ]
+    assert events.put((STATE, "partitions"), where, _PARTITION) == []
     assert events.update((STATE, "partitions"), where, {"claim": {"owner": "o"}}) == []
     charged = {"retry": {"count": 1, "crashes": 2}}
     assert events.update((STATE, "partitions"), where, charged) == [Charged(("quick", 3), "", 1, 2, at(4))]
@@ -106,14 +104,9 @@ def test_a_partition_from_event_to_event() -> None:
     skipped = {"state": "flowing", "halted": None, "committed": 1, "resumeToken": {"_data": "8201"}}
     assert events.update((STATE, "partitions"), where, skipped) == [
         SetAside(Due("quick", "k", 1)),
-        Stored(where, "8201", {"committed": 1, "term": 1, "fencingToken": 1}, None, at(7)),
         Changed(("quick", 3), "flowing", "", at(7)),
     ]
-    assert events.update((STATE, "partitions"), where, {"spilled": {"to": "8209"}}) == [
-        Covered(("quick", 3), "8209", at(8))
-    ]
-    assert events.update((STATE, "partitions"), where, {"spilled": None}) == [Covered(("quick", 3), "", at(9))]
-    for number, waits, is_new in ((10, 1, True), (11, 2, True), (12, 2, False)):
+    for number, waits, is_new in ((8, 1, True), (9, 2, True), (10, 2, False)):
         waiting = {"retry.waiting": {"count": waits, "cause": str(number)}}
         assert events.update((STATE, "partitions"), where, waiting) == [Waited(("quick", 3), at(number))] * is_new
 
@@ -129,7 +122,7 @@ def test_a_dead_letter_stands_before_the_position_that_passes_it() -> None:
     assert events.put((STATE, "dead_letters"), "chaos/letters/8201", letter, **both) == []
     assert events.update((STATE, "dead_letters"), "chaos/letters/8201", {"at": 1}, **both) == []
     facts = events.put((DATA, "letters"), "l", {"n": 1})
-    assert [type(fact) for fact in facts] == [SetAside, Stored, Wrote]
+    assert [type(fact) for fact in facts] == [SetAside, Wrote]
     assert facts[0] == SetAside(Due("letters", "k", 1))
 
 
@@ -143,34 +136,13 @@ def test_the_letters_of_a_parked_key() -> None:
     assert events.put((STATE, "dead_letters"), "chaos/parking/8201", None) == [Let(Due("parking", "k", 1))]
 
 
-def test_the_lease_and_watermarks() -> None:
-    """Who took it, and whether another one had it still."""
+def test_the_lease() -> None:
+    """Who took it."""
     events = Events()
     free = {"listenerId": None, "term": 1, "expiresAt": None}
     assert events.put((STATE, "leases"), "chaos", free) == []
     taken = {"listenerId": "a", "term": 2, "expiresAt": _START + timedelta(seconds=9)}
-    assert events.update((STATE, "leases"), "chaos", taken) == [Acquired("a", 2, at(2), 0.0), Led("a", 2, at(2))]
+    assert events.update((STATE, "leases"), "chaos", taken) == [Led("a", 2, at(2))]
     assert events.update((STATE, "leases"), "chaos", {"expiresAt": _START + timedelta(seconds=8)}) == []
     taken = {"listenerId": "b", "term": 3, "expiresAt": _START + timedelta(seconds=20)}
-    assert events.update((STATE, "leases"), "chaos", taken) == [Acquired("b", 3, at(4), at(8)), Led("b", 3, at(4))]
-    events.put((STATE, "handlers"), "chaos/quick", {"term": 3, "resumeToken": None})
-    moved = {"resumeToken": {"_data": "8203"}}
-    assert events.update((STATE, "handlers"), "chaos/quick", moved) == [
-        Stored("chaos/quick", "8203", {"term": 3}, "quick", at(6))
-    ]
-
-
-def test_stored_changes() -> None:
-    """An insert and a removal; a term that is raised is neither."""
-    events, where = Events(), "chaos/quick/4/3/8201"
-    assert events.put((STATE, "backlog"), where, {"term": 1}) == [Kept(("quick", 3), "8201", at(1))]
-    assert events.update((STATE, "backlog"), where, {"term": 2}) == []
-    assert events.put((STATE, "backlog"), where, None) == [Removed(("quick", 3), "8201", at(3))]
-
-
-def test_an_update_leaves_the_document_before_it_alone() -> None:
-    """Facts compare before and after."""
-    before = {"retry": {"count": 1}, "claim": {"owner": "a"}}
-    after = updated(before, {"updatedFields": {"retry.count": 2, "new.inner": 1}, "removedFields": ["claim.owner"]})
-    assert after == {"retry": {"count": 2}, "claim": {}, "new": {"inner": 1}}
-    assert before == {"retry": {"count": 1}, "claim": {"owner": "a"}}
+    assert events.update((STATE, "leases"), "chaos", taken) == [Led("b", 3, at(4))]

@@ -99,7 +99,7 @@ class World:
                 self.mongo = stack.enter_context(Proxy(self.replica_set.members[0].port))
             self.network = stack.enter_context(Proxy(self.redis.port))
             self.client: MongoClient[dict[str, Any]] = stack.enter_context(
-                MongoClient(self.replica_set.url, appname="chaos-runner", serverSelectionTimeoutMS=20_000)
+                MongoClient(self.replica_set.url, appname="chaos-runner", serverSelectionTimeoutMS=60_000)
             )
             self.processes = stack.enter_context(Processes(self.logs))
             stack.callback(self._stop_keeping)

@@ -15,9 +15,9 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient, WriteConcern
 from pymongo.errors import DuplicateKeyError, PyMongoError
 
-from tests.chaos.history import Due
 from tests.chaos.plan import Step
 from tests.chaos.setting import BROKEN_TEXT, DATA, FLOWS, HOT, MESSAGE_BYTES_MAX, OWNERLESS, Flow, keys_of
+from tests.rig.history import Due
 
 _BURST = 40
 _BACKLOG = 200

@@ -35,10 +35,9 @@ from django.urls import path
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.operations.acts import read_history
-from mongo_celery.bridge.operations.letter_commands import find
+from mongo_celery.bridge.operations.dead_letter_commands import find
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
-from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.wiring import BRIDGES as BRIDGES_OF
 from mongo_celery.contrib.django.admin.pages import OperationsAdmin
 from mongo_celery.contrib.django.templatetags.mongo_celery import to_line, to_lines
@@ -125,7 +124,7 @@ def deliver(running: BridgeRunner, numbers: list[int]) -> None:
 
 def letters() -> list[str]:
     """The dead letters that are there."""
-    return [each.document_id for each in find(project.bridge.wiring, Selection(), 0).letters]
+    return [each.document_id for each in find(project.bridge.wiring).letters]
 
 
 def letter_url(letter: str) -> str:
@@ -511,7 +510,7 @@ def test_mongodb_that_does_not_answer_or_an_app_that_is_not_there_is_a_sentence(
         assert "No handlers" not in text, "an unknown state is not an empty one"
     with override_settings(MONGO_CELERY_APP="nowhere:app"):
         for address in (BRIDGES, LETTERS):
-            assert "no Celery app can be had" in operator().get(address).content.decode()
+            assert "no Celery app can be loaded" in operator().get(address).content.decode()
     monkeypatch.setattr(type(BRIDGES_OF), "of", lambda *_: [])
     for address in (BRIDGES, LETTERS):
         assert "has no bridge" in operator().get(address).content.decode().replace("&#x27;", "'")

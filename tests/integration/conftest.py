@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import pytest
+from celery import Celery
 from pymongo.collection import Collection
 from pymongo.database import Database
 
+from mongo_celery import Bridge
 from mongo_celery.bridge.stream import cursor, reader
-from tests.integration.fenced_rig import Commands, Document, MakeClient
+from tests.rig.commands import CommandRecorder
+from tests.rig.fenced import Document, MakeClient
+from tests.rig.led import NAME, LedBridge, stored_change
 
 _AWAIT_SECONDS = 0.1
+MakeBridge = Callable[..., Bridge]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +33,45 @@ def target(database: Database[Document]) -> Collection[Document]:
 
 
 @pytest.fixture
-def spied(make_client: MakeClient, target: Collection[Document]) -> tuple[Collection[Document], Commands]:
-    commands = Commands(target.database.client)
+def spied(make_client: MakeClient, target: Collection[Document]) -> tuple[Collection[Document], CommandRecorder]:
+    commands = CommandRecorder(target.database.client)
     client = make_client(event_listeners=[commands])
     return client[target.database.name][target.name], commands
+
+
+@pytest.fixture
+def make_bridge(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[MakeBridge]:
+    """Give a function that makes a bridge with one handler, on the session's set by default. No worker runs."""
+    made: list[Bridge] = []
+
+    def make(
+        url: str | None = None, *, source: str | None = None, handler: str = "summarise", **options: Any
+    ) -> Bridge:
+        app = Celery("operations", broker="memory://", set_as_current=False)
+        given = {"name": NAME, "database": state_database, "partitions": 3, "autodiscover": False, **options}
+        bridge = Bridge(app, url or mongo_url, **given)
+        bridge.on_change(source or f"{database.name}.orders", name=handler)(_handle)
+        app.finalize()
+        made.append(bridge)
+        return bridge
+
+    yield make
+    for bridge in made:
+        bridge.client.close()
+
+
+def _handle(change: object) -> None:
+    del change
+
+
+@pytest.fixture
+def led(make_bridge: MakeBridge) -> LedBridge:
+    """Give a bridge that is led."""
+    return LedBridge(make_bridge())
+
+
+@pytest.fixture
+def storing(led: LedBridge) -> LedBridge:
+    """Give a bridge whose first partition has three stored changes."""
+    led.store_changes(*(stored_change(number, fullDocument={"_id": number, "note": "n" * 500}) for number in (1, 2, 3)))
+    return led

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from pymongo import AsyncMongoClient, MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
-from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from mongo_celery import locking
 from mongo_celery.locking import asynchronous, select_for_update, select_many_for_update, transactional
@@ -31,25 +29,6 @@ TRANSFERS = 10
 PLACES = 5
 _ANSWER_SECONDS_MAX = 60.0
 _POLL_SECONDS = 0.01
-
-
-class Sent(CommandListener):
-    """The commands that a client has sent."""
-
-    def __init__(self) -> None:
-        self.commands: list[Document] = []
-
-    def started(self, event: CommandStartedEvent) -> None:
-        self.commands.append(dict(event.command))
-
-    def succeeded(self, event: CommandSucceededEvent) -> None:
-        pass
-
-    def failed(self, event: CommandFailedEvent) -> None:
-        pass
-
-    def named(self, name: str) -> list[Document]:
-        return [command for command in self.commands if name in command]
 
 
 class Threads:
@@ -111,23 +90,6 @@ def beside(work: Callable[[], object]) -> Iterator[Any]:
         yield pool.submit(work)
 
 
-def meet(collection: Collection[Document], mark: object, party: int) -> None:
-    """Return when so many processes have come here; what makes a race certain."""
-    collection.insert_one({"mark": mark})
-    deadline = time.monotonic() + _ANSWER_SECONDS_MAX
-    while collection.count_documents({"mark": mark}) < party:
-        assert time.monotonic() < deadline, f"not all {party} came to {mark}"
-        threading.Event().wait(_POLL_SECONDS)
-
-
-def count_without_lock(database: Database[Document], _actor: int) -> None:
-    """Read, and write one more, when all have read."""
-    document = database["counters"].find_one({"_id": 1})
-    assert document is not None
-    meet(database["meetings"], "read", ACTORS)
-    database["counters"].update_one({"_id": 1}, {"$set": {"count": document["count"] + 1}})
-
-
 def count_with_lock(database: Database[Document], _actor: int) -> None:
     """Lock, and write one more than was read, many times."""
 
@@ -138,19 +100,6 @@ def count_with_lock(database: Database[Document], _actor: int) -> None:
 
     for _ in range(INCREMENTS):
         count()
-
-
-def leave_without_lock(database: Database[Document], actor: int) -> None:
-    """Go off duty if somebody else stays, in a transaction, when all have looked."""
-
-    @transactional(database.client)
-    def leave(*, session: ClientSession) -> None:
-        on_duty = list(database["doctors"].find({"on_duty": True}, session=session))
-        meet(database["meetings"], "looked", ACTORS)
-        if len(on_duty) > 1:
-            database["doctors"].update_one({"_id": actor}, {"$set": {"on_duty": False}}, session=session)
-
-    leave()
 
 
 def leave_with_lock(database: Database[Document], actor: int) -> None:
@@ -198,23 +147,13 @@ def take_places(database: Database[Document], actor: int) -> int:
     return sum(iter(take, 0))
 
 
-def hold_for_ever(database: Database[Document], _actor: int) -> None:
-    """Lock a document and stay."""
-    with held(database["things"], 1):
-        database["meetings"].insert_one({"mark": "held"})
-        threading.Event().wait()
-
-
 WORKS: dict[str, Work] = {
     work.__name__: work
     for work in (
-        count_without_lock,
         count_with_lock,
-        leave_without_lock,
         leave_with_lock,
         transfer_in_opposite_order,
         take_places,
-        hold_for_ever,
     )
 }
 
@@ -263,13 +202,9 @@ def _serve(orders: Collection[Document], actor: int) -> None:
 
 
 def main() -> None:
-    """Serve orders; or, with a work instead of a collection of orders, do that once."""
     url, database, name, actor = sys.argv[1:]
     with MongoClient[Document](url) as client:
-        if name in WORKS:
-            WORKS[name](client[database], int(actor))
-        else:
-            _serve(client[database][name], int(actor))
+        _serve(client[database][name], int(actor))
 
 
 if __name__ == "__main__":

@@ -35,18 +35,18 @@ def write() -> None:
     """Write three documents, and hold the first message up."""
     if WHAT == "deliver":
         module.CLOSE_SECONDS = 60.0  # a machine may be busy
-    publish, begun = outbox.publisher.publish, threading.Event()
+    publish, begun = outbox.runtime.publisher.publish, threading.Event()
 
-    def hold(entry: Any, *document_id: object) -> None:
+    def hold(entry: Any, *document_id: Any) -> None:
         begun.set()
         if WHAT == "hang":
             threading.Event().wait()
-        dispatcher = outbox.backing.dispatcher
+        dispatcher = outbox.runtime.dispatcher
         with dispatcher._thread.changed:
             assert dispatcher._thread.changed.wait_for(lambda: dispatcher._thread.closing_by is not None, 60)
         publish(entry, *document_id)
 
-    outbox.publisher.publish = hold  # type: ignore[method-assign]
+    outbox.runtime.publisher.publish = hold  # type: ignore[method-assign]
     outbox.insert_one({"_id": 0}, tasks=[add.s(0)])
     assert begun.wait(60)
     for number in (1, 2):
@@ -58,7 +58,7 @@ def write_by_the_driver() -> None:
     module.CLOSE_SECONDS = 60.0
     outbox.sweep()  # which makes the index
     documents = [outbox.with_tasks({"_id": number}, [add.s(number)]) for number in range(3)]
-    dispatcher = outbox.backing.dispatcher
+    dispatcher = outbox.runtime.dispatcher
     with dispatcher._thread.changed:  # the thread has no turn before the end has begun
         outbox.collection.insert_many(documents)
         outbox.dispatch()

@@ -260,7 +260,7 @@ def _(shop: Shop) -> Body:
 
 @fate("outbox-locks", "a document is locked and gets tasks in one transaction, though its outbox waits", "packed")
 def _(shop: Shop) -> Body:
-    box = shop.outbox("parcels", at_once="wait")
+    box = shop.outbox("parcels")
     shop.db["parcels"].insert_many([{"_id": "1"}, {"_id": "2"}])
 
     @transactional(shop.client)

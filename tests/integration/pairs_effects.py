@@ -40,27 +40,6 @@ def _(shop: Shop) -> None:
     assert shop.documents("orders") == shop.documents("copies") == shop.documents("thirds")
 
 
-@row(
-    "fenced-fenced.partition_by", "an older change of another partition is refused, and newer data stays", partitions=16
-)
-def _(shop: Shop) -> None:
-    options: Any = {"partition_by": "fullDocument.customer", "failure_policy": "dead_letter"}
-
-    @shop.bridge.on_change(shop.orders.full_name, operations={"insert", "replace"}, **options)
-    def copy(change: Change) -> None:
-        document = dict(change.full_document or {})
-        change.fenced(shop.name("copies")).replace_one({"_id": document.pop("_id")}, document, upsert=True)
-
-    with shop.run() as runner:
-        shop.orders.insert_one({"_id": 1, "customer": "bob", "n": 1})
-        runner.deliver()
-        runner.stall("copy")
-        shop.orders.replace_one({"_id": 1}, {"customer": "bob", "n": 2})
-        shop.orders.replace_one({"_id": 1}, {"customer": "ann", "n": 3})
-        runner.deliver(raises=False)
-    assert shop.documents("copies") == [{"_id": 1, "customer": "ann", "n": 3}]
-
-
 @row("fenced-transactional", "of a stale execution nothing is written; of one that meets a conflict all, once")
 def _(shop: Shop) -> None:
     @transactional(lambda: shop.bridge.client)
@@ -151,23 +130,6 @@ def _(shop: Shop) -> None:
     assert shop.counted() == {"order": 1}
 
 
-@row("fenced-outbox.killed", "who is killed behind the write stores the task again, and by its key it runs once")
-def _(shop: Shop) -> None:
-    box = shop.outbox("copies")
-
-    @shop.bridge.on_change(shop.orders.full_name)
-    def handle(change: Change) -> None:
-        update = box.with_tasks({"$set": {"n": 1}}, [shop.count.s(label(change))])
-        change.fenced(shop.name("copies")).update_one(change.document_key, update, upsert=True)
-
-    with shop.run() as runner:
-        runner.crash("called")
-        shop.put(1)
-        runner.deliver()
-        assert len(shop.send(runner, duplicates=True)) == 2
-    assert shop.counted() == {"1.0": 1}
-
-
 @row("fenced-outbox.mongoengine", "a strict model that declares the stamps reads and saves what has tasks pending")
 def _(shop: Shop) -> None:
     class Copy(OutboxMixin, mongoengine.Document):  # type: ignore[misc] # MongoEngine has no types
@@ -198,22 +160,6 @@ def _(shop: Shop) -> None:
     finally:
         mongoengine.disconnect(shop.db.name)
     assert (shop.counted(), shop.documents("copies")) == ({"saved": 1}, [{"_id": 1, "n": 3}])
-
-
-@row("fenced-outbox.stale", "a stale execution is refused with its tasks")
-def _(shop: Shop) -> None:
-    box = shop.outbox("copies")
-
-    @shop.bridge.on_change(shop.orders.full_name)
-    def handle(change: Change) -> None:
-        update = box.with_tasks({"$set": {"n": 1}}, [shop.count.s("told")])
-        change.fenced(shop.name("copies")).update_one(change.document_key, update, upsert=True)
-
-    with shop.run() as runner:
-        runner.stall()
-        shop.put(1)
-        runner.deliver()
-        assert len(pending_entries(box)) == 1
 
 
 @row("fenced-collection", "a stale execution writes nothing and sends nothing")
@@ -361,14 +307,13 @@ def _(shop: Shop) -> None:
     shop.failing[1] = 2
     with shop.run() as runner:
         shop.put(1)
-        for _ in range(2):
-            runner.deliver(retries=False, raises=False)
-            shop.end_waits(runner)
+        runner.deliver(retries=False, raises=False)
         hold.set()
         other.join()
         runner.deliver()
     assert shop.counted() == {"charge 1": 1}
-    assert (retries[:2], retries[-3:]) == ([0, 0], [0, 1, 2])
+    assert (retries[0], retries[-3:]) == (0, [0, 1, 2])
+    assert len(retries) >= 4
 
 
 @row("once-outbox", "an entry that is delivered twice has run once")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ from pymongo.client_session import ClientSession
 from pymongo.errors import InvalidOperation
 
 from mongo_celery import Change, Changes, once, select_for_update, transactional
-from mongo_celery.errors import ConfigurationError, HandlerUsageError
+from mongo_celery.errors import ConfigurationError, TransactionError
 from mongo_celery.locking import current
 from tests.integration.pairs_rig import TABLE, Program, Shop, label, note_nothing
 
@@ -125,24 +126,6 @@ def _(shop: Shop) -> Body:
     return shop.bridge.on_change(shop.name("others"), transactional=True)(other)
 
 
-@row("handler-handler.in_plain", "one that a plain handler calls is refused: its effects would be repeated")
-def _(shop: Shop) -> None:
-    def other(change: Change) -> None:
-        shop.add(label(change), change.session)
-
-    counting = shop.bridge.on_change(shop.name("others"), transactional=True)(other)
-
-    @shop.bridge.on_change(shop.orders.full_name, failure_policy="dead_letter")
-    def plain(change: Change) -> None:
-        counting(change)
-
-    with shop.run() as runner:
-        shop.put(1)
-        (call,) = runner.deliver(raises=False).of("plain")
-    assert isinstance(call.error, HandlerUsageError)
-    assert shop.counted() == {}
-
-
 @joins("handler-transactional", "a function of the bridge's client is part of it", "part")
 def _(shop: Shop) -> Body:
     @transactional(lambda: shop.bridge.client)
@@ -151,6 +134,18 @@ def _(shop: Shop) -> Body:
         shop.add(f"part {label(change)}", session)
 
     return add
+
+
+@refuses("handler-transactional.caught", "a part that fails aborts it all, caught or not", TransactionError)
+def _(shop: Shop) -> Body:
+    part = transactional(lambda: shop.bridge.client)(lambda *, session: shop.fail("part"))  # noqa: ARG005
+    shop.failing["part"] = 9
+
+    def body(_change: Change) -> None:
+        with suppress(OSError):
+            part()
+
+    return body
 
 
 @refuses("handler-transactional.own_client", "a function of the app's own client is refused: it would count twice")
@@ -183,9 +178,11 @@ def _(shop: Shop) -> Body:
     return body
 
 
-@row("handler-transactional.own", "with own=True a function is committed for itself, each time the handler runs")
+@row(
+    "handler-transactional.own", "with independent=True a function is committed for itself, each time the handler runs"
+)
 def _(shop: Shop) -> None:
-    @transactional(lambda: shop.client, own=True)
+    @transactional(lambda: shop.client, independent=True)
     def attempt(*, session: ClientSession) -> None:
         shop.add("attempts", session)
 

@@ -13,15 +13,16 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
+from bson import Timestamp
 from celery import Celery
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery import Bridge, Change, Outbox, OutboxCollection, TwoPhaseCommit, once
-from mongo_celery.bridge.operations import letter_commands
-from mongo_celery.bridge.state.dead_letters import Selection
-from mongo_celery.mongo.oplog import operation_time
+from mongo_celery.bridge.existing import place_at_time
+from mongo_celery.bridge.operations import dead_letter_commands
+from mongo_celery.mongo.oplog import operation_time, time_of_token
 from mongo_celery.testing import BridgeRunner, pending_entries
 from tests.fixtures.process import wait_for
 
@@ -278,15 +279,15 @@ class Shop:
 
     def letters(self) -> list[tuple[Any, str]]:
         """The documents of dead letters and their causes."""
-        found = letter_commands.find(self.bridge.wiring, Selection(), 0).letters
+        found = dead_letter_commands.find(self.bridge.wiring).letters
         return [(letter.key, letter.cause) for letter in found]
 
     def replay(self, runner: BridgeRunner, *, only: str | None = None) -> Any:
         """Replay dead letters, of one cause or all, as the command does; and so release parked keys."""
-        found = letter_commands.find(self.bridge.wiring, Selection(), 0).letters
+        found = dead_letter_commands.find(self.bridge.wiring).letters
         letters = [each for each in found if only in (None, each.cause)]
         asked = self.bridge.operations.replay_dead_letters(ids=[each.document_id for each in letters]).run()
-        assert asked.fields["requested"], asked
+        assert asked.fields["done"], asked
         for term in runner._terms:
             term.leader._replaying.due_at = 0.0  # at once, and not within a second
         return runner.deliver(raises=False)
@@ -300,7 +301,9 @@ class Shop:
     def rewind(self, runner: BridgeRunner, handler: str, place: Any) -> Any:
         """Send a handler back to behind a change, as the command does while no listener runs."""
         runner._leading.close()
-        self.bridge.operations.reset(handler, place.resume_token["_data"]).run()
+        time = time_of_token(place.resume_token, None)
+        assert time is not None, "a change has a time"
+        self.bridge.operations.reset(handler, place_at_time(Timestamp(time.time, time.inc + 1))).run()
         for term in runner._terms:
             runner._leading.enter_context(term.led())
         return runner.deliver(raises=False)

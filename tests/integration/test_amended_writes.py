@@ -12,13 +12,12 @@ from pymongo.collection import Collection
 from mongo_celery.bridge.fenced.fence import FIELD as STAMPS
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.writes import Body, BulkRequest, Operators, Pipeline, Replacement, parse_target
-from mongo_celery.outbox.entries import FIELD as PENDING
 from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.pending import PendingField
-from tests.integration.fenced_rig import Document, fence, stamp
+from mongo_celery.outbox.pending import FIELD as PENDING
+from mongo_celery.outbox.pending import make_addition, new_field, refuse_in_update
+from tests.rig.fenced import Document, fence, stamp
 
 NOW = datetime(2024, 2, 29, 12, 0, 0, 5000, UTC)
-WAITING = PendingField()
 SHARED: Document = {"left": "$price", "n": 2}
 """What every body of the tests makes of `{n: 1}`; a string like a path must stay one."""
 
@@ -54,7 +53,7 @@ def written(target: Collection[Document], body: Body, token: int, name: str) -> 
         [
             UpdateOne(
                 document.where(guard),
-                body.build_update(stamps, WAITING.addition(entries)),
+                body.build_update(stamps, make_addition(entries)),
             )
             for guard, stamps in mine.list_guards(body)
         ]
@@ -66,13 +65,13 @@ def shared_part(document: Document) -> Document:
 
 
 @every_body
-@pytest.mark.parametrize("mine", [stamp(4), stamp(6, generation=0)], ids=["my generation", "an older generation"])
+@pytest.mark.parametrize("mine", [stamp(4), stamp(6, partitioning=0)], ids=["my partitioning", "an older partitioning"])
 def test_a_write_carries_the_stamp_and_the_entries_and_does_what_it_did(
     target: Collection[Document], body: Body, mine: Document
 ) -> None:
     """W1, W3: the stamps of others and what was pending stay; one statement matches, and exactly one."""
     older = {**mine, **stamp(9, key="shop/other")}
-    first = WAITING.new_field([entry("first")])
+    first = new_field([entry("first")])
     target.insert_one({"_id": 1, "n": 1, STAMPS: older, PENDING: first})
     assert written(target, body, 5, "second") == 1
     [document] = target.find()
@@ -107,7 +106,7 @@ def test_either_owner_can_refuse_a_write_and_then_none_of_it_happens(target: Col
 @every_body
 def test_an_insertion_carries_the_fields_of_both(target: Collection[Document], body: Body) -> None:
     """W1: as values, not as expressions."""
-    own = {STAMPS: stamp(5), PENDING: WAITING.new_field([entry("first")])}
+    own = {STAMPS: stamp(5), PENDING: new_field([entry("first")])}
     document = parse_target({"_id": 1})
     assert document is not None
     kind: Any = ReplaceOne if isinstance(body, Replacement) else UpdateOne
@@ -128,7 +127,7 @@ def test_a_path_into_an_own_field_is_found_in_every_body() -> None:
     assert {body.find_name(PENDING) for body in bodies} == {f"{PENDING}.events"}
     assert {body.find_name("pending") for body in bodies} == {None}
     with pytest.raises(OutboxRefusedError, match=PENDING):
-        WAITING.refuse_in_update({"$rename": {"a": f"{PENDING}.events"}})
+        refuse_in_update({"$rename": {"a": f"{PENDING}.events"}})
 
 
 def test_a_request_of_a_bulk_write_is_taken_apart() -> None:

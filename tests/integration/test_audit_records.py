@@ -19,21 +19,20 @@ from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.cli.changes import changes
 from mongo_celery.cli.listener import listener
 from mongo_celery.errors import CommandRefusedError, DeploymentError
-from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, staged
 from tests.integration.test_position_commands import plain, run
 from tests.integration.test_replays import letter_of
+from tests.rig.positions import HANDLER, NAME, PositionsRig, bridge_on, staged
 
 Document = dict[str, Any]
 
 READING = {
-    "check", "dead-letters list", "dead-letters show", "grants", "history", "queues", "show", "snapshot list", "status",
-    "where",
+    "check", "dead-letters list", "grants", "history", "queues", "show", "status",
 }  # fmt: skip
 """Commands that change nothing. All others need an example below."""
 
 
 @pytest.fixture
-def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[Stage]:
+def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[PositionsRig]:
     """Give a stage that is led."""
     with staged(mongo_url, database, state_database) as made:
         yield made
@@ -51,7 +50,7 @@ def commands_of(group: click.Group, path: str = "") -> Iterator[tuple[str, click
 # -- an example of each ----------------------------------------------------------------------------
 
 
-def halted(stage: Stage) -> None:
+def halted(stage: PositionsRig) -> None:
     """Let a partition halt at a change of which the bytes are stored."""
     with stage.data["orders"].watch() as stream:
         stage.data["orders"].insert_one({})
@@ -62,37 +61,37 @@ def halted(stage: Stage) -> None:
     stage.store.backlog.insert(where, [change], stage.version)
 
 
-def with_letter(stage: Stage) -> None:
+def with_letter(stage: PositionsRig) -> None:
     letter = letter_of(1, 1)
     name = {"_id": f"{NAME}/{HANDLER}/{letter['resumeToken']['_data']}", "handler": HANDLER}
     stage.state["dead_letters"].replace_one({"_id": name["_id"]}, {**letter, **name}, upsert=True)
 
 
-def found(stage: Stage) -> None:
+def found(stage: PositionsRig) -> None:
     stage.state["handlers"].update_one({}, {"$set": {"lost": None}})
     stage.release()
 
 
-def with_key(stage: Stage) -> None:
+def with_key(stage: PositionsRig) -> None:
     assert stage.term is not None
     stage.store.signing.sealing(stage.term.document)
 
 
-def resumed(stage: Stage) -> None:
+def resumed(stage: PositionsRig) -> None:
     run(stage.bridge, changes, "resume", HANDLER)
 
 
-def nothing(_: Stage) -> None:
+def nothing(_: PositionsRig) -> None:
     """Nothing has to be prepared."""
 
 
-Example = tuple[Callable[[Stage], None], list[str], int]
+Example = tuple[Callable[[PositionsRig], None], list[str], int]
 EXAMPLES: dict[str, Example] = {
     "pause": (nothing, [HANDLER], 2),
     "resume": (nothing, [HANDLER, "1"], 1),
     "snapshot start": (resumed, [HANDLER, "--rate", "5", "--yes"], 1),
-    "snapshot stop": (nothing, ["SNAPSHOT"], 1),
-    "snapshot resume": (nothing, ["SNAPSHOT"], 1),
+    "snapshot stop": (nothing, [HANDLER], 1),
+    "snapshot resume": (nothing, [HANDLER, "--yes"], 1),
     "retry": (halted, [HANDLER], 1),
     "rotate-key": (with_key, ["--overlap", "60"], 1),
     "dead-letters replay": (with_letter, [HANDLER, "--over-newer", "--yes"], 1),
@@ -104,7 +103,7 @@ EXAMPLES: dict[str, Example] = {
 """What comes before a command, its arguments, and how many things it changes; in this order."""
 
 
-def test_every_command_that_changes_something_leaves_a_record(stage: Stage) -> None:
+def test_every_command_that_changes_something_leaves_a_record(stage: PositionsRig) -> None:
     """P9: by introspection; a new command has to be listed as one that reads, or be an example."""
     every = dict(commands_of(changes))
     assert set(every) == READING | set(EXAMPLES)
@@ -114,8 +113,7 @@ def test_every_command_that_changes_something_leaves_a_record(stage: Stage) -> N
     for name, (prepare, arguments, count) in EXAMPLES.items():
         prepare(stage)
         index = next((str(each) for each in (0, 1) if stage.partition(each).get("state") == "halted"), "0")
-        snapshot = (stage.state["snapshots"].find_one() or {}).get("_id", "")
-        given = [{"N": index, "SNAPSHOT": snapshot}.get(each, each) for each in arguments]
+        given = [{"N": index}.get(each, each) for each in arguments]
         before = len(read_history(stage.bridge.wiring, limit=1000))
         bridge = emptied if name == "remove" else stage.bridge
         result = run(bridge, changes, *name.split(), *given, "--reason", f"why {name} \x1b[2J")
@@ -142,7 +140,7 @@ def _options(command: click.Command) -> set[str | None]:
 # -- what a record promises ------------------------------------------------------------------------
 
 
-def test_what_changes_nothing_leaves_no_record(stage: Stage) -> None:
+def test_what_changes_nothing_leaves_no_record(stage: PositionsRig) -> None:
     """Neither what is refused, nor a dry run, nor a second pause."""
     wiring = stage.bridge.wiring
     stage.bridge.operations.pause(HANDLER).run()
@@ -156,7 +154,7 @@ def test_what_changes_nothing_leaves_no_record(stage: Stage) -> None:
     assert indexes["at_1"]["expireAfterSeconds"] == KEPT_SECONDS
 
 
-def test_a_changed_lifetime_of_records_stays(stage: Stage) -> None:
+def test_a_changed_lifetime_of_records_stays(stage: PositionsRig) -> None:
     """It refuses no command."""
     stage.bridge.operations.pause(HANDLER).run()
     stage.state.command({"collMod": COLLECTION, "index": {"keyPattern": {"at": 1}, "expireAfterSeconds": 100}})
@@ -166,10 +164,10 @@ def test_a_changed_lifetime_of_records_stays(stage: Stage) -> None:
 
 
 def test_a_command_that_ends_halfway_leaves_a_record_of_what_it_did(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: PositionsRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first partition is paused, the second is not: the error comes, and so does the record."""
-    original, calls = Partitions.pause, []
+    original, calls = Partitions._command, []
 
     def pause_one(self: Any, *arguments: Any) -> bool:
         calls.append(arguments)
@@ -177,7 +175,7 @@ def test_a_command_that_ends_halfway_leaves_a_record_of_what_it_did(
             raise KeyboardInterrupt
         return original(self, *arguments)
 
-    monkeypatch.setattr(Partitions, "pause", pause_one)
+    monkeypatch.setattr(Partitions, "_command", pause_one)
     operations = stage.bridge.operations.on_behalf_of("ann (Django)")
     with pytest.raises(KeyboardInterrupt):
         operations.pause(HANDLER, reason="hot \ud800 fix").run()
@@ -185,7 +183,7 @@ def test_a_command_that_ends_halfway_leaves_a_record_of_what_it_did(
     assert (record["by"], record["reason"], record["effect"]) == ("ann (Django)", "hot ? fix", {"partitions": 1})
 
 
-def test_a_record_that_cannot_be_stored_is_no_secret(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_that_cannot_be_stored_is_no_secret(stage: PositionsRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the right nothing is changed; where the write fails after the change, the error says what was done."""
 
     def fails(*_: Any) -> None:
@@ -207,7 +205,7 @@ def test_a_record_that_cannot_be_stored_is_no_secret(stage: Stage, monkeypatch: 
     assert stage.subscription["resumeToken"] == position, "its record is part of the transaction"
 
 
-def test_a_print_that_fails_loses_no_record(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_print_that_fails_loses_no_record(stage: PositionsRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is stored before anything is printed."""
 
     def fails(*_: Any, **__: Any) -> None:

@@ -27,7 +27,6 @@ from mongo_celery.bridge.change import read_token
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.backlog import EVERYTHING, Backlog, StoredChange
-from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.window import Refusal
 from mongo_celery.embedded import MongoReplicaSet
@@ -35,15 +34,15 @@ from tests.fixtures.election import Elections
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
-from tests.fixtures.proxy import Direction, Proxy
+from tests.fixtures.proxy import Proxy
 from tests.fixtures.samples import raw_event, token_data
-from tests.integration.partition_rig import NASTY, Rig, rig_of
+from tests.rig.commands import CommandRecorder
+from tests.rig.partition import NASTY, PartitionRig, make_partition
 
 Document = dict[str, Any]
 
 BRIDGE = "shop"
 PARTITION = f"{BRIDGE}/record/7/3"
-NEW = f"{BRIDGE}/record/8/"
 VERSION = 100
 LATER = VERSION + 1
 LAST = token_data(9999)
@@ -126,29 +125,6 @@ def test_what_was_inserted_is_read_in_the_streams_order(backlog: Backlog, docume
     assert backlog.outline(PARTITION, "", LAST, 1000) == [replace(each, raw=b"") for each in stored]
 
 
-def test_what_is_stored_is_measured_by_the_server(backlog: Backlog, documents: Collection[Document]) -> None:
-    """P12, P16: all of the collection, or what this bridge has there; nothing where there is none yet."""
-    assert backlog.size(0) == 0
-    backlog.insert(PARTITION, [change(1, padding=noise(1, 100_000))], VERSION)
-    documents.insert_one({"_id": "other/record/7/1", "raw": noise(2, 100_000)})
-    assert 200_000 < backlog.size(1 << 20) < 210_000
-    assert 100_000 < backlog.size(0) < 105_000
-    documents.delete_many({})
-    assert backlog.size(0) == 0
-
-
-def test_a_reading_begins_behind_a_place_and_ends_at_one(backlog: Backlog) -> None:
-    """P8: what is committed is not read again, and what may not run yet is not read."""
-    backlog.insert(PARTITION, [change(n, padding=noise(n, 1)) for n in range(1, 10)], VERSION)
-    bounds = {"after": token_data(3), "until": token_data(6)}
-    assert read(backlog, **bounds) == [4, 5, 6]
-    assert read(backlog, **bounds, limit=2) == [4, 5]
-    assert read(backlog, after=token_data(6)) == [7, 8, 9]
-    assert read(backlog, until="") == []
-    assert read(backlog, after=token_data(9)) == []
-    assert set(backlog.fetch(PARTITION, [token_data(n) for n in (2, 6, 77)])) == {token_data(2), token_data(6)}
-
-
 def test_an_insert_that_finds_its_document_makes_it_the_terms_own(
     backlog: Backlog, documents: Collection[Document]
 ) -> None:
@@ -163,13 +139,13 @@ def test_an_insert_that_finds_its_document_makes_it_the_terms_own(
     assert read(backlog) == [3]
 
 
-def test_a_removal_takes_what_is_committed_and_nothing_else(backlog: Backlog) -> None:
-    """P6: nothing where nothing is committed."""
-    backlog.insert(PARTITION, [change(n) for n in range(1, 6)], VERSION)
-    assert remove(backlog, PARTITION, "", VERSION) == 0
-    assert remove(backlog, PARTITION, token_data(3), VERSION) == 3
-    assert read(backlog) == [4, 5]
-    assert backlog.count(PARTITION, "", LAST) == 2
+def test_an_older_term_does_not_replace_an_undeliverable_change_of_a_later_one(backlog: Backlog) -> None:
+    """P6: a listener that wakes up late changes nothing that its successor refers to."""
+    refused = change(1, refusal=Refusal("no"), token={"_data": token_data(1)})
+    backlog.insert(PARTITION, [refused], LATER)
+    with pytest.raises(OperationFailure):
+        backlog.insert(PARTITION, [change(1)], VERSION)
+    assert seen(backlog) == [replace(refused, size=len(refused.raw))]
 
 
 def test_an_undeliverable_change_stays_until_no_term_reads_it_again(backlog: Backlog) -> None:
@@ -200,19 +176,6 @@ def test_partitions_whose_names_begin_alike_are_kept_apart(backlog: Backlog) -> 
         others = (mine + foreign)[(mine + foreign).index(where) + 1 :]
         assert all(backlog.count(other, "", LAST) == 2 for other in others)
     assert backlog.next_partition() is None
-
-
-def test_a_change_that_is_refused_no_longer_is_renewed(backlog: Backlog, documents: Collection[Document]) -> None:
-    """P12: its cause was cured; it would be refused again for ever. The other way round it stays."""
-    refused = change(2, refusal=Refusal("no key", halts=True), token={"_data": token_data(2)})
-    backlog.insert(PARTITION, [change(1), refused, change(3)], VERSION)
-    assert seen(backlog)[1] == replace(refused, size=seen(backlog)[1].size)
-    again = [change(1, padding=b"more"), change(2, padding=b"more"), replace(change(3), refusal=Refusal("bad"))]
-    backlog.insert(PARTITION, again, LATER)
-    stored = seen(backlog)
-    assert [(each.refusal, each.token) for each in stored] == [(None, None)] * 3
-    assert [each.raw for each in stored] == [change(1).raw, again[1].raw, change(3).raw]
-    assert {each["term"] for each in documents.find()} == {LATER}
 
 
 # -- what events may be ------------------------------------------------------------------------------
@@ -268,25 +231,6 @@ def test_a_document_that_is_damaged_is_that_changes_affair(
     stored = seen(backlog)
     assert [each.data for each in stored] == [token_data(number) for number in (1, 2, 3)]
     assert [each.refusal is not None for each in stored] == [False, True, False]
-
-
-def test_a_change_whose_bytes_are_damaged_is_refused_by_name(backlog: Backlog, documents: Collection[Document]) -> None:
-    """P12: it halts its own partition, and says which change of which."""
-    backlog.insert(PARTITION, [change(number) for number in (1, 2, 3)], VERSION)
-    place = {"_id": f"{PARTITION}/{token_data(2)}"}
-    documents.update_one(place, {"$set": {"zip": True}})
-    stored = seen(backlog)
-    assert numbers(stored) == [1, 2, 3]
-    damaged = stored[1]
-    assert damaged.refusal is not None
-    assert damaged.refusal.halts
-    assert PARTITION in damaged.refusal.reason
-    assert token_data(2) in damaged.refusal.reason
-    assert (damaged.raw, damaged.token) == (b"", {"_data": token_data(2)})
-    backlog.insert(PARTITION, [damaged], LATER)
-    assert seen(backlog)[1] == replace(damaged, size=seen(backlog)[1].size), "nothing takes the place of what is left"
-    documents.update_one(place, {"$unset": {"zip": 1}})
-    assert seen(backlog)[1].refusal is None, "restored"
 
 
 def nested(levels: int) -> Document:
@@ -375,17 +319,6 @@ def test_what_was_not_acknowledged_is_an_error(
     assert read(backlog) == [1, 2, 3]
 
 
-def test_duplicates_do_not_hide_another_error(backlog: Backlog, watched: Backlog, failpoint: Failpoint) -> None:
-    """P6: a bulk may have both."""
-    backlog.insert(PARTITION, [change(1)], VERSION)
-    with (
-        failpoint(failCommands=["insert"], appName=APP, **FAULTS["a write concern"]),
-        pytest.raises(OperationFailure) as raised,
-    ):
-        watched.insert(PARTITION, [change(1), change(2)], VERSION)
-    assert raised.value.code == 64
-
-
 def test_what_is_removed_between_insert_and_raise_is_inserted_again(
     backlog: Backlog,
     replica_set: MongoReplicaSet,
@@ -414,87 +347,76 @@ def test_what_is_removed_between_insert_and_raise_is_inserted_again(
 
 
 @pytest.fixture
-def rig(mongo_client: MongoClient[Document], state_database: str) -> Rig:
+def rig(mongo_client: MongoClient[Document], state_database: str) -> PartitionRig:
     """Give one partition that flows and that nobody has claimed."""
-    return rig_of(mongo_client, state_database)
+    return make_partition(mongo_client, state_database)
 
 
-def test_a_mark_only_grows(rig: Rig) -> None:
+def test_a_mark_only_grows(rig: PartitionRig) -> None:
     """P6: a write of the same term whose answer was lost may land last; the watermark has passed on."""
     for to, reason in [(3, "first"), (7, "$$NOW"), (7, "again"), (5, "late")]:
-        assert rig.partitions.mark_spilled(rig.where, VERSION, token_data(to), reason), "harmless"
-    spilled = rig.image.spilled
+        assert rig.partitions.mark_stored(rig.where, VERSION, token_data(to), reason), "harmless"
+    spilled = rig.image.stored
     assert spilled is not None
     assert (spilled["to"], spilled["reason"]) == (token_data(7), "first")
     since = spilled["since"]
-    assert rig.partitions.mark_spilled(rig.where, VERSION, token_data(8), "later")
-    assert rig.document["spilled"] == {"to": token_data(8), "reason": "first", "since": since}
+    assert rig.partitions.mark_stored(rig.where, VERSION, token_data(8), "later")
+    assert rig.document["stored"] == {"to": token_data(8), "reason": "first", "since": since}
 
 
 @pytest.mark.parametrize("text", NASTY)
-def test_a_reason_is_no_expression(rig: Rig, text: str) -> None:
+def test_a_reason_is_no_expression(rig: PartitionRig, text: str) -> None:
     """P16: what is shown is what was said."""
-    assert rig.partitions.mark_spilled(rig.where, VERSION, text, text)
-    assert rig.document["spilled"] == {"to": text, "reason": text, "since": rig.document["spilled"]["since"]}
+    assert rig.partitions.mark_stored(rig.where, VERSION, text, text)
+    assert rig.document["stored"] == {"to": text, "reason": text, "since": rig.document["stored"]["since"]}
 
 
-def test_a_term_that_is_over_marks_and_clears_nothing(rig: Rig) -> None:
+def test_a_term_that_is_over_marks_and_clears_nothing(rig: PartitionRig) -> None:
     """P1: the next one decides what may be read."""
-    assert rig.partitions.mark_spilled(rig.where, VERSION, token_data(3), "hot")
+    assert rig.partitions.mark_stored(rig.where, VERSION, token_data(3), "hot")
     rig.take_over(LATER)
     before = rig.document
-    assert not rig.partitions.mark_spilled(rig.where, VERSION, token_data(9), "hot")
+    assert not rig.partitions.mark_stored(rig.where, VERSION, token_data(9), "hot")
     rig.spoil(resumeToken={"_data": token_data(3)})
-    rig.partitions.clear_spilled([rig.where], VERSION)
-    assert rig.document["spilled"] == before["spilled"]
-    rig.partitions.clear_spilled([rig.where], LATER)
-    assert rig.document["spilled"] is None
+    rig.partitions.clear_stored([rig.where], VERSION)
+    assert rig.document["stored"] == before["stored"]
+    rig.partitions.clear_stored([rig.where], LATER)
+    assert rig.document["stored"] is None
 
 
-def test_a_mark_is_cleared_only_where_all_is_committed(rig: Rig) -> None:
+def test_a_mark_is_cleared_only_where_all_is_committed(rig: PartitionRig) -> None:
     """P6: by what the server holds, not by what was seen."""
 
     def is_cleared() -> bool:
-        rig.partitions.clear_spilled([rig.where], VERSION)
-        return rig.image.spilled is None
+        rig.partitions.clear_stored([rig.where], VERSION)
+        return rig.image.stored is None
 
-    rig.partitions.mark_spilled(rig.where, VERSION, token_data(5), "hot")
+    rig.partitions.mark_stored(rig.where, VERSION, token_data(5), "hot")
     assert not is_cleared(), "nothing is committed"
     rig.spoil(resumeToken={"_data": token_data(4)})
     assert not is_cleared(), "not enough"
-    rig.partitions.mark_spilled(rig.where, VERSION, token_data(8), "hot")
+    rig.partitions.mark_stored(rig.where, VERSION, token_data(8), "hot")
     rig.spoil(resumeToken={"_data": token_data(6)})
     assert not is_cleared(), "the mark has grown"
     rig.spoil(resumeToken={"_data": token_data(8)})
     assert is_cleared()
     assert is_cleared(), "harmless"
-    assert rig.partitions.mark_spilled(rig.where, VERSION, token_data(2), "again"), "as if never before"
+    assert rig.partitions.mark_stored(rig.where, VERSION, token_data(2), "again"), "as if never before"
 
 
-def test_a_mark_whose_answer_was_lost_is_made_again(
-    rig: Rig,
-    replica_set: MongoReplicaSet,
-    make_proxy: Callable[[int], Proxy],
-    make_client: MakeClient,
-    state_database: str,
-) -> None:
-    """P6: whether it was made or not, the second one says so."""
-    proxy = make_proxy(replica_set.primary.port)
-
-    def partitions() -> Partitions:
-        proxy.pass_through()
-        proxy.reset()
-        client = make_client(proxy.mongo_url)
-        client.admin.command("ping")
-        return Store(client, BridgeOptions(name=BRIDGE, database=state_database)).partitions
-
-    lost = partitions()
-    proxy.black_hole(Direction.TO_CLIENT)
-    with pytest.raises(PyMongoError):
-        lost.mark_spilled(rig.where, VERSION, token_data(5), "hot")
-    wait_for(lambda: rig.image.spilled is not None)
-    assert partitions().mark_spilled(rig.where, VERSION, token_data(5), "hot")
-    assert rig.image.spilled is not None
+def test_what_a_watermark_rests_on_is_written_by_a_majority(make_client: MakeClient, state_database: str) -> None:
+    """P5, P13: what a failover may take back is not stored: the insert, the raise of what is there, and the mark."""
+    sent = CommandRecorder()
+    rig = make_partition(make_client(event_listeners=[sent]), state_database)
+    sent.sent.clear()
+    for _ in range(2):
+        rig.store.backlog.insert(rig.where, [change(1), change(2, refusal=Refusal("no"))], VERSION)
+    assert rig.partitions.mark_stored(rig.where, VERSION, token_data(2), "hot")
+    writes = [each for name in ("insert", "update") for each in sent.named(name)]
+    assert [(next(iter(each.values())), each["writeConcern"]["w"]) for each in writes] == [
+        *[("backlog", "majority")] * 4,
+        ("partitions", "majority"),
+    ]
 
 
 # -- three members -----------------------------------------------------------------------------------
@@ -510,16 +432,20 @@ def elections(three_members: MongoReplicaSet) -> Elections:
 
 
 @pytest.fixture
-def far(three_members: MongoReplicaSet, make_client: MakeClient, state_database: str) -> Rig:
+def far(three_members: MongoReplicaSet, make_client: MakeClient, state_database: str) -> PartitionRig:
     """Give a partition on that set, with calls that may take their time."""
     client = make_client(three_members.url)
-    rig = rig_of(client, state_database)
+    rig = make_partition(client, state_database)
     options = BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=PATIENT_TTL)
     return replace(rig, store=Store(client, options))
 
 
 def test_what_a_deposed_primary_says_is_not_believed(
-    far: Rig, elections: Elections, three_members: MongoReplicaSet, make_client: MakeClient, state_database: str
+    far: PartitionRig,
+    elections: Elections,
+    three_members: MongoReplicaSet,
+    make_client: MakeClient,
+    state_database: str,
 ) -> None:
     """
     P6: in a session that has seen the image it does not say that nothing is stored: it waits, and that in vain.
@@ -527,6 +453,9 @@ def test_what_a_deposed_primary_says_is_not_believed(
     Without such a session it says so; and who believed it would run past what is stored.
     """
     client = far.documents.database.client
+    # A client that has not heard of the election yet writes to the old primary first. If that created the collection
+    # there, majority reads of it would wait: it is in no majority.
+    client.get_database(state_database, write_concern=WriteConcern("majority")).create_collection("backlog")
     primary = three_members.primary
     client_of_old = make_client(primary.url, heartbeatFrequencyMS=600_000, serverMonitoringMode="poll")
     client_of_old.admin.command("ping")  # so it has not heard of any other
@@ -534,14 +463,14 @@ def test_what_a_deposed_primary_says_is_not_believed(
         assert old is primary
         stale = Store(client_of_old, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=SHORT_TTL))
         far.store.backlog.insert(far.where, [change(1), change(2)], VERSION, session)
-        assert far.partitions.mark_spilled(far.where, VERSION, token_data(2), "hot", session)
+        assert far.partitions.mark_stored(far.where, VERSION, token_data(2), "hot", session)
         (image,) = far.partitions.look([far.where], session)
-        assert image.spilled is not None
+        assert image.stored is not None
         assert outlined(far.store.backlog, far.where, session) == [1, 2]
 
         patient = Store(client_of_old, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=60.0))
         assert read(patient.backlog, far.where) == [], "the truth of another time"
-        assert patient.partitions.look([far.where])[0].spilled is None
+        assert patient.partitions.look([far.where])[0].stored is None
         with client_of_old.start_session(causal_consistency=True) as same:
             _go_on(session, same)
             calls: list[Callable[[], object]] = [
@@ -579,7 +508,7 @@ _LOOKS = 20
 
 @pytest.mark.parametrize("way", ["insert", "duplicates"])
 def test_what_an_election_takes_back_was_not_acknowledged(
-    far: Rig, elections: Elections, three_members: MongoReplicaSet, make_client: MakeClient, way: str
+    far: PartitionRig, elections: Elections, three_members: MongoReplicaSet, make_client: MakeClient, way: str
 ) -> None:
     """
     P6: between insert and mark the primary dies with what nobody else has.
@@ -607,7 +536,7 @@ def test_what_an_election_takes_back_was_not_acknowledged(
     wait_for(lambda: _is_writable(client))
     ours.insert(target, changes, VERSION)
     with far.documents.database.client.start_session(causal_consistency=True) as session:
-        assert far.partitions.mark_spilled(far.where, VERSION, token_data(3), "hot", session)
+        assert far.partitions.mark_stored(far.where, VERSION, token_data(3), "hot", session)
         assert outlined(far.store.backlog, target, session) == [1, 2, 3]
 
 

@@ -13,19 +13,18 @@ from functools import partial
 from typing import Any
 
 import pytest
-from celery import Celery, shared_task
-from celery._state import get_current_app
+from celery import Celery
 from kombu.exceptions import ContentDisallowed
 from pymongo import MongoClient
-from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import AutoReconnect, ServerSelectionTimeoutError
 
-from mongo_celery import Bridge, Change, Changes, Outbox, transactional
+from mongo_celery import Bridge, Change, Changes, Outbox
 from mongo_celery.bridge.listener import feedback
-from mongo_celery.errors import CommandRefusedError, ConfigurationError, HandlerUsageError, TransactionError
-from mongo_celery.locking import after_commit, current
+from mongo_celery.bridge.operations.lookups import read_blocked_change
+from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.testing import BridgeRunner, drain
+from mongo_celery.testing.calls import CrashPoint
 
 Document = dict[str, Any]
 NOWHERE = "mongodb://localhost:1/?replicaSet=nowhere"
@@ -63,6 +62,24 @@ def run(mongo_url: str) -> Callable[[Shop], BridgeRunner]:
 
 
 Run = Callable[[Shop], BridgeRunner]
+
+
+def test_a_halted_change_keeps_its_traceback(shop: Shop, run: Run) -> None:
+    """A person looks at it later; the dead letter that `skip` makes has it, too."""
+    shop.handle(failure_policy="halt")
+    with run(shop) as runner:
+        shop.failing.append(ValueError("no address"))
+        shop.orders.insert_one({"_id": 1})
+        with suppress(ValueError):
+            runner.deliver()
+        (halted,) = shop.bridge.operations.read_status().handlers[0].list_partitions("halted")
+        change = read_blocked_change(shop.bridge.wiring, "note", halted.partition)
+        assert "raise self.failing.pop(0)" in change.traceback
+        assert change.attempts == 1
+        assert change.since is not None
+        shop.bridge.operations.skip("note").run()
+        (letter,) = shop.bridge.operations.find_dead_letters("note").letters
+        assert letter.traceback == change.traceback
 
 
 def test_changes_come_in_order_and_from_its_beginning_on(shop: Shop, run: Run) -> None:
@@ -119,7 +136,7 @@ def test_retries_need_no_time(shop: Shop, run: Run) -> None:
 
 
 @pytest.mark.parametrize("point", ["claimed", "called", "handled"])
-def test_a_killed_execution_is_made_up_for(shop: Shop, run: Run, point: str) -> None:
+def test_a_killed_execution_is_made_up_for(shop: Shop, run: Run, point: CrashPoint) -> None:
     """At least once: what was not recorded is repeated, under a larger token; what was recorded is not."""
     shop.handle()
     with run(shop) as runner:
@@ -147,27 +164,6 @@ def test_too_many_kills_apply_the_failure_policy(shop: Shop, run: Run) -> None:
     assert shop.seen == [("update", 1)]
 
 
-def test_a_stale_execution_goes_on_when_all_else_is_done(shop: Shop, run: Run) -> None:
-    """With its own token, which the fenced writes refuse, and with its change as it was."""
-    totals: list[Any] = []
-
-    @shop.bridge.on_change(shop.orders.full_name)
-    def copy(change: Change) -> None:
-        totals.append(change.full_document and change.full_document["n"])
-        change.fenced(f"{shop.orders.database.name}.copies").replace_one({"_id": 1}, {"n": totals[-1]}, upsert=True)
-
-    with run(shop) as runner:
-        shop.orders.insert_one({"_id": 1, "n": 1})
-        shop.orders.update_one({"_id": 1}, {"$set": {"n": 2}})
-        runner.stall()
-        delivered = runner.deliver()
-        assert not delivered.failures
-    assert totals == [1, 2, 1]
-    assert [call.was_stale for call in delivered.calls] == [False, False, True]
-    assert type(delivered.calls[-1].error).__name__ == "StaleFencingTokenError"
-    assert (shop.orders.database["copies"].find_one({}) or {})["n"] == 2
-
-
 def test_a_failure_for_good_is_raised_with_what_stands(shop: Shop, run: Run) -> None:
     """Once: what stood before does not fail the next delivery. What pytest shows are the test and the handler."""
     shop.handle()
@@ -182,18 +178,6 @@ def test_a_failure_for_good_is_raised_with_what_stands(shop: Shop, run: Run) -> 
         assert len(runner.deliver().standing) == 1
 
 
-def test_a_failure_can_be_looked_at_instead(shop: Shop, run: Run) -> None:
-    """With the policy that was applied."""
-    shop.handle(failure_policy="skip")
-    shop.failing = [ValueError("no such order")]
-    with run(shop) as runner:
-        shop.orders.insert_one({"_id": 1})
-        shop.orders.update_one({"_id": 1}, {"$set": {"n": 1}})
-        delivered = runner.deliver(raises=False)
-    assert [str(call.error) for call in delivered.failures] == ["no such order"]
-    assert (delivered.standing, shop.seen) == ((), [("update", 1)])
-
-
 def test_a_handler_that_feeds_itself_ends_with_a_sentence(shop: Shop, run: Run) -> None:
     """It would never end; and the process is free for the next runner."""
 
@@ -204,7 +188,7 @@ def test_a_handler_that_feeds_itself_ends_with_a_sentence(shop: Shop, run: Run) 
     for _ in range(2):
         with run(shop) as runner:
             shop.orders.insert_one({})
-            with pytest.raises(AssertionError, match=r"more than 5 calls .* write to what it listens"):
+            with pytest.raises(AssertionError, match="more than 5 calls"):
                 runner.deliver(limit=5)
 
 
@@ -213,37 +197,13 @@ def test_a_fault_that_had_no_occasion_fails_the_test(shop: Shop, run: Run) -> No
     shop.handle()
     with run(shop) as runner:
         runner.crash("called")
-        with pytest.raises(AssertionError, match="no execution came that is killed at 'called'"):
+        with pytest.raises(AssertionError, match="'called'"):
             runner.deliver()
         runner.stall()
-        with pytest.raises(AssertionError, match="no execution came that stands still"):
+        with pytest.raises(AssertionError, match="stands still"):
             runner.deliver()
         shop.orders.insert_one({"_id": 1})
         assert len(runner.deliver().calls) == 1
-
-
-def test_a_fault_that_is_asked_for_after_the_last_delivery_fails_the_test(shop: Shop, run: Run) -> None:
-    """It would have tried nothing either; but a test that fails otherwise keeps its own error."""
-    shop.handle()
-    with pytest.raises(AssertionError, match=r"is killed at 'called'.* no deliver"), run(shop) as runner:
-        runner.crash("called")
-
-    def fail_otherwise(runner: BridgeRunner) -> None:
-        runner.stall()
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError), run(shop) as runner:
-        fail_otherwise(runner)
-
-
-def test_a_handler_that_is_misspelt_has_no_calls_to_ask_for(shop: Shop, run: Run) -> None:
-    """`not delivered.of("nte")` would be true whatever happens."""
-    shop.handle()
-    with run(shop) as runner:
-        delivered = runner.deliver()
-        assert delivered.of("note") == ()
-        with pytest.raises(HandlerUsageError, match=r"has a handler 'nte'.*did you mean 'note'"):
-            delivered.of("nte")
 
 
 def test_a_server_that_stays_away_ends_the_delivery(shop: Shop, run: Run) -> None:
@@ -256,51 +216,9 @@ def test_a_server_that_stays_away_ends_the_delivery(shop: Shop, run: Run) -> Non
         assert shop.seen == [("insert", 1)]
         shop.orders.insert_one({"_id": 2})
         shop.failing = [AutoReconnect("localhost:1 is away") for _ in range(9)]
-        with pytest.raises(AssertionError, match=r"shop/note/.* waited 3 times .*: localhost:1 is away.*a client"):
+        with pytest.raises(AssertionError, match=r"shop/note/.*localhost:1 is away"):
             runner.deliver(raises=False)
         assert len(shop.failing) == 6
-
-
-def test_a_kill_in_a_run_repeats_what_was_done_before_it(database: Database[Document], run: Run) -> None:
-    """Nothing is written behind a kill, not even how far the run was; `after` executions go well before it."""
-    shop = Shop(database, partitions=1, run_size=10, partition_by=None)
-    shop.handle()
-    with run(shop) as runner:
-        shop.orders.insert_many([{"_id": number} for number in range(5)])
-        runner.crash("called", "note", after=2)
-        delivered = runner.deliver()
-    assert [call.was_killed for call in delivered.calls] == [False, False, True, *[False] * 5]
-    assert [key for _, key in shop.seen] == [0, 1, 2, 0, 1, 2, 3, 4]
-
-
-def test_nothing_is_logged_of_a_beginning_that_the_runner_has_chosen(
-    shop: Shop, run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A line for each handler would stand above the output of each test that fails."""
-    shop.handle()
-    with caplog.at_level("WARNING", "mongo_celery"), run(shop) as runner:
-        runner.deliver()
-    assert caplog.messages == []
-
-
-def test_the_app_of_a_message_is_the_current_one(shop: Shop, run: Run) -> None:
-    """As in its worker: a `shared_task` that a handler sends goes to the handler's app, whatever was made since."""
-
-    @shared_task(name="shop.letter")
-    def letter() -> None:
-        """Of no effect."""
-
-    @shop.bridge.on_change(shop.orders.full_name)
-    def send(_change: Change) -> None:
-        letter.delay()
-
-    before = get_current_app()
-    with run(shop) as runner:
-        shop.orders.insert_one({"_id": 1})
-        runner.deliver()
-        runner.assert_enqueued("shop.letter")
-        runner.run_tasks()
-    assert get_current_app() is before
 
 
 def test_what_a_worker_would_refuse_is_refused(shop: Shop, run: Run) -> None:
@@ -320,15 +238,6 @@ def test_what_a_worker_would_refuse_is_refused(shop: Shop, run: Run) -> None:
         pass
 
 
-def test_repeated_messages_start_no_handler(shop: Shop, run: Run) -> None:
-    """P2: the claim drops them."""
-    shop.handle()
-    with run(shop) as runner:
-        shop.orders.insert_many([{"_id": number} for number in range(5)])
-        runner.deliver(duplicates=True)
-    assert len(shop.seen) == 5
-
-
 @pytest.mark.parametrize("options", [{"commit": "inline"}, {"run_size": 10}, {"partitions": 1, "run_size": 3}])
 def test_every_way_of_a_bridge_is_its_own(database: Database[Document], run: Run, options: Document) -> None:
     """Inline commits and runs pass the same code."""
@@ -339,57 +248,6 @@ def test_every_way_of_a_bridge_is_its_own(database: Database[Document], run: Run
         runner.crash("called")
         runner.deliver()
     assert {key for _, key in shop.seen} == set(range(20))
-
-
-def test_bulk_and_transactional_handlers_run_as_well(shop: Shop, run: Run) -> None:
-    """A list is one call; an exactly-once effect is there once, also where its first execution was killed."""
-    lists: list[int] = []
-    copies = shop.orders.database.create_collection("copies")
-
-    @shop.bridge.on_changes(shop.orders.full_name)
-    def gather(changes: Changes) -> None:
-        lists.append(len(changes))
-
-    @shop.bridge.on_change(shop.orders.full_name, transactional=True)
-    def count(change: Change) -> None:
-        shop.bridge.collection(copies.full_name).update_one(
-            {"_id": 1}, {"$inc": {"n": 1}}, upsert=True, session=change.session
-        )
-
-    with run(shop) as runner:
-        shop.orders.insert_many([{"_id": number} for number in range(4)])
-        delivered = runner.deliver()
-        runner.crash("handled")
-        shop.orders.delete_one({"_id": 1})
-        runner.deliver()
-    assert sum(len(call.changes) for call in delivered.of("gather")) == 4
-    assert (copies.find_one({}) or {})["n"] == 5
-
-
-def test_a_transactional_handlers_parts_and_callbacks_are_its_transactions(shop: Shop, run: Run) -> None:
-    """A function that is handed no session joins, and dooms it by its failure; a callback waits for the commit."""
-    copies = shop.orders.database.create_collection("copies")
-    seen: list[Any] = []
-    attempts: list[int] = []
-
-    @transactional(lambda: shop.bridge.client)
-    def copy(key: int, *, session: ClientSession) -> None:
-        shop.bridge.collection(copies.full_name).insert_one({"_id": key}, session=session)
-        if len(attempts) == 1:
-            raise ZeroDivisionError
-
-    @shop.bridge.on_change(shop.orders.full_name, transactional=True, autoretry_for=(TransactionError,))
-    def handle(change: Change) -> None:
-        attempts.append(1)
-        after_commit(lambda: seen.append([found["_id"] for found in copies.find()]))
-        with suppress(ZeroDivisionError):
-            copy(change.document_key["_id"])
-        assert current(shop.bridge.client) is change.session
-
-    with run(shop) as runner:
-        shop.orders.insert_one({"_id": 7})
-        runner.deliver()
-    assert (len(attempts), seen) == (2, [[7]])
 
 
 KINDS = ("plain", "list", "transactional", "transactional_list")
@@ -459,75 +317,6 @@ def test_what_a_called_handler_would_retry_is_judged_by_its_callers(shop: Shop, 
     assert (shop.seen, delivered.standing) == ([1], ())
 
 
-def test_what_exists_comes_where_a_handler_begins_with_it(shop: Shop, run: Run) -> None:
-    """The snapshot is the product's own."""
-    shop.orders.insert_many([{"_id": number} for number in range(3)])
-    shop.handle(start_from="snapshot")
-    with run(shop) as runner:
-        runner.deliver()
-        shop.orders.insert_one({"_id": 3})
-        runner.deliver()
-    assert sorted(shop.seen) == [("insert", 3), *(("snapshot", number) for number in range(3))]
-
-
-def test_a_backfill_has_the_fences_of_the_product(shop: Shop, run: Run, database: Database[Document]) -> None:
-    """Asked for as by the command, at any time; its tokens compare with those of live changes."""
-    tokens: list[tuple[Any, str, int]] = []
-
-    @shop.bridge.on_change(shop.orders.full_name)
-    def copy(change: Change) -> None:
-        key, order = change.document_key["_id"], change.full_document
-        tokens.append((key, change.operation_type, change.fencing_token))
-        change.fenced(database["copies"].full_name).replace_one({"_id": key}, {"n": (order or {})["n"]}, upsert=True)
-
-    shop.orders.insert_many([{"_id": number, "n": 0} for number in range(5)])
-    with run(shop) as runner:
-        assert runner.deliver().calls == ()
-        runner.snapshot("copy", match={"$lt": ["$fullDocument._id", 3]})
-        assert len(runner.deliver().calls) == 3
-        assert sorted((key, operation) for key, operation, _ in tokens) == [(key, "snapshot") for key in range(3)]
-        assert all(token > 0 for _, _, token in tokens)
-
-        runner.snapshot("copy", sources=[shop.orders.full_name], match={"$eq": ["$fullDocument._id", 4]})
-        runner.deliver()
-        shop.orders.update_one({"_id": 4}, {"$set": {"n": 1}})
-        runner.deliver()
-        (_, backfilled, first), (_, live, second) = [each for each in tokens if each[0] == 4]
-        assert (backfilled, live) == ("snapshot", "update")
-        assert first < second
-        assert (database["copies"].find_one({"_id": 4}) or {})["n"] == 1
-
-        with pytest.raises(HandlerUsageError, match=r"has a handler 'copies' \(did you mean 'copy'\?\)"):
-            runner.snapshot("copies")
-        with pytest.raises(CommandRefusedError, match="does not watch"):
-            runner.snapshot("copy", sources=["shop.others"])
-        assert runner.deliver().calls == ()
-
-
-def test_a_backfill_waits_for_no_retry(database: Database[Document], run: Run) -> None:
-    """Its documents are retried as changes are, their time moved into the past."""
-    shop = Shop(database, partitions=1)
-    shop.handle(autoretry_for=(ConnectionError,), default_retry_delay=3600)
-    shop.orders.insert_many([{"_id": number} for number in range(3)])
-    with run(shop) as runner:
-        runner.snapshot("note")
-        shop.failing = [ConnectionError("away")]
-        assert len(runner.deliver().retries) == 1
-    assert sorted(shop.seen) == [("snapshot", number) for number in range(3)]
-
-
-@pytest.mark.parametrize("policy", ["halt", "dead_letter"])
-def test_a_backfill_ends_where_its_handler_fails(shop: Shop, run: Run, policy: Any) -> None:
-    """With the handler's own error, as of any change, also where its partition stands."""
-    shop.handle(failure_policy=policy)
-    shop.orders.insert_many([{"_id": number} for number in range(3)])
-    with run(shop) as runner:
-        runner.snapshot("note")
-        shop.failing = [ValueError("no")]
-        with pytest.raises(ValueError, match="no"):
-            runner.deliver()
-
-
 def test_sent_tasks_can_be_looked_at_and_run(shop: Shop, run: Run) -> None:
     """What a handler sends, what an outbox sends, and what these send; a task's own error is raised."""
     ran: list[Any] = []
@@ -551,7 +340,7 @@ def test_sent_tasks_can_be_looked_at_and_run(shop: Shop, run: Run) -> None:
         runner.assert_enqueued("shop.mail", args=[2], times=0)
         Outbox(shop.app, shop.orders.database["parcels"]).insert_one({"_id": 2}, tasks=[mail.si(2, subject="hi")])
         runner.assert_enqueued("shop.mail", args=[2], kwargs={"subject": "hi"})
-        with pytest.raises(AssertionError, match=r"shop.mail was sent 2 times, not 1; what was sent: shop.mail\("):
+        with pytest.raises(AssertionError, match="2 times, not 1"):
             runner.assert_enqueued("shop.mail")
         assert [task.name for task in runner.run_tasks()] == ["shop.mail"] * 3
         assert sorted(ran) == [(1, "", 0), (1, "", 1), (2, "hi", 0)]
@@ -559,15 +348,6 @@ def test_sent_tasks_can_be_looked_at_and_run(shop: Shop, run: Run) -> None:
         with pytest.raises(ValueError, match="no address"):
             runner.run_tasks()
         assert runner.sent() == []
-
-
-def test_one_runner_runs_at_a_time(shop: Shop, run: Run) -> None:
-    """The broker in memory is the process's; a second one is refused before it changes anything."""
-    shop.handle()
-    with run(shop), pytest.raises(HandlerUsageError, match="give it both bridges"), run(shop):
-        pass
-    with run(shop):
-        pass
 
 
 def test_several_bridges_run_together(database: Database[Document], mongo_url: str) -> None:
@@ -617,7 +397,7 @@ def test_draining_waits_for_whoever_works(database: Database[Document], mongo_ur
         drain(shop.bridge, timeout=60)
         assert len(shop.seen) == 20
     shop.orders.insert_one({"_id": 20})
-    with pytest.raises(TimeoutError, match=r"bridge shop has not handled .*: note behind"):
+    with pytest.raises(TimeoutError, match="note behind"):
         drain(shop.bridge, timeout=0.1)
     shop.bridge.client.close()
 

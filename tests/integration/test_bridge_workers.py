@@ -32,7 +32,7 @@ def test_a_worker_that_ends_is_said_with_its_words(bridge: Bridge, mongo_url: st
     """Nobody waits a minute for an app that cannot be imported; the bridge is as it was afterwards."""
     with BridgeWorkers([bridge], mongo_url, "memory://", tmp_path) as workers:
         assert bridge.url != NOWHERE
-        with pytest.raises(ChildProcessError, match=r"(?s)worker ended with status 2, and wrote: .*nowhere"):
+        with pytest.raises(ChildProcessError, match=r"(?s)status 2.*nowhere"):
             workers.start("nowhere.celery")
         assert "nowhere" in workers.output
     assert bridge.url == NOWHERE
@@ -42,6 +42,6 @@ def test_what_does_not_come_is_said(bridge: Bridge, mongo_url: str, tmp_path: Pa
     """With the handlers that are behind."""
     with (
         BridgeWorkers([bridge], mongo_url, "memory://", tmp_path) as workers,
-        pytest.raises(TimeoutError, match=r"has not handled everything within 0.1 s: note behind"),
+        pytest.raises(TimeoutError, match="note behind"),
     ):
         workers.drain(timeout=0.1)

@@ -16,8 +16,11 @@ from pymongo.database import Database
 
 from mongo_celery import Event, Outbox
 from mongo_celery.errors import CommandRefusedError
-from mongo_celery.outbox.replay import dead_letter, dead_letters, discard, replay
-from tests.integration.outbox_rig import ripen
+from mongo_celery.outbox import claims
+from mongo_celery.outbox.replay import replay
+from tests.fixtures.serializer import ACCEPTED, NEW
+from tests.fixtures.tasks import register_tasks
+from tests.rig.outbox import ripen
 
 Document = dict[str, Any]
 
@@ -25,28 +28,28 @@ TASK = "shop.bill"
 
 
 class Orders:
-    """A collection, a writer that leaves delivery to others, and a relay that does not know the task."""
+    """A collection, a writer that leaves delivery to others, and a relay that cannot read the task."""
 
     def __init__(self, database: Database[Document], broker: str, broker_client: Any, **options: Any) -> None:
         self.orders = database["orders"]
         self.stored = database["outbox_dead_letters"]
         given: Document = {"at_once": False, "sweep_every": None, "database": database.name, **options}
-        self.writer = Outbox(Celery("shop", broker=broker), self.orders, foreign_tasks=True, **given)
+        self.writer = Outbox(Celery("shop", broker=broker, accept_content=ACCEPTED), self.orders, **given)
+        register_tasks(self.writer.app, TASK)
         lacking = Celery("shop", broker=broker)
-        lacking.finalize()  # as in a worker: it has heard of all its tasks
         self.outbox = Outbox(lacking, self.orders, failure_policy="dead_letter", **given)
         self._broker = broker_client
 
     def bill(self, order: object) -> Any:
-        """The task that the relay lacks."""
-        return self.writer.app.signature(TASK, args=(str(order),))
+        """A task that the relay cannot read."""
+        return self.writer.app.signature(TASK, args=(str(order),), serializer=NEW)
 
     def make_dead_letter(self, order: object) -> str:
         """Insert an order with that task and let the relay try it; the dead letter's id."""
         self.writer.insert_one({"_id": order}, tasks=[self.bill(order)])
         ripen(self.orders, order)
-        assert self.outbox.backing.relay.deliver(order).dead == 1
-        (found,) = [each.id for each in dead_letters(self.outbox, 0) if each.document == order]
+        assert self.outbox.runtime.relay.deliver(order).dead == 1
+        (found,) = [each.id for each in self.outbox.runtime.dead_letters.find() if each.document == order]
         return found
 
     def entries(self, order: object) -> list[Document]:
@@ -69,7 +72,7 @@ class Orders:
     def close(self) -> None:
         """Close what was opened."""
         for each in (self.writer, self.outbox):
-            each.publisher.close()
+            each.runtime.publisher.close()
 
 
 @pytest.fixture
@@ -88,11 +91,11 @@ def test_a_replayed_entry_is_last_with_a_new_id_and_its_tasks_own(orders: Orders
 
     done = replay(orders.outbox, id_)
 
-    assert (done.result, done.entry) == ("pending", f"{id_}~1")
+    assert done == f"{id_}~1"
     assert orders.ids(1) == [other, f"{id_}~1"]
     assert orders.entries(1)[1]["attempts"] == 0
-    assert dead_letters(orders.outbox, 0) == []
-    assert orders.writer.backing.relay.deliver(1).dispatched == 2
+    assert orders.outbox.runtime.dead_letters.find() == []
+    assert orders.writer.runtime.relay.deliver(1).dispatched == 2
     assert orders.published() == [other, id_]
 
 
@@ -101,8 +104,8 @@ def test_a_relay_that_wakes_up_late_does_not_take_a_replayed_entry_with_it(order
     id_ = orders.make_dead_letter(1)
     replay(orders.outbox, id_)
 
-    relay = orders.outbox.backing.relay
-    for removed in (relay._claims.build_removal, relay._claims.build_any_removal):
+    relay = orders.outbox.runtime.relay
+    for removed in (claims.build_removal, claims.build_any_removal):
         relay.removals.quick.update_one(*removed(1, [id_]))
 
     assert orders.ids(1) == [f"{id_}~1"]
@@ -111,7 +114,7 @@ def test_a_relay_that_wakes_up_late_does_not_take_a_replayed_entry_with_it(order
 def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -> None:
     """A relay may be about to remove that entry: without the dead letter nothing would be left."""
     id_ = orders.make_dead_letter(1)
-    found = dead_letter(orders.outbox, id_)
+    found = orders.outbox.runtime.dead_letters.get(id_)
     assert found is not None
     orders.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events": [found.entry], "pendingEvents.count": 1}})
 
@@ -119,7 +122,7 @@ def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -
         replay(orders.outbox, id_)
 
     assert orders.ids(1) == [id_]
-    assert dead_letter(orders.outbox, id_) == found
+    assert orders.outbox.runtime.dead_letters.get(id_) == found
 
 
 def test_a_replay_that_was_cut_short_adds_nothing_twice(orders: Orders) -> None:
@@ -130,10 +133,10 @@ def test_a_replay_that_was_cut_short_adds_nothing_twice(orders: Orders) -> None:
     replay(orders.outbox, id_)
     orders.stored.insert_one(stored)
 
-    assert replay(orders.outbox, id_).entry == f"{id_}~1"
+    assert replay(orders.outbox, id_) == f"{id_}~1"
 
     assert orders.ids(1) == [f"{id_}~1"]
-    assert dead_letters(orders.outbox, 0) == []
+    assert orders.outbox.runtime.dead_letters.find() == []
 
 
 def test_an_entry_that_fails_again_becomes_a_letter_of_its_own(orders: Orders) -> None:
@@ -141,12 +144,12 @@ def test_an_entry_that_fails_again_becomes_a_letter_of_its_own(orders: Orders) -
     id_ = orders.make_dead_letter(1)
     replay(orders.outbox, id_)
     ripen(orders.orders, 1)
-    assert orders.outbox.backing.relay.deliver(1).dead == 1
+    assert orders.outbox.runtime.relay.deliver(1).dead == 1
 
-    (again,) = dead_letters(orders.outbox, 0)
+    (again,) = orders.outbox.runtime.dead_letters.find()
 
     assert again.id == f"{id_}~1"
-    assert replay(orders.outbox, again.id).entry == f"{id_}~2"
+    assert replay(orders.outbox, again.id) == f"{id_}~2"
 
 
 def test_without_its_document_a_letter_is_kept_or_published_on_request(orders: Orders) -> None:
@@ -158,19 +161,19 @@ def test_without_its_document_a_letter_is_kept_or_published_on_request(orders: O
         replay(orders.outbox, id_)
     with pytest.raises(CommandRefusedError, match="still cannot be published"):
         replay(orders.outbox, id_, without_document=True)
-    assert dead_letter(orders.outbox, id_) is not None
+    assert orders.outbox.runtime.dead_letters.get(id_) is not None
     done = replay(orders.writer, id_, without_document=True)
 
-    assert (done.result, done.entry, orders.published()) == ("published", None, [id_])
+    assert (done, orders.published()) == (None, [id_])
     assert orders.orders.count_documents({}) == 0
-    assert dead_letters(orders.outbox, 0) == []
+    assert orders.outbox.runtime.dead_letters.find() == []
 
 
 def test_an_event_keeps_its_own_id(orders: Orders) -> None:
     """Consumers deduplicate by the id in the event, which is not that of the entry any more."""
     orders.writer.insert_one({"_id": 1}, events=[Event("order.placed", {"n": 1})])
     (entry,) = orders.entries(1)
-    orders.outbox.dead_letters.add(1, entry, ValueError("no"))
+    orders.outbox.runtime.dead_letters.add(1, entry, ValueError("no"))
     orders.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events": [], "pendingEvents.count": 0}})
 
     replay(orders.outbox, entry["id"])
@@ -183,16 +186,16 @@ def test_an_event_keeps_its_own_id(orders: Orders) -> None:
 
 def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> None:
     """Somebody else has written to the field; what they wrote is there to be looked at."""
-    orders.outbox.dead_letters.add(1, {"id": "x", "at": "noon"}, ValueError("no"))
+    orders.outbox.runtime.dead_letters.add(1, {"id": "x", "at": "noon"}, ValueError("no"))
 
     with pytest.raises(CommandRefusedError, match="can only be discarded"):
         replay(orders.outbox, "x")
 
-    found = dead_letter(orders.outbox, "x")
+    found = orders.outbox.runtime.dead_letters.get("x")
     assert found is not None
     assert found.plain()["entry"] == {"id": "x", "at": "noon"}
-    assert discard(orders.outbox, "x")
-    assert not discard(orders.outbox, "x")
+    assert orders.outbox.runtime.dead_letters.remove("x")
+    assert not orders.outbox.runtime.dead_letters.remove("x")
     with pytest.raises(CommandRefusedError, match="no dead letter x"):
         replay(orders.outbox, "x")
 
@@ -207,7 +210,7 @@ def test_documents_are_found_again_whatever_their_id_is(
     orders.writer.insert_one({"_id": id_}, tasks=[orders.bill(1)])
     ripen(orders.orders, id_)
     assert orders.outbox.sweep(older_than=0).dead == 1
-    (found,) = dead_letters(orders.outbox, 0)
+    (found,) = orders.outbox.runtime.dead_letters.find()
 
     replay(orders.outbox, found.id)
 

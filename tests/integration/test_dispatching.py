@@ -1,4 +1,4 @@
-"""What the dispatcher says of messages that a real broker takes, rejects, or is not there for."""
+"""What happens to runs whose messages a real broker takes, rejects, or is not there for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import pytest
 import redis
 from celery import Celery
 
-from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
+from mongo_celery.bridge.listener.publishing import RunPublisher
+from mongo_celery.bridge.listener.subscription import Dispatch
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.embedded import RedisServer
+from tests.fixtures.publishing import make_dispatch, make_publisher
 from tests.fixtures.samples import verify_run
 
 MakeRedis = Callable[..., RedisServer]
@@ -25,14 +26,24 @@ _SMALL = 100
 
 def dispatch(number: int, size: int = _SMALL, label: str = "") -> Dispatch:
     run = Run("shop", "record", 0, number, 1, 1, 1, [b"x" * size])
-    return Dispatch(run, "shop.record", 0, label or f"({number})", "shop.0")
+    return make_dispatch(run, "shop.record", "shop.0", label=label or f"({number})")
 
 
-def dispatcher_on(server: RedisServer, **settings: Any) -> Dispatcher:
+def publisher_on(server: RedisServer, **settings: Any) -> RunPublisher:
     options = BridgeOptions(name="shop", partitions=4, queues=1)
     app = Celery("shop", broker=server.url)
     app.conf.update(settings)
-    return Dispatcher(app, options, lambda: Sealing(b"k" * 32, "here"), ["shop.0"])
+    return make_publisher(app, options, ["shop.0"], b"k" * 32)
+
+
+def sent(dispatches: list[Dispatch]) -> list[int]:
+    """The partitions whose runs are in flight."""
+    return [each.run.index for each in dispatches if each.partition.in_flight is not None]
+
+
+def rejected(dispatches: list[Dispatch]) -> list[int]:
+    """The partitions whose runs the broker rejects."""
+    return [each.run.index for each in dispatches if each.partition.rejection is not None]
 
 
 def queued(server: RedisServer) -> int:
@@ -60,8 +71,9 @@ def test_bodies_go_to_redis_as_text_and_every_consumer_reads_them(
 ) -> None:
     """P11: a message says how its body is written, so that versions of listener and worker may differ."""
     server = make_redis()
-    sender = dispatcher_on(server, **settings)
-    assert sender.publish([dispatch(0)], alone=[dispatch(1)]).failure is None
+    sender = publisher_on(server, **settings)
+    assert sender.publish([dispatch(0)])
+    assert sender.publish([dispatch(1, 2 * _MEGABYTE)]), "alone, on a connection of its own"
     sender.close()
     for raw in ask(server, "lrange", "shop.0", 0, -1):
         assert json.loads(raw)["properties"]["body_encoding"] == encoding
@@ -70,7 +82,8 @@ def test_bodies_go_to_redis_as_text_and_every_consumer_reads_them(
         for number in range(2):
             message = queue.get(timeout=30)
             (envelope,), _, _ = message.payload
-            assert verify_run("run", envelope, b"k" * 32).changes == (b"x" * _SMALL,), number
+            size = 2 * _MEGABYTE if number else _SMALL
+            assert verify_run("run", envelope, b"k" * 32).changes == (b"x" * size,), number
             message.requeue() if number == 0 else message.ack()
         assert queue.get(timeout=30).payload[0]
         queue.close()
@@ -80,15 +93,18 @@ def test_bodies_go_to_redis_as_text_and_every_consumer_reads_them(
 def test_messages_that_are_too_large_are_rejected_and_no_other(make_redis: MakeRedis, large: int) -> None:
     """P12: wherever they stand among others, and however often."""
     server = make_redis(options=("--proto-max-bulk-len", "1mb"))
-    sender = dispatcher_on(server)
+    sender = publisher_on(server)
     sizes = [_SMALL, large, _SMALL, large, _SMALL]
     together = [dispatch(number, size) for number, size in enumerate(sizes)]
-    done = sender.publish(together)
-    assert done.failure is None
-    assert [each.run.index for each in done.sent] == [0, 2, 4]
-    assert [each.run.index for each, _ in done.rejected] == [1, 3]
-    again = sender.publish([dispatch(5)], alone=[together[1]])
-    assert (len(again.sent), len(again.rejected), again.failure) == (1, 1, None)
+    assert sender.publish(together)
+    assert not sender.is_down
+    assert (sent(together), rejected(together)) == ([0, 2, 4], [1, 3])
+    again = [dispatch(5), together[1]]
+    assert sender.publish(again)
+    assert not sender.is_down
+    assert (sent(again), rejected(again)) == ([5], [1])
+    assert together[1].partition.rejection is not None
+    assert together[1].partition.rejection.count == 2
     assert queued(server) == 4, "nothing was sent twice"
     sender.close()
 
@@ -96,39 +112,42 @@ def test_messages_that_are_too_large_are_rejected_and_no_other(make_redis: MakeR
 def test_a_message_that_cannot_be_serialised_is_rejected_by_itself(make_redis: MakeRedis) -> None:
     """P12: it fails before any broker has seen it; also where it is the smallest of all."""
     server = make_redis()
-    sender = dispatcher_on(server)
+    sender = publisher_on(server)
     broken = dispatch(0, 1, label=cast("str", object()))
-    done = sender.publish([dispatch(1), broken, dispatch(2)])
-    assert done.failure is None
-    assert [each.run.index for each in done.sent] == [1, 2]
-    assert [each for each, _ in done.rejected] == [broken]
+    together = [dispatch(1), broken, dispatch(2)]
+    assert sender.publish(together)
+    assert not sender.is_down
+    assert (sent(together), rejected(together)) == ([1, 2], [0])
     sender.close()
 
 
 def test_a_broker_that_takes_nothing_is_asked_a_few_times_only(make_redis: MakeRedis) -> None:
     """P12: its memory is full; no storm of single attempts, and when there is room again all goes out."""
     server = make_redis(options=("--maxmemory", "1kb"))
-    sender = dispatcher_on(server)
+    sender = publisher_on(server)
     together = [dispatch(number) for number in range(50)]
-    done = sender.publish(together)
-    assert "memory" in str(done.failure)
-    assert not done.sent
-    assert len(done.rejected) < 5
+    assert not sender.publish(together)
+    assert sender.is_down
+    assert sent(together) == []
+    assert len(rejected(together)) < 5
     ask(server, "config_set", "maxmemory", 0)
-    assert len(sender.publish(together).sent) == 50
+    assert sender.publish(together)
+    assert (len(sent(together)), sender.is_down) == (50, False)
     sender.close()
 
 
 def test_a_broker_that_is_away_rejects_nothing(make_redis: MakeRedis) -> None:
     """P16: neither before the first connection nor after; what was cut while it was idle is simply opened again."""
     server = make_redis()
-    sender = dispatcher_on(server)
-    assert sender.publish([dispatch(0)]).failure is None
+    sender = publisher_on(server)
+    assert sender.publish([dispatch(0)])
     ask(server, "client_kill_filter", skipme=True)
-    after_the_cut = sender.publish([dispatch(0), dispatch(1, _MEGABYTE)])
-    assert (len(after_the_cut.sent), after_the_cut.rejected, after_the_cut.failure) == (2, [], None)
+    after_the_cut = [dispatch(0), dispatch(1, _MEGABYTE)]
+    assert sender.publish(after_the_cut)
+    assert (sent(after_the_cut), rejected(after_the_cut), sender.is_down) == ([0, 1], [], False)
     server.kill()
     for _ in range(2):
-        done = sender.publish([dispatch(2), dispatch(3, _MEGABYTE)], alone=[dispatch(4)])
-        assert done.failure is not None
-        assert (done.sent, done.rejected) == ([], [])
+        away = [dispatch(2), dispatch(3, _MEGABYTE)]
+        assert not sender.publish(away)
+        assert sender.is_down
+        assert (sent(away), rejected(away)) == ([], [])

@@ -128,7 +128,7 @@ assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 4, 5, 6]
 def pay():
     Seat.objects.create(number=8)
 
-@with_django(own=True)
+@with_django(independent=True)
 def apart():
     Seat.objects.create(number=9)
 
@@ -155,7 +155,7 @@ with BridgeRunner(bridge, url=url) as runner, MongoClient(url) as client:
     transactional(client).run(lambda session: refused("session.client"))
 assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 4, 5, 6, 9, 9]
 outbox.sweep(older_than=0)
-outbox.backing.close()
+outbox.runtime.close()
 """
 
 

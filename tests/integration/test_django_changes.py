@@ -281,8 +281,8 @@ assert sorted(seat.number for seat in Seat.objects.all()) == [1, 4, 6, 7]
 assert seats.status().pending == 1
 
 print(json.dumps({"pending": outbox.status().pending}))
-outbox.backing.close()
-seats.backing.close()
+outbox.runtime.close()
+seats.runtime.close()
 """
 )
 

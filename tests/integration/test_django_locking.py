@@ -182,13 +182,13 @@ with transaction.atomic():
 # No transaction, another client, one around it, and one of its own inside.
 assert "found no transaction" in refused(TransactionRequiredError, lambda: joined().__enter__())
 def inside():
-    @transactional(django_client, own=True)
+    @transactional(django_client, independent=True)
     @joined()
     def apart(*, session):
         pass
 
     transactional(django_client)(joined()(lambda *, session: apart()))()
-assert "own=True" in refused(ConfigurationError, inside)
+assert "independent=True" in refused(ConfigurationError, inside)
 def foreign():
     with other.start_session() as session, session.start_transaction(), joined(session):
         pass

@@ -56,7 +56,7 @@ for ends in (False, True):
     except KeyError:
         pass
     assert Other.objects.count() == moving.status().pending == 1, moving.status()
-moving.backing.close()
+moving.runtime.close()
 
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,11 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import redis
 from pymongo import MongoClient
-from pymongo.errors import AutoReconnect, OperationFailure
-from redis.backoff import NoBackoff
-from redis.retry import Retry
+from pymongo.errors import AutoReconnect
 
-from mongo_celery.embedded import MongoReplicaSet, RedisServer
-from tests.fixtures.failpoint import Failpoint
+from mongo_celery.embedded import MongoReplicaSet
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, wait_for
-from tests.fixtures.proxy import Direction, Proxy
 from tests.fixtures.redis import MakeRedis
 
 _PARENT = """
@@ -28,29 +23,11 @@ import threading
 from mongo_celery.embedded import MongoReplicaSet, RedisServer
 mongo, cache = MongoReplicaSet(), RedisServer()
 mongo.start(), cache.start()
-print("pids", mongo.pid, cache.pid, mongo.members[0].directory.parent, cache.directory)
+print("pids", mongo.pid, cache.pid, mongo.members[0].directory, cache.directory)
 threading.Event().wait()
 """
 
 _WAITING = "import threading; print('ready', flush=True); threading.Event().wait()"
-
-_PARENT_OF_TWO = """
-import subprocess, threading
-children = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
-threading.Event().wait()
-"""
-
-
-def test_a_replica_set_streams_changes_and_has_transactions(
-    mongo_client: MongoClient[dict[str, Any]], database: Any
-) -> None:
-    """One member is enough for what the library needs."""
-    database.create_collection("orders")
-    with database.orders.watch() as stream, mongo_client.start_session() as session:
-        with session.start_transaction():
-            database.orders.insert_one({"_id": 1}, session=session)
-
-        assert next(stream)["documentKey"] == {"_id": 1}
 
 
 def test_a_set_keeps_port_and_data_over_a_crash_and_a_regular_restart(
@@ -88,7 +65,7 @@ def test_stop_leaves_no_process_and_no_directory(make_replica_set: MakeReplicaSe
     """After stop() the processes and the temporary directories are gone."""
     own, cache = make_replica_set(), make_redis()
     pids = [own.pid, cache.pid]
-    directories = [own.members[0].directory.parent, cache.directory]
+    directories = [own.members[0].directory, cache.directory]
 
     own.stop()
     cache.stop()
@@ -128,31 +105,6 @@ def test_a_paused_set_answers_after_it_is_resumed(make_replica_set: MakeReplicaS
     assert client.admin.command("ping")["ok"] == 1
 
 
-def test_a_small_oplog_rolls_over(rolling_oplog: MongoReplicaSet, make_client: MakeClient) -> None:
-    """The oldest entry moves on within seconds: "history lost" can be tested."""
-    client = make_client(rolling_oplog.url)
-    oplog = client.get_database("local").get_collection("oplog.rs")
-    collection = client.get_database("test").get_collection("bulk")
-    collection.insert_one({})
-    oldest = oplog.find_one(sort=[("$natural", 1)])
-    assert oldest is not None
-
-    def rolled() -> bool:
-        collection.insert_many([{"padding": "x" * 100_000} for _ in range(40)])
-        first = oplog.find_one(sort=[("$natural", 1)])
-        return first is not None and first["ts"] > oldest["ts"]
-
-    assert wait_for(rolled, message="the oplog dropped its oldest entry")
-
-
-def test_a_standalone_has_no_change_streams(standalone_url: str, make_client: MakeClient) -> None:
-    """The server says so with code 40573, which the preflight explains."""
-    with pytest.raises(OperationFailure) as caught:
-        make_client(standalone_url).get_database("test").get_collection("orders").watch()
-
-    assert caught.value.code == 40573
-
-
 @pytest.mark.parametrize("appendonly", [True, False])
 def test_redis_keeps_its_data_over_a_restart_only_if_told_to(make_redis: MakeRedis, *, appendonly: bool) -> None:
     """With an append-only file a regular restart loses nothing; without one it loses everything."""
@@ -182,68 +134,6 @@ def test_servers_die_with_a_killed_parent(processes: Processes, mongo_url: str) 
     assert len(gone) == 2, left
     for directory in directories:
         shutil.rmtree(directory)
-
-
-def test_a_failpoint_hits_the_named_application_only(failpoint: Failpoint, make_client: MakeClient) -> None:
-    """While armed, only clients of that name fail; afterwards none does."""
-    hit, spared = make_client(appname="hit"), make_client(appname="spared")
-    with failpoint(failCommands=["ping"], errorCode=11601, appName="hit"):
-        with pytest.raises(OperationFailure):
-            hit.admin.command("ping")
-        assert spared.admin.command("ping")["ok"] == 1
-
-    assert hit.admin.command("ping")["ok"] == 1
-
-
-def test_the_proxy_passes_delays_swallows_holds_and_cuts(
-    make_proxy: Callable[[int], Proxy], redis_server: RedisServer, redis_url: str
-) -> None:
-    """Each order does what it says, and the next one lifts it."""
-    del redis_url
-    proxy = make_proxy(redis_server.port)
-
-    def client() -> Any:
-        return redis.Redis(port=proxy.port, socket_timeout=1.5, retry=Retry(NoBackoff(), 0))
-
-    with client() as passing:
-        assert passing.ping()
-        proxy.delay(30.0)
-        with pytest.raises(redis.TimeoutError):
-            passing.ping()
-    proxy.pass_through()
-    with client() as swallowed, redis.Redis(port=redis_server.port) as direct:
-        assert swallowed.ping()
-        proxy.black_hole(Direction.TO_CLIENT)
-        with pytest.raises(redis.TimeoutError):
-            swallowed.set("applied", "but unanswered")
-        assert direct.get("applied") == b"but unanswered"
-        proxy.pass_through()
-        proxy.hold(b"held-key")
-        with client() as held, pytest.raises(redis.TimeoutError):
-            held.set("held-key", "late")
-        proxy.wait_until_held()
-        assert direct.get("held-key") is None
-    with client() as cut:
-        proxy.pass_through()
-        assert cut.ping()
-        proxy.refuse()
-        with pytest.raises(redis.ConnectionError):
-            cut.ping()
-
-
-def test_processes_get_signals_one_by_one_and_leave_no_child(processes: Processes) -> None:
-    """A child of the process can be hit alone; at the end orphans are found and ended too."""
-    process = processes.python("parent", "-c", _PARENT_OF_TWO)
-    first, second = wait_for(lambda: pids if len(pids := process.children()) == 2 else None, message="two children")
-
-    assert process.send_child(signal.SIGKILL) == first
-    wait_for(lambda: process.children() == [second], message="one child less")
-    process.kill()
-    assert psutil.pid_exists(second)
-    process.end()
-
-    assert not psutil.pid_exists(second)
-    assert process.returncode == -signal.SIGKILL
 
 
 def test_a_child_of_a_job_in_the_background_can_be_interrupted(processes: Processes) -> None:

@@ -9,8 +9,7 @@ from celery import Celery
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
-from mongo_celery.bridge.operations import letter_commands as commands
-from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.bridge.operations import dead_letter_commands as commands
 from mongo_celery.errors import StaleFencingTokenError
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
@@ -40,7 +39,7 @@ def test_a_replay_is_older_than_its_partition_and_not_older_than_its_row(
         written.append(key)
 
     def letters() -> Any:
-        return commands.find(bridge.wiring, Selection(), 0).letters
+        return commands.find(bridge.wiring).letters
 
     with BridgeRunner(bridge) as runner:
         database.orders.insert_many([{"_id": 1}, {"_id": 2}])

@@ -1,9 +1,8 @@
-"""Fenced writes of many documents, in users' transactions, and what each of them costs."""
+"""Fenced writes of many documents, and in users' transactions."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -23,27 +22,15 @@ from pymongo import (
     ReplaceOne,
     UpdateMany,
     UpdateOne,
+    WriteConcern,
 )
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError
 
-from mongo_celery.errors import ConfigurationError, ForkedClientError, StaleFencingTokenError
-from tests.integration.fenced_rig import (
-    DEADLINE_S,
-    FENCE,
-    KEY,
-    WRITES,
-    Act,
-    Commands,
-    Document,
-    MakeClient,
-    every_write,
-    graves,
-    stamp,
-    stored,
-    view,
-)
+from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
+from tests.rig.commands import CommandRecorder
+from tests.rig.fenced import DEADLINE_S, FENCE, KEY, Act, Document, MakeClient, every_write, graves, stamp, stored, view
 
 
 def test_update_many_guards_each_document(target: Collection[Document]) -> None:
@@ -158,16 +145,8 @@ def test_a_stale_write_is_told_where_only_its_own_collation_makes_ids_equal(
     assert left is None or left[FENCE] == stamp(7)
 
 
-def test_numbers_that_share_a_float_are_two_documents_of_a_bulk_write(target: Collection[Document]) -> None:
-    """P3: the stamp of one says nothing about the other."""
-    target.insert_many([{"_id": 0.1, FENCE: stamp(6)}, {"_id": Decimal128("0.1")}])
-    change = {"$set": {"by": "me"}}
-    result = view(target, 5).bulk_write([UpdateOne({"_id": each}, change) for each in (Decimal128("0.1"), "none")])
-    assert result.matched_count == 1
-
-
 def test_a_bulk_write_does_not_lose_a_document_that_appears_before_it_is_judged(
-    target: Collection[Document], spied: tuple[Collection[Document], Commands]
+    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder]
 ) -> None:
     """P1: the command missed it, the look finds it with an older stamp: it is written then, once."""
     collection, commands = spied
@@ -226,25 +205,6 @@ def test_a_stale_delete_of_a_bulk_write_is_told_behind_what_was_admitted(
     assert {each["_id"] for each in target.find()} == {2, 3} - ({2} if newer == "tombstone" else set())
 
 
-def test_a_bulk_writes_errors_name_the_users_places(target: Collection[Document]) -> None:
-    """P9: ordered stops at the first, unordered goes on; both report PyMongo's error."""
-    target.create_index("email", unique=True)
-    target.insert_many([{"_id": 1, "email": "a"}, {"_id": 2, "email": "b"}, {"_id": 3, "email": "c"}])
-    requests: list[Any] = [
-        UpdateOne({"_id": 1}, {"$set": {"x": 1}}),
-        UpdateOne({"_id": 2}, {"$set": {"email": "a"}}),
-        UpdateOne({"_id": 3}, {"$set": {"x": 1}}),
-        ReplaceOne({"_id": 4, "q": 1}, {"email": "a"}, upsert=True),
-    ]
-    for ordered, places, third in [(True, [1], None), (False, [1, 3], 1)]:
-        with pytest.raises(BulkWriteError) as caught:
-            view(target, 5).bulk_write(requests, ordered)
-        assert [e["index"] for e in caught.value.details["writeErrors"]] == places
-        document = stored(target, 3)
-        assert document is not None
-        assert document.get("x") == third
-
-
 def test_what_stands_before_an_error_is_done_also_where_it_creates(target: Collection[Document]) -> None:
     """P9: as in PyMongo; who says by an error's place how much is finished must not be told too much."""
     target.create_index("email", unique=True)
@@ -269,18 +229,6 @@ def test_what_stands_before_an_error_is_done_also_where_it_creates(target: Colle
     with pytest.raises(BulkWriteError) as caught:
         view(target, 5).bulk_write(requests)
     assert (caught.value.details["nMatched"], caught.value.details["nModified"]) == (1, 1)
-
-
-def test_an_unordered_bulk_write_tries_what_stands_behind_a_creation_that_fails(target: Collection[Document]) -> None:
-    """P1: also where several are new, and errors keep the user's places."""
-    target.create_index("email", unique=True)
-    target.insert_one({"_id": 1, "email": "a"})
-    requests: list[Any] = [ReplaceOne({"_id": n}, {"email": "a" if n == 11 else n}, upsert=True) for n in (10, 11, 12)]
-    with pytest.raises(BulkWriteError) as caught:
-        view(target, 5).bulk_write([*requests, UpdateMany({"email": 12}, {"$set": {"email": "a"}})], ordered=False)
-    assert [each["index"] for each in caught.value.details["writeErrors"]] == [1, 3]
-    assert caught.value.details["nUpserted"] == 2
-    assert {each["_id"] for each in target.find()} == {1, 10, 12}
 
 
 @pytest.mark.parametrize("request_", [InsertOne({"_id": 1}), DeleteMany({})])
@@ -349,63 +297,15 @@ def test_the_first_fenced_write_of_a_process_may_stand_in_a_users_transaction(
     assert stored(target) == {"_id": 1, "a": 1, FENCE: stamp(5)}
 
 
-COSTS: dict[str, tuple[Act, list[str]]] = {
-    "update_one": (WRITES["update_one"], ["update"]),
-    "update_one upsert": (WRITES["update_one upsert"], ["update"]),
-    "update_one pipeline": (WRITES["update_one pipeline"], ["update"]),
-    "replace_one upsert": (WRITES["replace_one upsert"], ["update"]),
-    "find_one_and_update": (WRITES["find_one_and_update"], ["findAndModify"]),
-    "by another field": (WRITES["by another field"], ["find", "update"]),
-    "update_many": (WRITES["update_many"], ["find", "update"]),
-    "bulk": (lambda c: c.bulk_write([ReplaceOne({"_id": 1}, {}, upsert=True)] * 1), ["update"]),
-    "delete_one": (WRITES["delete_one"], ["findAndModify", "findAndModify", "update", "commitTransaction"]),
-    "insert": (
-        lambda c: c.replace_one({"_id": 2}, {}, upsert=True),
-        ["update", "findAndModify", "update", "delete", "commitTransaction"],
-    ),
-    "bulk of two deletes": (
-        lambda c: c.bulk_write([DeleteOne({"_id": i}) for i in (1, 2)]),
-        ["update", "find", "find", "delete", "update", "commitTransaction"],
-    ),
-    "bulk of two inserts": (
-        lambda c: c.bulk_write([ReplaceOne({"_id": i}, {}, upsert=True) for i in (2, 3)]),
-        ["update", "find", "update", "find", "update", "delete", "commitTransaction"],
-    ),
-}
-
-
-@pytest.mark.parametrize("cost", COSTS)
-def test_round_trips_are_those_of_the_table(
-    target: Collection[Document], spied: tuple[Collection[Document], Commands], cost: str
-) -> None:
-    """P3 is cheap: one round trip by `_id` where the document exists, and majority always."""
-    collection, commands = spied
-    weak = collection.with_options(write_concern=collection.write_concern.__class__(w=1))
-    view(weak, 4).delete_one({"_id": 0})
-    target.insert_one({"_id": 1, "kind": "a", FENCE: stamp(4)})
-    commands.started_names.clear()
-    commands.concerns.clear()
-    write, expected = COSTS[cost]
-    write(view(weak, 5))
-    assert commands.started_names == expected
-    # A transaction's commands carry no concern but the commit's.
-    concerns = dict(zip(commands.started_names, commands.concerns, strict=True))
-    last = "commitTransaction" if "commitTransaction" in expected else expected[-1]
-    assert concerns[last] == {"w": "majority"}
-
-
 @every_write
-def test_a_client_from_before_a_fork_is_refused(
-    target: Collection[Document], write: Act, monkeypatch: pytest.MonkeyPatch
+def test_every_fenced_write_is_answered_by_the_majority(
+    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder], write: Act
 ) -> None:
-    """P9: before any command; a child that shares its parent's sockets reads another's answers."""
-    target.insert_one({"_id": 1, "kind": "a"})
-    parent = os.getpid()
-    monkeypatch.setattr("os.getpid", lambda: parent + 1)
-    with pytest.raises(ForkedClientError):
-        write(view(target, 5))
-    monkeypatch.undo()
-    assert stored(target) == {"_id": 1, "kind": "a"}
+    """P3: whatever the collection's own concern is. A transaction's commands carry none but the commit's."""
+    collection, commands = spied
+    target.insert_one({"_id": 1, "kind": "a", FENCE: stamp(4)})
+    write(view(collection.with_options(write_concern=WriteConcern(1)), 5))
+    assert commands.sent[-1][1].get("writeConcern") == {"w": "majority"}
 
 
 def test_the_sql_example_does_what_it_says() -> None:

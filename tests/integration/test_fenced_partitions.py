@@ -14,12 +14,11 @@ from pymongo.errors import AutoReconnect
 from mongo_celery import Bridge, Change, Changes
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Origin
-from mongo_celery.bridge.operations import letter_commands as commands
-from mongo_celery.bridge.state.dead_letters import Selection
+from mongo_celery.bridge.operations import dead_letter_commands as commands
 from mongo_celery.errors import OutdatedChangeError
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
-from tests.integration.fenced_rig import FENCE, KEY, fence, stored
+from tests.rig.fenced import FENCE, KEY, fence, stored
 
 Document = dict[str, Any]
 Write = Callable[[FencedCollection, Any, Any], Any]
@@ -92,7 +91,7 @@ class Shop:
     @property
     def errors(self) -> list[str]:
         """Of the dead letters."""
-        return [each.error.partition(":")[0] for each in commands.find(self.bridge.wiring, Selection(), 0).letters]
+        return [each.error.partition(":")[0] for each in commands.find(self.bridge.wiring).letters]
 
 
 def _request(change: Change) -> Any:
@@ -188,16 +187,6 @@ def test_whoever_only_adds_or_writes_for_another_document_is_refused_nothing(
         shop.orders.replace_one({"_id": 2}, {"n": 2})
         runner.deliver()
         assert stored(shop.copies, "sum")["n"] == 6  # type: ignore[index]
-
-
-def test_a_handler_by_document_leaves_no_trace_of_its_changes(database: Database[Document], mongo_url: str) -> None:
-    """All changes of a document are in one partition: its tokens alone decide, and the stamp is as small as it was."""
-    shop = Shop(database, mongo_url, WRITES["replace_one"], partition_by="_id")
-    with BridgeRunner(shop.bridge) as runner:
-        shop.orders.insert_one({"_id": 1, "n": 1})
-        runner.deliver()
-        [entry] = (stored(shop.copies) or {})[FENCE].values()
-        assert entry.keys() == {"g", "p"}
 
 
 def test_an_existing_document_is_as_new_as_its_reading(database: Database[Document], mongo_url: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -20,18 +19,18 @@ from pymongo import (
 )
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, OperationFailure
-from pymongo.monitoring import CommandStartedEvent, CommandSucceededEvent
 
-from mongo_celery.bridge.fenced import TOMBSTONES
+from mongo_celery.bridge.fenced import TOMBSTONES, FencedCollection
 from mongo_celery.errors import StaleFencingTokenError
-from tests.integration.fenced_rig import (
+from tests.fixtures.failpoint import Failpoint
+from tests.rig.commands import CommandRecorder
+from tests.rig.fenced import (
     DEADLINE_S,
     FENCE,
     KEY,
     RIVAL,
     WRITES,
     Act,
-    Commands,
     Document,
     MakeClient,
     graves,
@@ -40,11 +39,16 @@ from tests.integration.fenced_rig import (
     view,
 )
 
+Hold = tuple[str, str | None, int]
+"""A command, the end of its collection's name, and how many of them pass. None is a transaction's end."""
+
+Race = Callable[[Callable[[], Any], Hold, Callable[[FencedCollection], Any], int], list[Any]]
+
 
 @pytest.mark.parametrize(("rival", "wins"), [(5, True), (4, True), (6, False)])
 def test_a_document_that_appears_during_an_upsert_is_updated_or_judged(
     target: Collection[Document],
-    spied: tuple[Collection[Document], Commands],
+    spied: tuple[Collection[Document], CommandRecorder],
     rival: int,
     wins: bool,
 ) -> None:
@@ -52,14 +56,7 @@ def test_a_document_that_appears_during_an_upsert_is_updated_or_judged(
     collection, commands = spied
     act = view(collection, 5)
     view(collection, 1).delete_one({"_id": 0})  # makes the index
-    original = commands.succeeded
-
-    def after_miss(event: CommandSucceededEvent) -> None:
-        original(event)
-        if event.command_name == "update" and not commands.reached.is_set():
-            commands.hold("findAndModify", target.name + TOMBSTONES)
-
-    commands.succeeded = after_miss  # type: ignore[method-assign]
+    commands.hold("findAndModify", target.name + TOMBSTONES)  # the update before it has missed
     with ThreadPoolExecutor(1) as pool:
         upsert = pool.submit(act.update_one, {"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
         assert commands.reached.wait(DEADLINE_S)
@@ -74,7 +71,7 @@ def test_a_document_that_appears_during_an_upsert_is_updated_or_judged(
 
 
 def test_a_duplicate_key_of_another_index_is_the_users_error(
-    target: Collection[Document], spied: tuple[Collection[Document], Commands]
+    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder]
 ) -> None:
     """P9: on an insert and on an update, at once, never a verdict about the fence."""
     collection, commands = spied
@@ -86,7 +83,7 @@ def test_a_duplicate_key_of_another_index_is_the_users_error(
             mine.update_one({"_id": document_id}, {"$set": {"email": "a"}}, upsert=True)
         assert caught.value.details is not None
         assert caught.value.details["keyPattern"] == {"email": 1}
-    assert commands.started_names.count("update") == 3
+    assert commands.names.count("update") == 3
     assert target.count_documents({}) == 2
 
 
@@ -97,24 +94,6 @@ def test_an_upsert_whose_other_conditions_fail_is_a_duplicate_key(target: Collec
         view(target, 5).update_one({"_id": 1, "n": 2}, {"$set": {"a": 1}}, upsert=True)
     with pytest.raises(StaleFencingTokenError):
         view(target, 4).update_one({"_id": 1, "n": 2}, {"$set": {"a": 1}}, upsert=True)
-
-
-def test_rivals_that_create_and_delete_in_turns_do_not_wear_out_an_upsert(
-    target: Collection[Document], spied: tuple[Collection[Document], Commands]
-) -> None:
-    """P1: by `_id` alone an admitted upsert gets through, for each of its misses is a rival's success."""
-    collection, commands = spied
-    rival = view(target, 9, index=7)
-    view(collection, 1).delete_one({"_id": 0})  # makes the index
-    commands.started_names.clear()
-    # update (miss), findAndModify (slot), update (insert), abortTransaction, find (judge), and so on
-    for place in (2, 7, 12):
-        commands.meanwhile[place] = lambda: rival.replace_one({"_id": 1}, {}, upsert=True)
-    for place in (6, 11):
-        commands.meanwhile[place] = lambda: rival.delete_one({"_id": 1})
-    view(collection, 5).update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
-    assert commands.started_names == ["update", "findAndModify", "update", "abortTransaction", "find"] * 3 + ["update"]
-    assert stored(target) == {"_id": 1, "n": 1, FENCE: {KEY: {"g": 1, "p": {"0": 5, "7": 9}}}}
 
 
 # ---------------------------------------------------------------- deletes
@@ -200,8 +179,9 @@ def test_deletes_do_not_trip_unique_indexes_or_validators(target: Collection[Doc
     assert [view(target, 6).delete_one({"_id": i}).deleted_count for i in (1, 2)] == [1, 1]
 
 
-def _wait_until_met(seen: Commands) -> None:
+def _wait_until_met(seen: CommandRecorder) -> None:
     """Until a rival's command has failed, or waits in the server for another transaction's write."""
+    assert seen.observer is not None
     blocked: list[Document] = [
         {"$currentOp": {}},
         {"$match": {"appName": RIVAL, "writeConflicts": {"$gt": 0}}},
@@ -211,130 +191,104 @@ def _wait_until_met(seen: Commands) -> None:
         assert time.monotonic() < deadline
 
 
-def _race(
-    paused: Callable[[], Any],
-    commands: Commands,
-    hold: tuple[str, str],
-    rival: Callable[[], Any],
-    seen: Commands,
-) -> tuple[Any, Any]:
-    """Hold `paused` at a command until `rival` has met it or has ended; the outcomes of both."""
-    commands.hold(*hold)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(paused)
-        assert commands.reached.wait(DEADLINE_S)
-        second = pool.submit(rival)
-        second.add_done_callback(lambda _: seen.failures.set())
-        _wait_until_met(seen)
-        commands.go.set()
-        return tuple(f.exception(DEADLINE_S) or f.result() for f in (first, second))  # type: ignore[return-value]
+@pytest.fixture
+def race(
+    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder], make_client: MakeClient
+) -> Race:
+    """Give a function that holds a write at a command until a rival's has met it, and returns what both give."""
+    collection, commands = spied
+    seen = CommandRecorder(target.database.client)
+    rival = make_client(event_listeners=[seen], appname=RIVAL)[target.database.name][target.name]
+    for each in (rival, collection):
+        view(each, 1).delete_one({"_id": 0})  # makes the index
+
+    def run(held: Callable[[], Any], hold: Hold, other: Callable[[FencedCollection], Any], token: int) -> list[Any]:
+        command, suffix, after = hold
+        commands.hold(command, 1 if suffix is None else target.name + suffix, after=after)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(held)
+            assert commands.reached.wait(DEADLINE_S)
+            second = pool.submit(other, view(rival, token))
+            second.add_done_callback(lambda _: seen.failures.set())
+            _wait_until_met(seen)
+            commands.go.set()
+            return [each.exception(DEADLINE_S) or each.result() for each in (first, second)]
+
+    return run
 
 
-STEPS = {
-    "before its slot": ("findAndModify", TOMBSTONES),
-    "before its insert": ("update", ""),
-    "before its settling": ("delete", TOMBSTONES),
-    "before its commit": ("commitTransaction", None),
+STEPS: dict[str, Hold] = {
+    "before its slot": ("findAndModify", TOMBSTONES, 0),
+    "before its insert": ("update", "", 1),  # the first one is the miss outside the transaction
+    "before its settling": ("delete", TOMBSTONES, 0),
+    "before its commit": ("commitTransaction", None, 0),
 }
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
 def test_a_stale_upsert_that_overlaps_a_newer_delete_leaves_nothing(
-    target: Collection[Document],
-    spied: tuple[Collection[Document], Commands],
-    make_client: MakeClient,
-    step: str,
+    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder], race: Race, step: Hold
 ) -> None:
     """P3, T1: wherever the upsert is when the delete comes; it is refused, or its document is deleted."""
-    collection, commands = spied
-    view(target, 1).delete_one({"_id": 0})
-    seen = Commands(target.database.client)
-    rival = make_client(event_listeners=[seen], appname=RIVAL)[target.database.name][target.name]
-    view(rival, 1).delete_one({"_id": 0})
-    view(collection, 1).delete_one({"_id": 0})
-    command, suffix = STEPS[step]
-    if step == "before its insert":
-        # The first `update` is the miss outside the transaction; the insert is the second.
-        original = commands.started
-        counted = Counter[str]()
-
-        def second_only(event: CommandStartedEvent) -> None:
-            counted[event.command_name] += event.command_name == "update"
-            if counted["update"] == 2 and event.command_name == "update":
-                commands.awaited = ("update", target.name)
-            original(event)
-
-        commands.started = second_only  # type: ignore[method-assign]
-        hold = ("never", "")
-    else:
-        hold = (command, 1 if suffix is None else target.name + suffix)  # type: ignore[assignment]
-    upserted, deleted = _race(
-        lambda: view(collection, 5).replace_one({"_id": 1}, {"by": "stale"}, upsert=True),
-        commands,
-        hold,
-        lambda: view(rival, 6).delete_one({"_id": 1}),
-        seen,
+    mine = view(spied[0], 5)
+    upserted, deleted = race(
+        lambda: mine.replace_one({"_id": 1}, {"by": "stale"}, upsert=True),
+        step,
+        lambda rival: rival.delete_one({"_id": 1}),
+        6,
     )
-    assert stored(target) is None
-    grave = graves(target).find_one({"_id": 1})
-    assert grave is not None
-    assert grave[FENCE] == stamp(6)
+    _assert_buried(target)
     if isinstance(upserted, StaleFencingTokenError):
         assert deleted.deleted_count == 0
     else:
         assert (upserted.upserted_id, deleted.deleted_count) == (1, 1)
 
 
-@pytest.mark.parametrize(
-    "hold",
-    [
-        ("findAndModify", TOMBSTONES),
-        ("findAndModify", ""),
-        ("update", TOMBSTONES),
-        ("commitTransaction", None),
-    ],
-    ids=["before its slot", "before its delete", "before its tombstone", "before its commit"],
-)
+DELETE_STEPS: dict[str, Hold] = {
+    "before its slot": ("findAndModify", TOMBSTONES, 0),
+    "before its delete": ("findAndModify", "", 0),
+    "before its tombstone": ("update", TOMBSTONES, 0),
+    "before its commit": ("commitTransaction", None, 0),
+}
+
+
+@pytest.mark.parametrize("step", DELETE_STEPS.values(), ids=DELETE_STEPS)
 @pytest.mark.parametrize("existed", [True, False])
 def test_a_newer_delete_that_is_overlapped_by_a_stale_upsert_leaves_nothing(
     target: Collection[Document],
-    spied: tuple[Collection[Document], Commands],
-    make_client: MakeClient,
-    hold: tuple[str, str | None],
+    spied: tuple[Collection[Document], CommandRecorder],
+    race: Race,
+    step: Hold,
     existed: bool,
 ) -> None:
     """P3, T1: the other order, at each of the delete's steps."""
-    collection, commands = spied
-    seen = Commands(target.database.client)
-    rival = make_client(event_listeners=[seen], appname=RIVAL)[target.database.name][target.name]
-    view(rival, 1).delete_one({"_id": 0})
-    view(collection, 1).delete_one({"_id": 0})
     if existed:
         view(target, 4).replace_one({"_id": 1}, {"by": "older"}, upsert=True)
-    command, suffix = hold
-    deleted, _ = _race(
-        lambda: view(collection, 6).delete_one({"_id": 1}),
-        commands,
-        (command, 1 if suffix is None else target.name + suffix),  # type: ignore[arg-type]
-        lambda: view(rival, 5).replace_one({"_id": 1}, {"by": "stale"}, upsert=True),
-        seen,
+    mine = view(spied[0], 6)
+    deleted, _ = race(
+        lambda: mine.delete_one({"_id": 1}),
+        step,
+        lambda rival: rival.replace_one({"_id": 1}, {"by": "stale"}, upsert=True),
+        5,
     )
     assert not isinstance(deleted, Exception)
+    _assert_buried(target)
+
+
+def _assert_buried(target: Collection[Document]) -> None:
+    """Nothing is there but the tombstone of the newer delete."""
     assert stored(target) is None
-    grave = graves(target).find_one({"_id": 1})
-    assert grave is not None
-    assert grave[FENCE] == stamp(6)
+    assert (graves(target).find_one({"_id": 1}) or {})[FENCE] == stamp(6)
 
 
 @pytest.mark.parametrize("skip", range(4))
 @pytest.mark.parametrize("act", ["insert", "delete"])
 def test_a_write_that_breaks_off_at_any_step_leaves_everything_as_it_was(
-    target: Collection[Document], make_client: MakeClient, act: str, skip: int
+    target: Collection[Document], make_client: MakeClient, failpoint: Failpoint, act: str, skip: int
 ) -> None:
     """P3, T3: stamps are in the document or in its tombstone at every moment; the repetition succeeds."""
     name = f"breaks-{act}-{skip}"
-    client = make_client(appname=name)
-    collection = client[target.database.name][target.name]
+    collection = make_client(appname=name)[target.database.name][target.name]
     view(collection, 4).replace_one({"_id": 1}, {"a": 1}, upsert=True)
     if act == "insert":
         view(collection, 5).delete_one({"_id": 1})
@@ -345,21 +299,12 @@ def test_a_write_that_breaks_off_at_any_step_leaves_everything_as_it_was(
         else (lambda: view(collection, 6).delete_one({"_id": 1}))
     )
     missed = 2 if act == "insert" else 0  # the two guarded statements that find no document
-    client.admin.command(
-        "configureFailPoint",
-        "failCommand",
-        mode={"skip": missed + skip},
-        data={
-            "failCommands": ["findAndModify", "update", "delete", "commitTransaction"],
-            "errorCode": 8000,
-            "appName": name,
-        },
-    )
-    try:
-        with pytest.raises(OperationFailure):
-            write()
-    finally:
-        client.admin.command("configureFailPoint", "failCommand", mode="off")
+    steps = ["findAndModify", "update", "delete", "commitTransaction"]
+    with (
+        failpoint(failCommands=steps, errorCode=8000, appName=name, mode={"skip": missed + skip}),
+        pytest.raises(OperationFailure),
+    ):
+        write()
     assert (stored(target), graves(target).find_one({"_id": 1})) == before
     write()
     left = stored(target) or graves(target).find_one({"_id": 1})
@@ -396,6 +341,3 @@ def test_of_many_executions_at_once_the_newest_decides(target: Collection[Docume
     else:
         assert left == {"_id": 1, "by": 8, FENCE: stamp(8)}
         assert grave is None
-
-
-# ---------------------------------------------------------------- many documents

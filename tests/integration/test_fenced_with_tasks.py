@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,11 @@ from pymongo.database import Database
 from mongo_celery import STORED_ID, FencedCollection, Outbox
 from mongo_celery.bridge.worker.attribution import conflict_cause, infrastructure_cause
 from mongo_celery.errors import OutboxRefusedError, StaleFencingTokenError
-from tests.integration.fenced_rig import FENCE, fence, stamp, view
-from tests.integration.outbox_rig import Rig, due_again, opened, pending
+from tests.rig.fenced import FENCE, fence, stamp, view
+from tests.rig.outbox import Rig, due_again, hold, opened
 
 Document = dict[str, Any]
 Write = Callable[[FencedCollection, Outbox, Any], Any]
-
-
-@pytest.fixture(name="rig")
-def a_rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
-    with opened(database, redis_url) as rig:
-        yield rig
 
 
 WRITES: dict[str, Write] = {
@@ -50,15 +44,15 @@ every_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys(
 
 
 @every_write
-def test_a_fenced_write_carries_its_tasks(rig: Rig, database: Database[Document], write: Write) -> None:
-    """Stamp, change and entry by one write; the stamp and what was pending before stay, in a new generation too."""
+def test_a_fenced_write_carries_its_tasks(rig: Rig, write: Write) -> None:
+    """Stamp, change and entry by one write; the stamp and what was pending before stay, in a new partitioning too."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1, "k": 1}, tasks=[rig.add.s(0, 0)])
-    write(view(database["orders"], 5), outbox, rig.add.s(STORED_ID, 5))
-    [document] = database["orders"].find()
-    assert (document["a"], document[FENCE], pending(database, 1)["count"]) == (1, stamp(5), 2)
-    database["orders"].update_one({"_id": 1}, {"$set": {"k": 1}})
-    write(view(database["orders"], 2, generation=2), outbox, rig.add.s(STORED_ID, 6))
+    write(view(rig.orders, 5), outbox, rig.add.s(STORED_ID, 5))
+    [document] = rig.orders.find()
+    assert (document["a"], document[FENCE], rig.pending(1)["count"]) == (1, stamp(5), 2)
+    rig.orders.update_one({"_id": 1}, {"$set": {"k": 1}})
+    write(view(rig.orders, 2, partitioning=2), outbox, rig.add.s(STORED_ID, 6))
     assert outbox.sweep(older_than=0).dispatched == 3
     sent = rig.drain()
     assert [message.args for message in sent] == [[0, 0], [1, 5], [1, 6]]
@@ -66,17 +60,17 @@ def test_a_fenced_write_carries_its_tasks(rig: Rig, database: Database[Document]
 
 
 @every_write
-def test_a_stale_execution_enqueues_nothing(rig: Rig, database: Database[Document], write: Write) -> None:
+def test_a_stale_execution_enqueues_nothing(rig: Rig, write: Write) -> None:
     """Both or neither: the write is refused, and with it the task."""
     outbox = rig.outbox(at_once=False)
-    database["orders"].insert_one({"_id": 1, "k": 1, FENCE: stamp(9)})
+    rig.orders.insert_one({"_id": 1, "k": 1, FENCE: stamp(9)})
     with pytest.raises(StaleFencingTokenError):
-        write(view(database["orders"], 5), outbox, rig.add.s(STORED_ID, 5))
-    assert list(database["orders"].find()) == [{"_id": 1, "k": 1, FENCE: stamp(9)}]
+        write(view(rig.orders, 5), outbox, rig.add.s(STORED_ID, 5))
+    assert list(rig.orders.find()) == [{"_id": 1, "k": 1, FENCE: stamp(9)}]
 
 
 @pytest.mark.parametrize("kind", ["operators", "a pipeline"])
-def test_a_fenced_upsert_creates_the_document_with_its_tasks(rig: Rig, database: Database[Document], kind: str) -> None:
+def test_a_fenced_upsert_creates_the_document_with_its_tasks(rig: Rig, kind: str) -> None:
     """In the transaction in which the stamp's tombstone is looked at."""
     outbox = rig.outbox(at_once=False)
     task = [rig.add.s(STORED_ID, 5)]
@@ -84,14 +78,14 @@ def test_a_fenced_upsert_creates_the_document_with_its_tasks(rig: Rig, database:
         "operators": outbox.with_tasks({"$set": {"a": 1}}, task),
         "a pipeline": outbox.with_tasks([{"$set": {"a": 1}}], task),
     }
-    view(database["orders"], 5).update_one({"_id": 1}, values[kind], upsert=True)
-    [document] = database["orders"].find()
-    assert (document["a"], document[FENCE], pending(database, 1)["count"]) == (1, stamp(5), 1)
+    view(rig.orders, 5).update_one({"_id": 1}, values[kind], upsert=True)
+    [document] = rig.orders.find()
+    assert (document["a"], document[FENCE], rig.pending(1)["count"]) == (1, stamp(5), 1)
     assert outbox.sweep(older_than=0).dispatched == 1
-    view(database["orders"], 6).delete_one({"_id": 1})
+    view(rig.orders, 6).delete_one({"_id": 1})
     with pytest.raises(StaleFencingTokenError):
-        view(database["orders"], 5).update_one({"_id": 1}, values[kind], upsert=True)
-    assert database["orders"].count_documents({}) == 0
+        view(rig.orders, 5).update_one({"_id": 1}, values[kind], upsert=True)
+    assert rig.orders.count_documents({}) == 0
 
 
 # -- what is pending survives ----------------------------------------------------------------------
@@ -110,29 +104,27 @@ DROPPING: dict[str, Others] = {
 
 def fenced(rig: Rig, outboxes: list[Outbox], token: int = 5) -> FencedCollection:
     """As `change.fenced` gives it: it knows the outboxes of the app."""
-    return FencedCollection(rig.database["orders"], fence(token), outboxes=lambda: outboxes)
+    return FencedCollection(rig.orders, fence(token), outboxes=lambda: outboxes)
 
 
 @pytest.mark.parametrize("drop", DROPPING.values(), ids=DROPPING.keys())
-def test_a_replacement_keeps_what_is_pending(rig: Rig, database: Database[Document], drop: Others) -> None:
+def test_a_replacement_keeps_what_is_pending(rig: Rig, drop: Others) -> None:
     """Of every outbox on the collection; and where nothing is pending no field comes to be."""
     outboxes = [rig.outbox(at_once=False)]
     outboxes[0].update_one({"_id": 1}, {"$set": {"b": 1}}, upsert=True, tasks=[rig.add.s(0, 0)])
-    before = database["orders"].find_one()
+    before = rig.orders.find_one()
     assert before is not None
     drop(fenced(rig, outboxes))
     kept = {"pendingEvents": before["pendingEvents"]}
-    assert database["orders"].find_one() == {"_id": 1, "a": 1, FENCE: stamp(5), **kept}
+    assert rig.orders.find_one() == {"_id": 1, "a": 1, FENCE: stamp(5), **kept}
     assert [outbox.sweep(older_than=0).dispatched for outbox in outboxes] == [1]
     drop(fenced(rig, outboxes, 6))
-    assert database["orders"].find_one() == {"_id": 1, "a": 1, FENCE: stamp(6)}
+    assert rig.orders.find_one() == {"_id": 1, "a": 1, FENCE: stamp(6)}
     assert rig.sent() == [[0, 0]]
 
 
 @pytest.mark.parametrize("identity", [{}, {"_id": 1}], ids=["", "with an _id"])
-def test_a_replacement_that_brings_entries_is_refused(
-    rig: Rig, database: Database[Document], identity: Document
-) -> None:
+def test_a_replacement_that_brings_entries_is_refused(rig: Rig, identity: Document) -> None:
     """P9: it would take others' away, and without an `_id` the server has no good word for it."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0)])
@@ -142,7 +134,7 @@ def test_a_replacement_that_brings_entries_is_refused(
         orders.replace_one({"_id": 1}, document, upsert=True)
     with pytest.raises(OutboxRefusedError, match="replacement"):
         orders.bulk_write([UpdateOne({"_id": 2}, {"$set": {"a": 1}}, upsert=True), ReplaceOne({"_id": 1}, document)])
-    assert (database["orders"].count_documents({}), pending(database, 1)["count"]) == (1, 1)
+    assert (rig.orders.count_documents({}), rig.pending(1)["count"]) == (1, 1)
 
 
 DELETES: dict[str, Others] = {
@@ -153,36 +145,34 @@ DELETES: dict[str, Others] = {
 
 
 @pytest.mark.parametrize("delete", DELETES.values(), ids=DELETES.keys())
-def test_a_delete_delivers_what_is_pending(rig: Rig, database: Database[Document], delete: Others) -> None:
+def test_a_delete_delivers_what_is_pending(rig: Rig, delete: Others) -> None:
     """As `Outbox.delete_one`; a stale execution deletes nothing."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1, "k": 1, FENCE: stamp(4)}, tasks=[rig.add.s(1, 1), rig.add.s(1, 2)])
-    database["orders"].insert_one({"_id": 2, "k": 2})
-    stale, mine = (FencedCollection(database["orders"], fence(token), outboxes=lambda: [outbox]) for token in (3, 5))
+    rig.orders.insert_one({"_id": 2, "k": 2})
+    stale, mine = (FencedCollection(rig.orders, fence(token), outboxes=lambda: [outbox]) for token in (3, 5))
     with pytest.raises(StaleFencingTokenError):
         delete(stale)
     assert rig.sent() == []
     delete(mine)
-    assert database["orders"].count_documents({"k": 1}) == 0
+    assert rig.orders.count_documents({"k": 1}) == 0
     assert rig.sent() == [[1, 1], [1, 2]]
 
 
 @pytest.mark.parametrize("delete", DELETES.values(), ids=DELETES.keys())
-def test_in_a_transaction_a_delete_is_refused_while_something_is_pending(
-    rig: Rig, database: Database[Document], delete: Others
-) -> None:
+def test_in_a_transaction_a_delete_is_refused_while_something_is_pending(rig: Rig, delete: Others) -> None:
     """Nothing is delivered there: a relay would wait for the transaction."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1, "k": 1}, tasks=[rig.add.s(1, 1)])
     orders = fenced(rig, [outbox])
     orders.delete_one({"_id": "another"})  # tombstones are there before the transaction begins
-    with database.client.start_session() as session, session.start_transaction():
+    with rig.database.client.start_session() as session, session.start_transaction():
         for name in ("delete_one", "bulk_write"):
             setattr(orders, name, partial(getattr(orders, name), session=session))
         with pytest.raises(OutboxRefusedError, match="transaction") as refused:
             delete(orders)
     assert conflict_cause(refused.value) is not None, "a handler waits for it, in doubt"
-    assert (database["orders"].count_documents({}), rig.sent()) == (1, [])
+    assert (rig.orders.count_documents({}), rig.sent()) == (1, [])
 
 
 def test_a_delete_waits_for_a_broker_that_is_away(database: Database[Document]) -> None:
@@ -196,13 +186,13 @@ def test_a_delete_waits_for_a_broker_that_is_away(database: Database[Document]) 
         assert database["orders"].count_documents({}) == 1
 
 
-def test_a_delete_waits_for_another_relay(rig: Rig, database: Database[Document]) -> None:
+def test_a_delete_waits_for_another_relay(rig: Rig) -> None:
     """Which is done in a moment, as a rule: a handler must not fail for it."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    [_] = outbox.backing.relay.claim([1])
-    free = threading.Timer(0.2, lambda: due_again(database["orders"]))
+    hold(rig.orders, 1)
+    free = threading.Timer(0.2, lambda: due_again(rig.orders))
     free.start()
     fenced(rig, [outbox]).delete_one({"_id": 1})
     free.join()
-    assert (database["orders"].count_documents({}), rig.sent()) == (0, [[1, 1]])
+    assert (rig.orders.count_documents({}), rig.sent()) == (0, [[1, 1]])

@@ -12,9 +12,9 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.errors import CommandRefusedError
-from tests.integration.positions_rig import HANDLER, NAME, Stage, bridge_on, data_of, staged
 from tests.integration.test_replays import letter_of
 from tests.integration.test_rewinds import REQUEST
+from tests.rig.positions import HANDLER, NAME, PositionsRig, bridge_on, data_of, staged
 
 Document = dict[str, Any]
 
@@ -22,15 +22,15 @@ OTHER = "others"
 
 
 @pytest.fixture
-def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[Stage]:
+def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[PositionsRig]:
     """Give a stage that nobody leads, with something of everything: stored, halted, set aside, to be replayed."""
     with staged(mongo_url, database, state_database) as made:
         to = f"{data_of(made.events[-1]['_id'])}0"
         made.store.backlog.insert(made.partition_id(0), [StoredChange(to, b"x" * 50)], made.version)
-        assert made.store.partitions.mark_spilled(made.partition_id(0), made.version, to, "halted")
+        assert made.store.partitions.mark_stored(made.partition_id(0), made.version, to, "halted")
         token = data_of(made.of(1)[-1]["_id"])
         letter = {**letter_of(1, 1), "_id": f"{NAME}/{HANDLER}/{token}", "handler": HANDLER}
-        request = {**REQUEST, "partitioningTerm": made.generation}
+        request = {**REQUEST, "partitioningTerm": made.partitioning}
         made.state["dead_letters"].insert_one({**letter, "replay": request})
         made.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/random", "term": 1})
         made.release()
@@ -38,14 +38,14 @@ def stage(mongo_url: str, database: Database[Document], state_database: str) -> 
 
 
 @pytest.fixture
-def emptied(stage: Stage) -> Iterator[Bridge]:
+def emptied(stage: PositionsRig) -> Iterator[Bridge]:
     """Give the bridge of the code without the handler."""
     bridge = bridge_on(stage.bridge.wiring.url, stage.data, stage.bridge.options.database, OTHER)
     yield bridge
     bridge.client.close()
 
 
-def ids(stage: Stage, name: str) -> dict[str, set[str]]:
+def ids(stage: PositionsRig, name: str) -> dict[str, set[str]]:
     """What lies under a name, without it."""
     prefix = f"{NAME}/{name}"
     found: dict[str, set[str]] = {}
@@ -55,13 +55,13 @@ def ids(stage: Stage, name: str) -> dict[str, set[str]]:
     return found
 
 
-def test_a_handler_that_is_gone_is_forgotten(stage: Stage, emptied: Bridge) -> None:
+def test_a_handler_that_is_gone_is_forgotten(stage: PositionsRig, emptied: Bridge) -> None:
     """All of it, and nothing of others; not while the code has it, nor its dead letters unless they are named."""
-    with pytest.raises(CommandRefusedError, match="is a handler of this app"):
+    with pytest.raises(CommandRefusedError, match="is still a handler of this app"):
         stage.bridge.operations.remove(HANDLER)
     with pytest.raises(CommandRefusedError, match="--dead-letters"):
         emptied.operations.remove(HANDLER)
-    Stage(emptied, stage.data, OTHER).release()
+    PositionsRig(emptied, stage.data, OTHER).release()
     others = ids(stage, OTHER)
     plan = emptied.operations.remove(HANDLER, dead_letters=True)
     plan.run()
@@ -72,7 +72,7 @@ def test_a_handler_that_is_gone_is_forgotten(stage: Stage, emptied: Bridge) -> N
         emptied.operations.remove(HANDLER, dead_letters=True)
 
 
-def test_stamps_of_a_forgotten_handler_go_and_those_of_others_stay(stage: Stage, emptied: Bridge) -> None:
+def test_stamps_of_a_forgotten_handler_go_and_those_of_others_stay(stage: PositionsRig, emptied: Bridge) -> None:
     """Targets would keep one of each handler that ever was; it is repeated where only stamps are left."""
     mine, others = f"{NAME}/{HANDLER}", f"{NAME}/{OTHER}"
     totals = stage.data["totals"]
@@ -86,7 +86,9 @@ def test_stamps_of_a_forgotten_handler_go_and_those_of_others_stay(stage: Stage,
         emptied.operations.remove(HANDLER, dead_letters=True, stamps=["totals"])
 
 
-def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgetting_goes_on_where_it_was_killed(
+    stage: PositionsRig, emptied: Bridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The subscription goes first: what is left is in force for nobody, and is found."""
 
     def dies(*_: Any, **__: Any) -> None:
@@ -102,7 +104,7 @@ def test_forgetting_goes_on_where_it_was_killed(stage: Stage, emptied: Bridge, m
     assert not ids(stage, HANDLER)
 
 
-def test_what_only_snapshots_are_left_of_is_forgotten(stage: Stage, emptied: Bridge) -> None:
+def test_what_only_snapshots_are_left_of_is_forgotten(stage: PositionsRig, emptied: Bridge) -> None:
     """Else a handler that comes back would be given the rest of them."""
     stage.state["snapshots"].insert_one({"_id": f"{NAME}/former/one", "term": 1})
     plan = emptied.operations.remove("former")
@@ -111,7 +113,9 @@ def test_what_only_snapshots_are_left_of_is_forgotten(stage: Stage, emptied: Bri
     assert not ids(stage, "former")
 
 
-def test_a_bridge_whose_last_position_is_forgotten_starts_for_the_first_time(stage: Stage, emptied: Bridge) -> None:
+def test_a_bridge_whose_last_position_is_forgotten_starts_for_the_first_time(
+    stage: PositionsRig, emptied: Bridge
+) -> None:
     """P1: a handler that comes later begins as `start_from` says then, and not at a start of long ago."""
     stage.state["leases"].update_one({}, {"$set": {"startAtOperationTime": stage.events[0]["clusterTime"]}})
     stage.state["handlers"].insert_one({**stage.subscription, "_id": f"{NAME}/former", "handler": "former"})
@@ -122,7 +126,7 @@ def test_a_bridge_whose_last_position_is_forgotten_starts_for_the_first_time(sta
 
 
 def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
-    stage: Stage, emptied: Bridge, monkeypatch: pytest.MonkeyPatch
+    stage: PositionsRig, emptied: Bridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is removed behind the transaction is bound by its version."""
     original = Positions.remove
@@ -130,7 +134,9 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
     def late(self: Positions, *arguments: Any, **options: Any) -> Any:
         stage.lead()
         stage.write(1)
-        stage.state["dead_letters"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "partitioningTerm": stage.generation})
+        stage.state["dead_letters"].insert_one(
+            {"_id": f"{NAME}/{HANDLER}/82FE", "partitioningTerm": stage.partitioning}
+        )
         stage.state["snapshots"].insert_one({"_id": f"{NAME}/{HANDLER}/82FE", "term": stage.version})
         stage.store.backlog.insert(stage.partition_id(0), [StoredChange("82FE", b"x")], stage.version)
         return original(self, *arguments, **options)
@@ -140,12 +146,12 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
     plan.run()
     found = ids(stage, HANDLER)
     assert found["handlers"] == {""}
-    assert found["backlog"] == {f"/{stage.generation}/0/82FE"}
+    assert found["backlog"] == {f"/{stage.partitioning}/0/82FE"}
     assert len(found["partitions"]) == 2
     assert (found["dead_letters"], found["snapshots"]) == ({"/82FE"}, {"/82FE"})
 
 
-def test_a_listener_that_serves_it_keeps_it(stage: Stage, emptied: Bridge) -> None:
+def test_a_listener_that_serves_it_keeps_it(stage: PositionsRig, emptied: Bridge) -> None:
     """This app may be another one than that which leads."""
     stage.lead()
     plan = emptied.operations.remove(HANDLER, dead_letters=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,29 +9,28 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Outbox, TwoPhaseCommit
+from mongo_celery.errors import ForkedClientError
 from tests.fixtures.forking import holds_after_a_fork
-from tests.integration.outbox_rig import Rig, opened
 from tests.integration.twophase_rig import make_accounts
+from tests.rig.fenced import view
+from tests.rig.outbox import Rig, deliver_in_writes
 
 Document = dict[str, Any]
-
-
-@pytest.fixture
-def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
-    with opened(database, redis_url) as made:
-        yield made
 
 
 def outbox_of(rig: Rig, mongo_url: str, how: str) -> Outbox:
     name = rig.database.name
     if how == "bridge":
         bridge = Bridge(rig.app, mongo_url, name=name, autodiscover=False)
-        return bridge.outbox(f"{name}.orders", watch=False, sweep_every=None, at_once="wait")
-    return Outbox(rig.app, lambda: MongoClient(mongo_url)[name]["orders"], sweep_every=None, at_once="wait")
+        made = bridge.outbox(f"{name}.orders", watch=False, sweep_every=None)
+    else:
+        made = Outbox(rig.app, lambda: MongoClient(mongo_url)[name]["orders"], sweep_every=None)
+    deliver_in_writes(made)
+    return made
 
 
 def close(outbox: Outbox) -> None:
-    outbox.backing.close()
+    outbox.runtime.close()
     outbox.collection.database.client.close()
 
 
@@ -69,3 +67,16 @@ def test_parent_and_child_drive_transactions_of_one_coordinator(database: Databa
     bank.transfer("A", "B", 30)
     bank.transactions.database.client.close()
     assert {each["_id"]: each["balance"] for each in database["accounts"].find()} == {"A": 40, "B": 60}
+
+
+def test_a_fenced_view_from_before_a_fork_is_refused(database: Database[Document]) -> None:
+    """P9: a child that shares its parent's sockets reads another's answers."""
+    mine = view(database["orders"], 5)
+    mine.update_one({"_id": 1}, {"$set": {"n": 1}}, upsert=True)
+
+    def is_refused() -> bool:
+        with pytest.raises(ForkedClientError):
+            mine.update_one({"_id": 1}, {"$set": {"n": 2}})
+        return True
+
+    assert holds_after_a_fork(is_refused)

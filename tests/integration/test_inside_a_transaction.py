@@ -1,5 +1,5 @@
 """
-What happens inside an open transaction: the table of `docs/transactional.md`, a row each.
+What happens inside an open transaction: the calls and effects that `docs/transactional.md` lists.
 
 Each row acts in the body of `transactional`, and in a handler with `transactional=True`: where the first attempt is
 aborted and the second committed, and where all is aborted. Its effects are documents of `effects` and messages at the
@@ -150,7 +150,7 @@ def rig(database: Database[Document], mongo_url: str) -> Iterator[Rig]:
     with made.other, BridgeRunner(made.bridge, url=mongo_url) as made.runner:
         yield made
         for each in OUTBOXES.of(made.app):
-            each.backing.close()
+            each.runtime.close()
 
 
 @dataclass(frozen=True)
@@ -223,13 +223,13 @@ TRANSACTION_ROWS = [
     Row("transactional(other client)", lambda rig: transactional(rig.other).run(lambda s: _insert(rig, s)), REFUSED),
     Row("transactional(AsyncMongoClient)", _run_async, REFUSED),
     Row(
-        "transactional(own=True)",
-        lambda rig: transactional(rig.client, own=True).run(lambda session: _insert(rig, session)),
+        "transactional(independent=True)",
+        lambda rig: transactional(rig.client, independent=True).run(lambda session: _insert(rig, session)),
         ALONE,
     ),
     Row(
-        "transactional(other client, own=True)",
-        lambda rig: transactional(rig.other, own=True).run(lambda session: _insert(rig, session, rig.other)),
+        "transactional(other client, independent=True)",
+        lambda rig: transactional(rig.other, independent=True).run(lambda session: _insert(rig, session, rig.other)),
         ALONE,
     ),
     Row("transactional(durable=True)", lambda rig: transactional(rig.client, durable=True).run(print), REFUSED),
@@ -392,7 +392,7 @@ TRANSFER_ROWS = [
         JOINS,
         lambda rig: Bank.added(rig, {"_id.compensates": {"$exists": True}, "state": "done"}),
     ),
-    _row_of_transfers("transfer, own=True", lambda rig: _alone(rig, _transfer), ALONE),
+    _row_of_transfers("transfer, independent=True", lambda rig: _alone(rig, _transfer), ALONE),
     _row_of_transfers("transfer of another client", lambda rig: _transfer(rig, "other"), REFUSED, handler=True),
     _row_of_transfers("delay of another client", lambda rig: Bank.of(rig, "other").delay("initial 0"), REFUSED),
     _row_of_transfers(
@@ -414,7 +414,7 @@ TRANSFER_ROWS = [
 
 
 def _alone(rig: Rig, act: Callable[[Rig], object]) -> None:
-    transactional(rig.client, own=True).run(lambda _: act(rig))
+    transactional(rig.client, independent=True).run(lambda _: act(rig))
 
 
 def _step(rig: Rig, records: Any = None, writer: Any = None) -> None:
@@ -454,7 +454,7 @@ def _step_with_a_foreign_session(rig: Rig) -> None:
 
 
 def _step_in_a_nested_one(rig: Rig) -> None:
-    transactional(rig.other, own=True).run(lambda _: _step(rig))
+    transactional(rig.other, independent=True).run(lambda _: _step(rig))
 
 
 def _step_elsewhere(rig: Rig) -> None:
@@ -473,7 +473,7 @@ ONCE_ROWS = [
     Row("once of another cluster", _step_elsewhere, REFUSED),
     Row("once(session) of another client", lambda rig: _step_with_session(rig, rig.other), REFUSED),
     Row("once(session) with session= of another client", _step_with_a_foreign_session, REFUSED),
-    Row("once in a transaction of another client with own=True", _step_in_a_nested_one, REFUSED),
+    Row("once in a transaction of another client with independent=True", _step_in_a_nested_one, REFUSED),
 ]
 
 

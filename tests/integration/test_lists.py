@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from typing import Any
 
 import bson
@@ -15,28 +14,28 @@ from pymongo import DeleteOne, MongoClient, ReplaceOne, UpdateOne
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Changes
-from mongo_celery.bridge.change import ChangeFailed
-from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.worker import execution
-from mongo_celery.bridge.worker.execution import current
-from mongo_celery.bridge.worker.tasks import report_failed_change
 from mongo_celery.errors import StaleFencingTokenError
-from tests.integration.list_rig import Begin, beginning, failing, number_of, numbers
-from tests.integration.parking_rig import WantedError, event_of_key, hash_of
-from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
+from tests.rig.changes import BRIDGE, HANDLER, Document, event_of_key, hash_of, number_of, token
+from tests.rig.worker import Begin, WantedError, WorkerRig, fail_at, worker_with
 
 
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Begin]:
     """Give what makes a partition with nothing done and a worker, whose handler has these options; once a test."""
-    with beginning(mongo_client, mongo_url, state_database) as begin:
+    options = {"single": False, "failure_policy": "dead_letter"}
+    with worker_with(mongo_client, mongo_url, state_database, **options) as begin:
         yield begin
 
 
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Progress is recorded between any two changes, as if each of them took long."""
-    monkeypatch.setattr(execution, "_PROGRESS_SECONDS", -1.0)
+def letters_of(lists: WorkerRig) -> list[tuple[int, str]]:
+    """Number and cause of each dead letter."""
+    return [(number, cause) for _, number, cause in lists.letters]
+
+
+def numbers(calls: Sequence[Sequence[int]]) -> list[int]:
+    """All that was given, in order."""
+    return [each for call in calls for each in call]
 
 
 @contextmanager
@@ -49,21 +48,6 @@ def ended(*errors: type[BaseException]) -> Iterator[None]:
 # -- one claim, one call, one outcome -----------------------------------------------------------------
 
 
-def test_a_list_is_one_call_under_one_claim_with_one_mark(begin: Begin) -> None:
-    """P6: as cheap as a run of a single change; the commit follows by its message."""
-    lists = begin()
-    lists.run(1, *"abcde")
-    assert lists.calls == [[1, 2, 3, 4, 5]]
-    document = lists.rig.document
-    assert (document["committed"], document["handled"]["last"], document["fencingToken"]) == (
-        0,
-        5,
-        next(iter(lists.tokens)),
-    )
-    assert lists.rig.claims.commit(lists.rig.where, 1)
-    assert lists.rig.image.committed == 5
-
-
 # -- a list that fails --------------------------------------------------------------------------------
 
 
@@ -73,11 +57,11 @@ def test_the_policy_hits_exactly_the_change_that_fails_and_what_was_before_it_is
 ) -> None:
     """P2, P6: under the same claim; the rest comes with the next run."""
     lists = begin()
-    lists.handle = failing(4, tells=tells)
+    lists.handle = fail_at(4, tells=tells)
     with ended(WantedError):
         lists.run(1, *"abcdefgh")
     image = lists.rig.image
-    assert (image.committed, image.data, lists.letters) == (4, token(4)["_data"], [(4, "failed")])
+    assert (image.committed, image.data, letters_of(lists)) == (4, token(4)["_data"], [(4, "failed")])
     assert image.claim is None
     if tells:
         assert lists.calls == [[1, 2, 3, 4, 5, 6, 7, 8]], "it is started once"
@@ -93,9 +77,9 @@ def test_the_policy_hits_exactly_the_change_that_fails_and_what_was_before_it_is
 def test_every_change_is_done_or_has_a_letter_whichever_fail(begin: Begin) -> None:
     """P2: also the first and the last."""
     lists = begin()
-    lists.handle = failing(1, 5, 6, 12)
+    lists.handle = fail_at(1, 5, 6, 12)
     lists.flow(*"abcdefghijkl")
-    assert [number for number, _ in lists.letters] == [1, 5, 6, 12]
+    assert [number for number, _ in letters_of(lists)] == [1, 5, 6, 12]
     assert lists.rig.image.committed == 12
     assert {*numbers(lists.calls)} == {*range(1, 13)}
 
@@ -119,24 +103,7 @@ def test_what_is_finished_is_recorded_while_the_claim_goes_on(begin: Begin) -> N
         lists.run(1, *"abcd")
     assert seen == [(0, 1), (0, 1), (2, 3)]
     image = lists.rig.image
-    assert (image.committed, image.claim, image.crashes, image.single) == (2, None, 1, 4)
-
-
-def test_a_list_that_fails_once_is_done_under_one_claim_and_needs_no_commit(begin: Begin) -> None:
-    """P6: the execution moves the position itself where some of it was recorded before."""
-    lists = begin()
-
-    def handle(changes: Changes) -> None:
-        if len(changes) == 4:
-            raise WantedError("too many")
-
-    lists.handle = handle
-    lists.run(1, *"abcd")
-    assert lists.calls == [[1, 2, 3, 4], [1, 2], [3, 4]]
-    image = lists.rig.image
-    assert (image.committed, image.handled, image.claim) == (4, None, None)
-    assert len(lists.tokens) == 1
-    assert not lists.rig.claims.commit(lists.rig.where, 1), "its commit message finds nothing to do"
+    assert (image.committed, image.claim, image.crashes, image.one_by_one_until) == (2, None, 1, 4)
 
 
 @pytest.mark.parametrize(
@@ -153,25 +120,16 @@ def test_each_policy_hits_the_failing_change(
 ) -> None:
     """P6: as it would hit one that is a run by itself."""
     lists = begin(failure_policy=policy)
-    lists.handle = failing(2, tells=True)
+    lists.handle = fail_at(2, tells=True)
     with ended(WantedError):
         lists.run(1, *"abc")
     image = lists.rig.image
     assert (image.state, image.committed) == (state, committed)
-    assert lists.letters == ([] if cause is None else [(2, cause)])
+    assert letters_of(lists) == ([] if cause is None else [(2, cause)])
     if policy == "park_key":
         assert [each["hash"] % (1 << 64) for each in lists.rig.document["parkedKeys"]] == [hash_of("b")]
     if policy == "halt":
         assert lists.rig.document["halted"]["resumeToken"] == token(2)
-
-
-def test_a_parked_key_ends_the_list_before_it(begin: Begin) -> None:
-    """P2: its change waits unstarted, and no list has it."""
-    lists = begin(failure_policy="park_key")
-    lists.handle = failing(1)
-    lists.flow(*"abaca")
-    assert lists.letters == [(1, "parked"), (3, "parked_behind"), (5, "parked_behind")]
-    assert lists.calls[-2:] == [[2], [4]]
 
 
 def test_a_retry_is_of_one_change_which_is_alone_when_it_runs_again(begin: Begin) -> None:
@@ -229,9 +187,9 @@ def test_time_that_a_list_has_used_up_is_charged_to_no_change(begin: Begin) -> N
     with ended(Ignore):
         lists.run(1, *"abcd")
     image = lists.rig.image
-    assert (image.committed, image.single, image.claim, image.crashes) == (0, 4, None, 0)
+    assert (image.committed, image.one_by_one_until, image.claim, image.crashes) == (0, 4, None, 0)
     lists.flow(*"abcd")
-    assert lists.letters == [(3, "failed")]
+    assert letters_of(lists) == [(3, "failed")]
     assert lists.calls[1:] == [[1], [2], [3], [4]]
 
 
@@ -245,55 +203,6 @@ def test_a_list_that_crashed_runs_change_by_change(begin: Begin) -> None:
     assert lists.rig.document["handled"]["last"] == 1
 
 
-def test_a_newer_execution_ends_a_list_quietly_between_its_parts(begin: Begin) -> None:
-    """P3: nothing is recorded under a claim that was taken over."""
-    lists = begin()
-
-    def handle(changes: Changes) -> None:
-        if len(changes) == 4:
-            raise WantedError("too many")
-        lists.rig.lapse()
-        lists.rig.claim(1, 4, owner="newer")
-
-    lists.handle = handle
-    with ended(Ignore):
-        lists.run(1, *"abcd")
-    document = lists.rig.document
-    assert (document["committed"], document["claim"]["owner"]) == (0, "newer")
-
-
-def test_a_list_of_stored_changes_fails_like_others(begin: Begin) -> None:
-    """P6: its changes are read before they are given, and those of the rest stay stored."""
-    lists = begin()
-    lists.handle = failing(3)
-    raws = [bson.encode(event_of_key(number, key)) for number, key in enumerate("abcd", 1)]
-    tokens = [token(number)["_data"] for number in range(1, 5)]
-    stored = [StoredChange(data, raw, hash_of(key)) for data, raw, key in zip(tokens, raws, "abcd", strict=True)]
-    lists.rig.store.backlog.insert(lists.rig.where, stored, VERSION)
-    with ended(WantedError):
-        lists.run(1, *"abcd", changes=(), stored=tuple(tokens))
-    assert (lists.rig.image.committed, lists.letters) == (3, [(3, "failed")])
-
-
-def test_what_is_counted_of_an_existing_document_in_a_list_is_its_own(begin: Begin) -> None:
-    """P6: a term that ends before its retry reads it again elsewhere, and another change comes first."""
-    lists = begin()
-
-    def handle(changes: Changes) -> None:
-        if number_of(changes[-1]) > 1:
-            raise Retry(exc=WantedError("later"), when=datetime(2222, 1, 1, tzinfo=UTC))
-
-    lists.handle = handle
-    with ended(Retry):
-        lists.run(1, *"abc", exist=True)
-    assert lists.rig.document["retry"]["count"] == 1
-    lists.handle = failing(2)
-    with ended(WantedError):
-        lists.run(2, "d")
-    (letter,) = lists.find()
-    assert letter.attempts == 1, "of its own"
-
-
 def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin: Begin) -> None:
     """P6: what it fails with says which it is; what is before it is given, and the others are not asked for it."""
     lists = begin()
@@ -305,7 +214,7 @@ def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin: Begin) 
     assert lists.calls[-1:] == [[1, 2, 3, 4]]
     assert len(lists.calls) <= 2
     assert lists.rig.image.committed == 5
-    (letter,) = lists.find()
+    (letter,) = lists.find().letters
     assert letter.attempts == 1
 
 
@@ -315,25 +224,6 @@ def test_no_list_is_longer_than_its_handler_wants(begin: Begin) -> None:
     lists.run(1, *"abcde")
     assert lists.calls == [[1, 2], [3, 4], [5]]
     assert lists.rig.image.committed == 5
-
-
-@pytest.mark.parametrize("how", ["a part of the list", "another handler's list"])
-def test_what_is_said_of_another_list_finishes_nothing(begin: Begin, how: str) -> None:
-    """P2: what was finished of the list that was given is not known from it."""
-    lists = begin()
-
-    def handle(changes: Changes) -> None:
-        late = Changes([change for change in changes if number_of(change) > 2] or changes)
-        if any(number_of(change) == 4 for change in changes):
-            if how == "a part of the list":
-                raise late.failed_at(len(late) - 1) from WantedError("as asked")
-            report_failed_change(failing(4, tells=True))(changes)
-
-    lists.handle = handle
-    with ended(WantedError):
-        lists.run(1, *"abcd")
-    assert (lists.letters, lists.rig.image.committed) == ([(4, "failed")], 4)
-    assert {1, 2, 3} <= {*numbers([call for call in lists.calls if 4 not in call])}, "given without the one that fails"
 
 
 @pytest.mark.parametrize("chained", [True, False])
@@ -354,21 +244,7 @@ def test_the_error_that_was_being_handled_is_the_one_that_counts(begin: Begin, c
         lists.run(1, *"abc")
     image = lists.rig.image
     assert image.waiting is not None
-    assert (lists.calls, image.committed, image.retries, lists.letters) == ([[1, 2, 3]], 1, 0, [])
-
-
-def test_a_change_that_is_said_to_have_failed_with_ignore_has_failed(begin: Begin) -> None:
-    """P2: `Ignore` passes over what was given, and behind this change nothing was done."""
-    lists = begin()
-
-    def handle(changes: Changes) -> None:
-        if len(changes) > 1:
-            raise changes.failed_at(1) from Ignore()
-
-    lists.handle = handle
-    with ended(ChangeFailed):
-        lists.run(1, *"abc")
-    assert (lists.rig.image.committed, lists.letters) == (2, [(2, "failed")])
+    assert (lists.calls, image.committed, image.retries, letters_of(lists)) == ([[1, 2, 3]], 1, 0, [])
 
 
 def test_a_handler_that_ignores_its_list_passes_over_all_of_it(begin: Begin) -> None:
@@ -383,85 +259,7 @@ def test_a_handler_that_ignores_its_list_passes_over_all_of_it(begin: Begin) -> 
     assert lists.rig.document["handled"]["last"] == 3
 
 
-def test_the_end_of_a_list_that_was_recorded_in_parts_may_be_written_twice(begin: Begin) -> None:
-    """P3: its answer may be lost; another execution's position is not taken for it."""
-    lists = begin()
-    claim = lists.rig.claim(1, 3)
-    claims = lists.rig.claims
-    assert claims.advance(claim, 3, token(3), ends=True)
-    assert claims.advance(claim, 3, token(3), ends=True)
-    later = lists.rig.claim(4, 5)
-    assert not claims.advance(claim, 3, token(3), ends=True)
-    assert claims.advance(later, 4, token(4))
-    assert claims.advance(later, 4, token(4))
-    assert not claims.advance(claim, 3, token(3))
-
-
-def test_a_position_is_not_moved_twice_by_the_body_of_a_transaction(
-    begin: Begin, mongo_client: MongoClient[Document]
-) -> None:
-    """P5: a body that the driver repeats behind its own commit would have its effects twice."""
-    lists = begin(transactional=True)
-    claim = lists.rig.claim(1, 3)
-    for ends in (False, True):
-        with mongo_client.start_session() as session:
-            for expected in (not ends, False):
-                with session.start_transaction():
-                    assert lists.rig.claims.advance(claim, 2, token(2), ends=ends, session=session) is expected
-
-
-def test_a_replay_is_a_list_of_one(begin: Begin) -> None:
-    """Whoever handles lists handles that too."""
-    lists = begin()
-    lists.handle = failing(2, tells=True)
-    lists.flow(*"abc")
-    lists.calls.clear()
-    with ended(WantedError):
-        lists.replay()
-    assert lists.letters == [(2, "failed")], "it stays with its new error"
-    lists.rig.store.replays.withdraw(lists.rig.store.replays.read())
-    lists.handle = bool
-    lists.replay()
-    assert lists.calls == [[2], [2]]
-    assert lists.letters == []
-
-
 # -- transactions -------------------------------------------------------------------------------------
-
-
-def _adding(mongo_client: MongoClient[Document], database: str, *bad: int) -> Callable[[Changes], None]:
-    def handle(changes: Changes) -> None:
-        totals = mongo_client[database]["totals"]
-        assert changes.session is not None
-        client = changes.session.client
-        for change in changes:
-            client[database][totals.name].update_one(
-                {"_id": "sum"}, {"$inc": {"sum": number_of(change)}}, upsert=True, session=changes.session
-            )
-            if number_of(change) in bad:
-                raise WantedError("as asked")
-
-    return handle
-
-
-def test_a_list_is_one_transaction_and_a_failing_one_leaves_single_effects(
-    begin: Begin, mongo_client: MongoClient[Document], state_database: str
-) -> None:
-    """P5: effects and position are there together, in whatever parts it was done."""
-    lists = begin(transactional=True)
-    lists.handle = _adding(mongo_client, state_database)
-    lists.run(1, *"abcd")
-    assert (lists.calls, lists.rig.document["handled"]["last"]) == ([[1, 2, 3, 4]], 4)
-    lists.rig.claims.commit(lists.rig.where)
-    lists.handle = _adding(mongo_client, state_database, 7)
-    with ended(WantedError):
-        lists.run(5, *"efghi")
-    assert (lists.rig.image.committed, lists.letters) == (7, [(7, "failed")])
-    lists.run(8, *"hi")
-    lists.rig.claims.commit(lists.rig.where)
-    assert lists.rig.image.committed == 9
-    total = mongo_client[state_database]["totals"].find_one()
-    assert total == {"_id": "sum", "sum": sum(range(1, 10)) - 7}
 
 
 # -- fenced writes ------------------------------------------------------------------------------------
@@ -482,7 +280,7 @@ def test_the_writes_of_a_list_bear_its_token_and_a_stale_list_is_refused(
 
     lists.handle = copy
     lists.run(1, *"abca")
-    key = f"{BRIDGE}/{SUBSCRIPTION}"
+    key = f"{BRIDGE}/{HANDLER}"
     found = {each["_id"]: (each["n"], each["_fence"][key]["p"]["0"]) for each in copies.find()}
     (fence,) = lists.tokens
     assert found == {"a": (4, fence), "b": (2, fence), "c": (3, fence)}
@@ -506,72 +304,42 @@ def test_the_writes_of_a_list_bear_its_token_and_a_stale_list_is_refused(
 # -- coalescing ---------------------------------------------------------------------------------------
 
 
-def test_only_the_last_change_of_each_document_is_given_and_the_position_passes_all(begin: Begin) -> None:
-    """P2: in the order of what is given."""
-    lists = begin(coalesce=True)
-    lists.run(1, *"abacab")
-    assert lists.calls == [[4, 5, 6]]
-    assert lists.rig.document["handled"]["last"] == 6
-
-
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_dead_letter_names_what_its_change_stood_for(begin: Begin, tells: bool) -> None:
     """P9: nothing vanishes in silence."""
     lists = begin(coalesce=True)
-    lists.handle = failing(3, tells=tells)
+    lists.handle = fail_at(3, tells=tells)
     with ended(WantedError):
         lists.run(1, *"aaab")
     assert lists.calls[0] == [3, 4]
-    assert (lists.letters, lists.rig.image.committed) == ([(3, "failed")], 3)
-    (letter,) = lists.find()
+    assert (letters_of(lists), lists.rig.image.committed) == ([(3, "failed")], 3)
+    (letter,) = lists.find().letters
     assert (letter.passed, letter.passed_over) == (2, [token(1)["_data"], token(2)["_data"]])
 
 
 def test_what_was_passed_over_for_a_change_that_comes_later_is_given_before_the_one_that_fails(begin: Begin) -> None:
     """P2: a list that ends at a failing change leaves no document behind with an older state than it had there."""
     lists = begin(coalesce=True)
-    lists.handle = failing(4, tells=True)
+    lists.handle = fail_at(4, tells=True)
     with ended(WantedError):
         lists.run(1, *"aabcb")
     assert lists.calls == [[2, 4, 5], [3]], "of what was finished nothing is given again"
-    assert (lists.letters, lists.rig.image.committed) == ([(4, "failed")], 4)
-
-
-def test_what_a_change_stood_for_is_named_after_its_retries_too(begin: Begin) -> None:
-    """P9: the names stay with the change while it waits."""
-    lists = begin(coalesce=True)
-
-    def handle(_changes: Changes) -> None:
-        raise Retry(exc=WantedError("later"))
-
-    lists.handle = handle
-    with ended(Retry):
-        lists.run(1, *"aaa")
-    assert lists.calls == [[3]]
-    assert lists.rig.image.committed == 2
-    lists.handle = failing(3)
-    with ended(WantedError):
-        lists.run(3, *"ab")
-    (letter,) = lists.find()
-    assert (letter.passed, letter.attempts) == (2, 2)
-    lists.handle = bool
-    lists.run(4, "b")
-    assert "passedOver" not in (lists.rig.document["retry"] or {}), "nothing of it is left for the next one"
+    assert (letters_of(lists), lists.rig.image.committed) == ([(4, "failed")], 4)
 
 
 def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None:
     """P9: by the policy as by the command, and over a `retry`."""
     lists = begin(coalesce=True, failure_policy="halt")
-    lists.handle = failing(2)
+    lists.handle = fail_at(2)
     with ended(WantedError):
         lists.run(1, *"aa")
     assert lists.rig.image.state == "halted"
-    assert lists.rig.partitions.retry(lists.rig.image, 0)
+    assert lists.rig.partitions.retry(lists.rig.image)
     with ended(WantedError):
         lists.run(2, *"aa")
     assert lists.calls == [[2], [2]], "it is given itself: no later one takes its place, and loses the names"
-    assert lists.bridge.operations.skip(SUBSCRIPTION, 0).run().fields["partitions"][0]["result"] == "done"
-    (letter,) = lists.find()
+    assert lists.bridge.operations.skip(HANDLER, 0).run().fields["parts"][0]["result"] == "done"
+    (letter,) = lists.find().letters
     assert (letter.passed, letter.passed_over) == (1, [token(1)["_data"]])
 
 
@@ -583,71 +351,27 @@ def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
     assert lists.rig.document["handled"]["last"] == 4
     lists.rig.claims.commit(lists.rig.where)
     lists.calls.clear()
-    lists.handle = failing(6)
+    lists.handle = fail_at(6)
     with ended(WantedError):
         lists.run(5, *"abac")
     assert lists.calls == [[6], [5]], "what a later change stood for is given, where that one is not any more"
-    assert (lists.rig.image.committed, lists.letters) == (6, [(6, "failed")])
+    assert (lists.rig.image.committed, letters_of(lists)) == (6, [(6, "failed")])
     lists.run(7, *"ac")
     assert lists.calls[2:] == [[7], [8]]
-
-
-def test_a_coalesced_run_that_takes_too_long_is_cut_and_leaves_nothing_behind(begin: Begin) -> None:
-    """P2: `run_seconds` holds for it."""
-    lists = begin(single=True, coalesce=True, run_seconds=1e-6)
-    lists.run(1, *"abca")
-    assert lists.calls == [[2], [1]]
-    assert lists.rig.document["handled"]["last"] == 2
-
-
-def test_a_coalesced_run_begins_next_to_nothing_when_its_time_is_up(begin: Begin) -> None:
-    """P2: however much was passed over for what is not given any more; and it gets on by one change at least."""
-    lists = begin(single=True, coalesce=True, run_seconds=1e-6)
-    lists.run(1, *"abcdefgh", *"hgfedcba")
-    assert lists.calls == [[9], [1]]
-    assert lists.rig.document["handled"]["last"] == 1
-
-
-def test_without_a_time_limit_a_coalesced_run_gives_all_that_it_owes(begin: Begin) -> None:
-    """P2: nothing is killed for that, and it is fewer calls than to begin again."""
-    lists = begin(single=True, coalesce=True, run_seconds=1e-6)
-    lists.is_limited = False
-    lists.run(1, *"abcdefgh", *"hgfedcba")
-    assert lists.calls == [[9], *([number] for number in range(1, 8))]
-    assert lists.rig.document["handled"]["last"] == 9
-
-
-def test_a_coalesced_run_whose_end_would_take_too_long_ends_early_while_there_is_time(
-    begin: Begin, always: None
-) -> None:
-    """P2: with as many changes as it had in half of the time; by then it may have recorded some."""
-    del always
-    lists = begin(single=True, coalesce=True)
-
-    def handle(changes: Changes) -> None:
-        running = current.get()
-        assert running is not None
-        if number_of(changes[0]) == 8:
-            running._halfway = 0.0
-
-    lists.handle = handle
-    lists.run(1, *"abcdef", *"fedcba")
-    assert lists.calls == [[7], [8], [1], [2]]
-    assert lists.rig.image.committed == 2
 
 
 def test_a_change_that_fails_when_time_is_up_is_sent_alone(begin: Begin) -> None:
     """P2, P6: what stands before it would take too long; nothing is counted, and each has its own time."""
     lists = begin(single=True, coalesce=True, run_seconds=1e-6)
-    lists.handle = failing(7)
+    lists.handle = fail_at(7)
     keys = [*"abcdef", *"fedcba"]
     with ended(Ignore):
         lists.run(1, *keys)
     assert lists.calls == [[7], [1]]
     image = lists.rig.image
-    assert (image.committed, image.single, image.claim, lists.letters) == (1, 12, None, [])
-    lists.flow(*keys)
-    assert lists.letters == [(7, "failed")]
+    assert (image.committed, image.one_by_one_until, image.claim, letters_of(lists)) == (1, 12, None, [])
+    lists.flow(*keys[1:])
+    assert letters_of(lists) == [(7, "failed")]
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 60.0], ids=["recorded", "not yet"])
@@ -670,4 +394,4 @@ def test_a_crash_of_a_coalesced_run_repeats_what_could_not_be_recorded_alone(
     assert lists.calls == [[2], [3], [4], [6]]
     assert seen == ([0, 0, 3, 4] if seconds < 0 else [0] * 4)
     image = lists.rig.image
-    assert (image.committed, image.claim, image.crashes, image.single) == (4, None, 1, 8)
+    assert (image.committed, image.claim, image.crashes, image.one_by_one_until) == (4, None, 1, 8)

@@ -59,13 +59,6 @@ def test_the_lock_has_a_fresh_id_and_a_time_and_is_returned_with_the_document(th
     assert timedelta(0) <= lock["at"] - server_now < timedelta(seconds=60)
 
 
-def test_each_lock_writes_another_value(things: Collection[Document]) -> None:
-    """An update that changes nothing would conflict with nobody."""
-    values = [locked(things, {"_id": 1})["_lock"]["id"] for _ in range(10)]
-    assert all(isinstance(value, ObjectId) for value in values)
-    assert len(set(values)) == 10
-
-
 def test_a_lock_keeps_what_is_beside_it(things: Collection[Document]) -> None:
     """Its field may be nested. A second lock replaces the first one."""
     things.update_one({"_id": 1}, {"$set": {"meta": {"kept": 2}}})
@@ -193,14 +186,6 @@ def test_nowait_fails_at_once_and_nothing_repeats_it(things: Collection[Document
     transactional(things.database.client).run(body)
 
 
-def test_nowait_holds_for_each_of_many(things: Collection[Document]) -> None:
-    """What was locked before the one that is held is free again."""
-    with held(things, 2):
-        with pytest.raises(DocumentLockedError):
-            locked_many(things, {}, nowait=True)
-        assert locked(things, {"_id": 1}, nowait=True) is not None
-
-
 def test_who_waits_gets_the_document_as_the_holder_has_left_it(things: Collection[Document]) -> None:
     """Repeated, and only then read: never the state from before."""
     attempts = []
@@ -279,28 +264,3 @@ def test_an_abort_frees_the_document_and_leaves_no_lock_behind(things: Collectio
         raise ZeroDivisionError
     assert "_lock" not in stored(things)
     assert locked(things, {"_id": 1}, nowait=True)["_id"] == 1
-
-
-def test_overlapping_sets_in_opposite_orders_do_not_deadlock(things: Collection[Document]) -> None:
-    """Both want the smallest first: whoever has it is never refused another."""
-    holders: list[str] = []
-
-    def take(name: str, direction: int) -> Callable[[], None]:
-        def body(session: ClientSession) -> None:
-            select_many_for_update(things, {}, session=session, sort=[("_id", direction)])
-            things.update_many({}, {"$push": {"takers": name}}, session=session)
-
-        def repeatedly() -> None:
-            for _ in range(5):
-                transactional(things.database.client).run(body)
-                holders.append(name)
-
-        return repeatedly
-
-    with beside(take("up", 1)) as up, beside(take("down", -1)) as down:
-        up.result(30)
-        down.result(30)
-    assert sorted(holders) == ["down"] * 5 + ["up"] * 5
-    takers = [document["takers"] for document in things.find()]
-    assert takers[0] == takers[1] == takers[2]
-    assert len(takers[0]) == 10

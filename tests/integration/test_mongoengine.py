@@ -14,7 +14,7 @@ from celery import Celery
 from mongoengine.errors import FieldDoesNotExist, NotUniqueError, ValidationError
 from pymongo.database import Database
 
-from mongo_celery import Event, Outbox
+from mongo_celery import STORED_ID, Event, Outbox
 from mongo_celery.contrib.mongoengine import OutboxMixin
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError
 
@@ -55,7 +55,7 @@ def app() -> Iterator[Celery]:
 def outbox(app: Celery, database: Database[Document]) -> Iterator[Outbox]:
     made = Outbox(app, database["orders"], at_once=False, sweep_every=None)
     yield made
-    made.backing.close()
+    made.runtime.close()
 
 
 @pytest.fixture
@@ -116,17 +116,17 @@ def test_no_save_takes_away_what_is_pending(outbox: Outbox, database: Database[D
 
 
 def test_an_instance_is_saved_with_its_tasks(outbox: Outbox, database: Database[Document], note: Any) -> None:
-    """One write each, new or changed or replaced; tasks may be functions of the `_id`."""
+    """One write each, new or changed or replaced; `STORED_ID` is the `_id`."""
     order = Order(customer="Ann")
-    order.save(outbox=outbox, tasks=[lambda _id: note.s(str(_id))], events=[Event("order.placed", {})])
+    order.save(outbox=outbox, tasks=[note.s(STORED_ID)], events=[Event("order.placed", {})])
     (stored,) = database["orders"].find()
     assert (order.pk, len(pending(database))) == (stored["_id"], 2)
     assert str(order.pk) in str(stored["pendingEvents"])
 
     order.customer = "Bob"
-    order.save(outbox=outbox, tasks=[note.s("changed"), lambda _id: note.s(str(_id))])
+    order.save(outbox=outbox, tasks=[note.s("changed"), note.s(STORED_ID)])
     order.save(outbox=outbox, tasks=[note.s("unchanged")])
-    Order(id=order.pk, customer="Eve").save(outbox=outbox, tasks=[lambda _id: note.s("replaced")])
+    Order(id=order.pk, customer="Eve").save(outbox=outbox, tasks=[note.s("replaced")])
     order.save()
     assert len(pending(database)) == 6
     assert order.reload().customer == "Eve"

@@ -13,7 +13,7 @@ from mongo_celery.broker.connection import reach_broker
 from mongo_celery.broker.occupancy import Occupancy, read_occupancy
 from mongo_celery.embedded.server import free_port
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.entries import task_entries
+from mongo_celery.outbox.entries import make_task_entries
 from mongo_celery.outbox.publisher import Publisher
 
 TASK = "shop.handle"
@@ -56,9 +56,10 @@ def test_a_broker_behind_servers_that_are_away_is_reached(redis_url: str, count:
     app = an_app("x")
     app.conf.update(broker_url=[*away, redis_url])
     reach_broker(app, 3)
-    publisher = Publisher(app, "events")
+    publisher = Publisher(app)
     try:
-        publisher.publish(*task_entries(app, app.tasks[TASK].s("x"), datetime.now(UTC)))
+        (entry,) = make_task_entries(app, app.tasks[TASK].s("x"), datetime.now(UTC))
+        publisher.publish(entry, "order")
     finally:
         publisher.close()
 
@@ -88,6 +89,20 @@ def test_redis_counts_all_priorities_under_a_prefix_of_its_own(redis_url: str) -
     with app.connection_for_write() as worker, app.connection_for_write() as asking:
         take(worker, "shop.0")
         assert read_occupancy(asking, ["shop.0"]) == {"shop.0": Occupancy(2, unacknowledged={TASK})}
+
+
+def test_redis_is_asked_for_many_queues_at_one_time(redis_url: str, redis_client: Any) -> None:
+    """A bridge may have a thousand queues, and a broker may be far away."""
+    app = an_app(redis_url)
+    send(app, "shop.3")
+    with app.connection_for_write() as asking:
+        read_occupancy(asking, ["shop.0"])
+        before = redis_client.info("stats")["total_reads_processed"]
+        found = read_occupancy(asking, [f"shop.{number}" for number in range(500)])
+        reads = redis_client.info("stats")["total_reads_processed"] - before
+    assert {name for name, each in found.items() if each.waiting} == {"shop.3"}
+    assert len(found) == 500
+    assert reads < 50
 
 
 def test_too_much_to_look_at_is_unknown(redis_url: str) -> None:
@@ -127,8 +142,8 @@ def test_a_redis_that_is_not_there_is_an_error(make_redis: Any) -> None:
 def test_another_transport_says_what_waits_and_nothing_else() -> None:
     """A queue that was never declared holds nothing."""
     app = an_app("memory://")
-    send(app, "shop.0", 3)
+    send(app, "occupancy.0", 3)  # this transport is shared by the whole process
     with app.connection_for_write() as asking:
-        found = read_occupancy(asking, ["shop.0", "shop.1"])
-        assert found["shop.0"] == Occupancy(3)
-        assert found["shop.1"].waiting == 0
+        found = read_occupancy(asking, ["occupancy.0", "occupancy.1"])
+        assert found["occupancy.0"] == Occupancy(3)
+        assert found["occupancy.1"].waiting == 0

@@ -31,64 +31,32 @@ def run(task: Any, task_id: str, *args: object) -> Any:
     return task.apply(args=args, task_id=task_id, throw=True).result
 
 
-def test_a_function_with_a_session_runs_once_under_an_id(app: Celery, database: Database[Document]) -> None:
-    """Mark and effect are one transaction; Celery sees no parameter `session`."""
-
-    @app.task(shared=False)
-    @once(database["done"])
-    def pay(account: str, amount: int, *, session: Any) -> str:
-        update = {"$inc": {"balance": amount}}
-        database["accounts"].update_one({"_id": account}, update, upsert=True, session=session)
-        return "paid"
-
-    database["accounts"].insert_one({"_id": "A", "balance": 0})
-    assert run(pay, "t1", "A", 5) == "paid"
-    assert run(pay, "t1", "A", 5) == "paid"
-    assert run(pay, "t2", "A", 5) == "paid"
-    assert database["accounts"].find_one({"_id": "A"}) == {"_id": "A", "balance": 10}
-    with pytest.raises(TypeError):
-        pay.delay("A")
-
-
-def test_a_failure_inside_the_transaction_leaves_no_mark(app: Celery, database: Database[Document]) -> None:
-    """Neither effect nor mark: the retry runs."""
-    fail = [True]
-
-    @app.task(shared=False)
-    @once(database["done"])
-    def pay(*, session: Any) -> None:
-        database["effects"].insert_one({}, session=session)
-        if fail.pop():
-            fail.append(False)
-            raise ValueError("no")
-
-    database.create_collection("effects")
-    with pytest.raises(ValueError, match="no"):
-        run(pay, "t1")
-    assert database["effects"].count_documents({}) == 0
-    run(pay, "t1")
-    run(pay, "t1")
-    assert database["effects"].count_documents({}) == 1
-
-
-def test_a_function_without_a_session_is_marked_when_it_has_succeeded(
-    app: Celery, database: Database[Document]
+@pytest.mark.parametrize("with_session", [False, True])
+def test_what_has_run_under_an_id_does_not_run_again(
+    app: Celery, database: Database[Document], with_session: bool
 ) -> None:
-    runs: list[int] = []
+    """A failure leaves no record. With a session its effect is gone, too, and Celery sees no parameter `session`."""
+    effects, fails = database.create_collection("effects"), [ValueError("no")]
 
-    @app.task(bind=True, shared=False)
-    @once(lambda: database["done"])
-    def send(_task: Any, number: int) -> int:
-        runs.append(number)
-        return number
+    def pay(amount: int) -> str:
+        return pay_within(amount, session=None)
 
-    assert [run(send, "t1", 1), run(send, "t1", 1), run(send, "t2", 2)] == [1, 1, 2]
-    assert runs == [1, 2]
-    stored = database["done"].find_one({"_id": "t1"})
-    assert stored is not None
-    assert stored["state"] == "done"
-    index = database["done"].index_information()["expires-at"]
-    assert index["expireAfterSeconds"] == 0
+    def pay_within(amount: int, *, session: Any) -> str:
+        effects.insert_one({"amount": amount}, session=session)
+        if fails:
+            raise fails.pop()
+        return f"paid {amount}"
+
+    task = app.task(shared=False)(once(lambda: database["done"])(pay_within if with_session else pay))
+    with pytest.raises(ValueError, match="no"):
+        run(task, "t1", 5)
+    assert [run(task, task_id, 5) for task_id in ("t1", "t1", "t2")] == ["paid 5"] * 3
+    assert effects.count_documents({}) == (2 if with_session else 3)
+    assert {each["_id"]: each["state"] for each in database["done"].find()} == {"t1": "done", "t2": "done"}
+    assert database["done"].index_information()["expires-at"]["expireAfterSeconds"] == 0
+    if with_session:
+        with pytest.raises(TypeError):
+            task.delay()
 
 
 def test_a_duplicate_of_what_runs_is_retried_later_and_one_of_what_crashed_runs(
@@ -112,41 +80,6 @@ def test_a_duplicate_of_what_runs_is_retried_later_and_one_of_what_crashed_runs(
     database["done"].update_one({"_id": "t1"}, [{"$set": {"until": "$$NOW"}}])
     run(send, "t1")
     assert runs == ["run", "run"]
-
-
-def test_a_failure_frees_the_claim_at_once(app: Celery, database: Database[Document]) -> None:
-    runs: list[int] = []
-
-    @app.task(shared=False)
-    @once(database["done"])
-    def send() -> None:
-        runs.append(1)
-        if len(runs) == 1:
-            raise ValueError("no")
-
-    with pytest.raises(ValueError, match="no"):
-        run(send, "t1")
-    run(send, "t1")
-    run(send, "t1")
-    assert len(runs) == 2
-
-
-def test_a_key_of_the_users_counts_also_outside_a_task(database: Database[Document]) -> None:
-    """And without one, a direct call just runs."""
-    runs: list[int] = []
-
-    @once(database["done"], key=lambda order: order)
-    def keyed(order: int) -> None:
-        runs.append(order)
-
-    @once(database["done"])
-    def plain(order: int) -> None:
-        runs.append(order)
-
-    for _ in range(2):
-        keyed(1)
-        plain(2)
-    assert runs == [1, 2, 2]
 
 
 def test_two_tasks_with_one_key_each_run_once(app: Celery, database: Database[Document]) -> None:
@@ -238,7 +171,7 @@ def test_what_a_function_sends_goes_with_its_mark(app: Celery, database: Databas
     assert [database[each].count_documents({}) for each in ("accounts", "outbox", "done")] == [0, 0, 0]
     assert [run(pay, "t1", "A"), run(pay, "t1", "A")] == ["paid", "paid"]
     assert [database[each].count_documents({}) for each in ("accounts", "outbox", "done")] == [1, 1, 1]
-    outbox.backing.close()
+    outbox.runtime.close()
 
 
 def test_a_handler_of_a_bridge_needs_a_key(app: Celery, database: Database[Document], mongo_url: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -190,63 +191,27 @@ def test_waiting_for_another_run_uses_up_no_retries_of_a_handler(shop: Shop) -> 
     assert [retries for name, retries in starts if name == "listed"] == [0, 0, 0, 0]
 
 
-Step = Callable[[Any], None]
-
-
-def with_current(shop: Shop) -> Step:
-    """The transaction around it, which `current` knows."""
-
-    @once(lambda: shop.collection("done"), key=lambda: 1)
-    def step() -> None:
-        shop.note("step", current(shop.bridge.client))
-
-    return lambda _session: step()
-
-
-def with_argument(shop: Shop) -> Step:
-    """A session among its arguments."""
-
-    @once(lambda: shop.collection("done"), key=lambda _session: 1)
-    def step(session_of_caller: Any) -> None:
-        shop.note("step", session_of_caller)
-
-    return step
-
-
-def with_session(shop: Shop) -> Step:
-    """A parameter `session`, which the caller may give as well."""
-
-    @once(lambda: shop.collection("done"), key=lambda: 1)
-    def step(*, session: Any) -> None:
-        shop.note("step", session)
-
-    return lambda session: step(session=session)
-
-
-def of_transactional(shop: Shop, body: Callable[[Any], None]) -> None:
-    transactional(shop.bridge.client).run(body)
-
-
-def of_the_driver(shop: Shop, body: Callable[[Any], None]) -> None:
-    with shop.bridge.client.start_session() as session:
-        session.with_transaction(body)
+def make_step(shop: Shop, by: str) -> Callable[[Any], object]:
+    """A step that learns of its transaction by `current`, by a session among its arguments, or by its own `session`."""
+    done = partial(shop.collection, "done")
+    if by == "current":
+        alone = once(done, key=lambda: 1)(lambda: shop.note("step", current(shop.bridge.client)))
+        return lambda _session: alone()
+    if by == "argument":
+        return once(done, key=lambda _given: 1)(lambda given: shop.note("step", given))
+    own = once(done, key=lambda: 1)(lambda *, session: shop.note("step", session))
+    return lambda session: own(session=session)
 
 
 @pytest.mark.parametrize(
-    ("made", "run"),
-    [
-        (with_current, of_transactional),
-        (with_argument, of_transactional),
-        (with_argument, of_the_driver),
-        (with_session, of_transactional),
-        (with_session, of_the_driver),
-    ],
+    ("by", "of_the_driver"),
+    [("current", False), ("argument", False), ("argument", True), ("session", False), ("session", True)],
 )
 def test_a_record_is_committed_and_aborted_with_the_transaction_around_it(
-    shop: Shop, made: Callable[[Shop], Step], run: Callable[[Shop, Callable[[Any], None]], None]
+    shop: Shop, by: str, of_the_driver: bool
 ) -> None:
     """P18: no record stays of an effect that is gone, whether the transaction is aborted or repeated."""
-    step = made(shop)
+    step = make_step(shop, by)
     shop.database.create_collection("done")
     failing: list[Exception] = [ValueError("aborted"), OperationFailure("repeated", 112, CONFLICT)]
 
@@ -255,11 +220,18 @@ def test_a_record_is_committed_and_aborted_with_the_transaction_around_it(
         if failing:
             raise failing.pop(0)
 
+    def run() -> None:
+        if not of_the_driver:
+            transactional(shop.bridge.client).run(body)
+            return
+        with shop.bridge.client.start_session() as session:
+            session.with_transaction(body)
+
     with pytest.raises(ValueError, match="aborted"):
-        run(shop, body)
+        run()
     assert (shop.notes, shop.database["done"].count_documents({})) == ([], 0)
-    run(shop, body)
-    run(shop, body)
+    run()
+    run()
     assert (shop.notes, shop.database["done"].count_documents({})) == (["step"], 1)
 
 

@@ -1,4 +1,4 @@
-"""`outbox check` on real servers: what can be wrong is put wrong, and found; and a writer without a sweep."""
+"""`outbox status --check` on real servers: what can be wrong is put wrong, and found; and a writer without a sweep."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import pytest
 from celery import Celery
 from pymongo import MongoClient
 from pymongo.database import Database
-from pymongo.errors import PyMongoError
 
 from mongo_celery import Outbox, OutboxCollection, periodic
 from mongo_celery.findings import Finding
-from mongo_celery.outbox import check as module
-from mongo_celery.outbox.check import AppFacts, check, look_around
+from mongo_celery.outbox import health as module
 from mongo_celery.outbox.health import read_health
-from mongo_celery.outbox.registry import AnyOutbox
-from mongo_celery.outbox.swept import sweep_watch
+from mongo_celery.outbox.registry import BaseOutbox
+from mongo_celery.outbox.sweep_records import make_sweep_watch
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import UrlOf
+from tests.fixtures.tasks import register_tasks
 
 Document = dict[str, Any]
 
@@ -38,14 +37,16 @@ def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def outbox(database: Database[Document], state_database: str, redis_url: str) -> Iterator[Outbox]:
     """An outbox that leaves delivery to a sweep."""
     app = Celery("shop", broker=redis_url)
+    register_tasks(app, "mail")
     made = Outbox(app, database["orders"], at_once=False, database=state_database)
     yield made
-    made.publisher.close()
+    made.runtime.publisher.close()
 
 
-def findings(outbox: AnyOutbox, facts: AppFacts | None = None) -> dict[str, Finding]:
-    """What a check says, by name; broker and workers are asked only for a test that is about them."""
-    return {each.code: each for each in check(outbox, facts or AppFacts([], None))}
+def findings(outbox: BaseOutbox) -> dict[str, Finding]:
+    """What a thorough look says, by code."""
+    (health,) = read_health(outbox.app, [outbox], thorough=True)
+    return {each.code: each for each in health.findings}
 
 
 def levels(found: dict[str, Finding]) -> dict[str, str]:
@@ -57,16 +58,16 @@ def levels(found: dict[str, Finding]) -> dict[str, str]:
 
 def test_a_collection_that_is_not_there_and_an_outbox_that_nobody_sweeps_are_told(outbox: Outbox) -> None:
     """Nothing is created by looking; a sweep notes itself, and all is well."""
-    found = findings(outbox, look_around(outbox.app))
+    found = findings(outbox)
     assert levels(found) == {"collection": "degraded", "sweep": "failing"}
     assert outbox.collection.database.list_collection_names() == []
 
     outbox.collection.insert_one({"_id": 1})
     outbox.sweep()
 
-    found = findings(outbox, look_around(outbox.app))
+    found = findings(outbox)
     assert levels(found) == {}
-    assert {"rights", "collection", "index", "sweep", "apps", "late", "broker"} <= found.keys()
+    assert {"rights", "collection", "index", "sweep", "late", "broker"} <= found.keys()
 
 
 def test_a_validator_that_refuses_the_field_is_found(outbox: Outbox) -> None:
@@ -85,30 +86,26 @@ def test_a_validator_that_refuses_the_field_is_found(outbox: Outbox) -> None:
         assert findings(outbox)["validator"].severity == severity, validator
 
 
-def test_unknown_tasks_and_other_apps_are_found(outbox: Outbox) -> None:
-    """Each as its own finding."""
-    task = outbox.app.signature("mail", args=(1,))
-    own = outbox.collection
-    outbox.insert_one({"_id": 1}, tasks=[task])
-    own.update_one({"_id": 1}, {"$set": {f"{FIELD}.count": 1001}})
-    outbox.insert_one({"_id": 2}, tasks=[outbox.app.signature("pay")])
-    own.update_one({"_id": 2}, {"$set": {f"{FIELD}.events.0.app": "web"}})
-    own.insert_one({"_id": 3, FIELD: {"count": 1, "events": "none"}})
+def test_a_missing_index_is_found(outbox: Outbox) -> None:
+    """With the command that creates it."""
+    outbox.collection.insert_one({"_id": 3, FIELD: {"count": 1, "events": "none"}})
     found = findings(outbox)
-    assert levels(found).items() >= {"tasks": "failing", "apps": "degraded"}.items()
-    assert "does not know mail," in found["tasks"].sentence
-    assert "'web'" in found["apps"].sentence
+    assert levels(found)["index"] == "degraded"
+    (command,) = found["index"].commands
+    assert 'createIndex({"pendingEvents.count": 1, "pendingEvents.claim.until": 1}' in command
 
 
 def test_what_is_late_failing_or_set_aside_is_told(outbox: Outbox) -> None:
     """The state is part of the check, so that "all is well" is true."""
-    outbox.insert_one({"_id": 1}, tasks=[outbox.app.signature("mail")])
+    outbox.sweep()
+    for number in (1, 3):
+        outbox.insert_one({"_id": number}, tasks=[outbox.app.signature("mail")])
     changes = {f"{FIELD}.events.0.at": datetime(2020, 1, 1, tzinfo=UTC), f"{FIELD}.events.0.attempts": 1}
     outbox.collection.update_one({"_id": 1}, {"$set": changes})
-    outbox.dead_letters.add(2, {"id": "one", "name": "mail"}, LookupError("gone"))
+    outbox.runtime.dead_letters.add(2, {"id": "one", "name": "mail"}, LookupError("gone"))
     found = findings(outbox)
     assert levels(found).items() >= {"late": "failing", "failing": "degraded", "dead_letters": "degraded"}.items()
-    assert found["dead_letters"].command == "celery -A shop outbox dead-letters list"
+    assert found["dead_letters"].commands == ("celery -A shop outbox dead-letters list",)
 
 
 def test_a_missing_right_is_named_and_the_rest_is_looked_at(
@@ -121,15 +118,15 @@ def test_a_missing_right_is_named_and_the_rest_is_looked_at(
         found = findings(outbox)
     assert found["rights"].severity == "failing"
     assert f"on {orders.full_name}" in found["rights"].sentence
-    assert "state" in found
+    assert "state_unreadable" in found
 
 
 def test_servers_that_are_away_are_findings(state_database: str) -> None:
     """Each its own, without passwords."""
     app = Celery("shop", broker="redis://:secret@127.0.0.1:1/0")
     with MongoClient[Document]("mongodb://hush:secret@127.0.0.1:1/?serverSelectionTimeoutMS=200") as client:
-        found = findings(Outbox(app, client["shop"]["orders"], database=state_database), look_around(app))
-    assert levels(found) == {"mongodb": "failing", "broker": "failing"}
+        found = findings(Outbox(app, client["shop"]["orders"], database=state_database))
+    assert levels(found) == {"state_unreadable": "failing", "broker": "failing"}
     assert all("secret" not in each.sentence for each in found.values())
 
 
@@ -141,10 +138,7 @@ def test_an_outbox_of_transactions_is_looked_at_like_one_of_documents(
     assert levels(findings(outbox)) == {"collection": "degraded", "sweep": "failing"}
 
     database.create_collection("sent")
-    found = findings(outbox)
-    assert levels(found) == {"index": "degraded", "sweep": "failing"}
-    assert found["index"].command is not None
-    assert 'createIndex({"pendingEvents.count": 1, "pendingEvents.claim.until": 1}' in found["index"].command
+    assert levels(findings(outbox)) == {"sweep": "failing"}
 
     outbox.sweep()
     assert levels(findings(outbox)) == {}
@@ -154,7 +148,7 @@ def test_an_outbox_of_transactions_is_looked_at_like_one_of_documents(
 
     outbox.add([tell.s(), tell.s()])
     assert levels(findings(outbox)) == {}, "a transaction may send as much as it likes"
-    outbox.publisher.close()
+    outbox.runtime.publisher.close()
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -168,7 +162,8 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
 ) -> None:
     """From its second write on, whoever carries it out, in a thread of its own; one without entries is none."""
     monkeypatch.setattr(periodic, "_LOOK_SECONDS", 0.0)
-    watch = outbox.backing.watch = sweep_watch(lambda: "orders", lambda: outbox.backing.sweeps, 0.0, lambda: False)
+    watch = outbox.runtime.watch
+    monkeypatch.setattr(watch, "_patience", 0.0)
     looked: list[bool | None] = []
     look = watch.look
     monkeypatch.setattr(watch, "look", lambda: looked.append(look()))
@@ -182,18 +177,16 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
     assert [getattr(each, "event", "") for each in caplog.records] == ["nobody_sweeps"]
     assert "nobody has swept it yet" in caplog.text
     outbox.sweep()
-    last = outbox.backing.sweeps.last()
-    assert last is not None
-    assert sweep_watch(lambda: "orders", lambda: outbox.backing.sweeps, 60.0, lambda: False).look() is True
+    assert outbox.runtime.sweeps.read_age() is not None
+    assert make_sweep_watch(lambda: "orders", lambda: outbox.runtime.sweeps, 5.0, lambda: False).look() is True
 
 
 def test_a_status_of_several_shows_those_that_can_be_read_and_names_the_other(outbox: Outbox) -> None:
-    """One has its collection in a MongoDB that is away; alone, it raises as ever."""
+    """One has its collection in a MongoDB that is away."""
     client: MongoClient[Document] = MongoClient("mongodb://127.0.0.1:1", serverSelectionTimeoutMS=100)
     away = Outbox(outbox.app, client["shop"]["orders"], name="away", sweep_every=None)
-    (health,), unread = read_health(outbox.app, [away, outbox])
-    assert (health.name, list(unread)) == (outbox.name, ["away"])
-    with pytest.raises(PyMongoError):
-        read_health(outbox.app, [away])
-    away.backing.close()
+    unread, health = read_health(outbox.app, [away, outbox])
+    assert (unread.name, unread.status, unread.findings[0].code) == ("away", None, "state_unreadable")
+    assert health.status is not None
+    away.runtime.close()
     client.close()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from pymongo.database import Database
 
 from mongo_celery import Outbox, OutboxCollection
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.outbox import backing
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
@@ -29,48 +26,26 @@ from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import MakeRedis
-from tests.integration.outbox_rig import Rig, due_again, opened, pending
+from tests.rig.outbox import (
+    Publish,
+    Rig,
+    damage,
+    due_again,
+    held_up,
+    opened,
+    pending,
+    publishing,
+    run_together,
+    settled,
+)
 
 Document = dict[str, Any]
 
 PROGRAM = Path(__file__).with_name("outbox_exits.py")
 
 
-@pytest.fixture
-def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
-    with opened(database, redis_url) as made:
-        yield made
-
-
-@contextmanager
-def held_up(outbox: Outbox | OutboxCollection) -> Iterator[tuple[list[Entry], threading.Event]]:
-    """No message goes out before the block ends: the entries that were tried, and what is set by the first of them."""
-    publish, here = outbox.publisher.publish, os.getpid()
-    asked, begun, go_on = list[Entry](), threading.Event(), threading.Event()
-
-    def hold(entry: Entry, *document_id: object) -> None:
-        if os.getpid() == here:
-            asked.append(entry)
-            begun.set()
-            assert go_on.wait(120)
-        publish(entry, *document_id)
-
-    outbox.publisher.publish = hold  # type: ignore[method-assign]
-    try:
-        yield asked, begun
-    finally:
-        go_on.set()
-        outbox.publisher.publish = publish  # type: ignore[method-assign]
-
-
 def _note(name: str) -> str:
     return name
-
-
-def settled(outbox: Outbox) -> bool:
-    """Whether nothing is pending in the collection, nor waits in the process."""
-    status = outbox.status()
-    return not status.pending and not status.dispatcher.queued
 
 
 def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_it_is_back(
@@ -82,28 +57,23 @@ def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_i
         outbox, asked = rig.outbox(at_once=True), list[Entry]()
         outbox.insert_one({"_id": "first"}, tasks=[rig.add.s(0, 0)])
         wait_for(lambda: settled(outbox))
-        publish = outbox.publisher.publish
 
-        def counted(entry: Entry, *document_id: object) -> None:
+        def count(publish: Publish, entry: Entry) -> None:
             asked.append(entry)
-            publish(entry, *document_id)
+            publish()
 
         def write(number: int) -> None:
             for step in range(25):
                 push = {"$set": {"step": step}}
                 outbox.update_one({"_id": number}, push, upsert=True, tasks=[rig.add.s(number, step)])
 
-        outbox.publisher.publish = counted  # type: ignore[method-assign]
         broker.pause()
         try:
-            threads = [threading.Thread(target=write, args=(number,)) for number in range(1, 5)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            wait_for(lambda: outbox.status().dispatcher.broker_down)
-            outbox.insert_one({"_id": "later"}, tasks=[rig.add.s(5, 0)])
-            assert 1 <= len(asked) <= len(threads)
+            with publishing(outbox, count):
+                run_together(*(partial(write, number) for number in range(1, 5)))
+                wait_for(lambda: outbox.status().dispatcher.broker_down)
+                outbox.insert_one({"_id": "later"}, tasks=[rig.add.s(5, 0)])
+                assert 1 <= len(asked) <= 4
             assert outbox.status().pending == 101
         finally:
             broker.resume()
@@ -114,9 +84,7 @@ def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_i
         assert outbox.status().dispatcher.passed_over > 0
 
 
-def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(
-    rig: Rig, database: Database[Document]
-) -> None:
+def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(rig: Rig) -> None:
     """Eight writers on one document, and a ninth whose documents have their turns between; nothing remains."""
     outbox = rig.outbox(at_once=True)
 
@@ -125,13 +93,11 @@ def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(
             change = {"$inc": {"n": 1}}
             outbox.update_one({"_id": "hot"}, change, upsert=True, tasks=[rig.add.s(number, step)])
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for step in range(20):
-        outbox.insert_one({"_id": step}, tasks=[rig.add.s(9, step)])
-    for thread in threads:
-        thread.join()
+    def write_others() -> None:
+        for step in range(20):
+            outbox.insert_one({"_id": step}, tasks=[rig.add.s(9, step)])
+
+    run_together(write_others, *(partial(write, number) for number in range(8)))
     wait_for(lambda: settled(outbox))
 
     sent = rig.sent()
@@ -139,8 +105,8 @@ def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(
     for number in range(8):
         assert [step for each, step in sent if each == number] == list(range(20))
     assert sorted(step for each, step in sent if each == 9) == list(range(20))
-    assert database["orders"].find_one({"_id": "hot"}) == {"_id": "hot", "n": 160}
-    assert database["orders"].count_documents({"pendingEvents": {"$exists": True}}) == 0
+    assert rig.orders.find_one({"_id": "hot"}) == {"_id": "hot", "n": 160}
+    assert rig.orders.count_documents({"pendingEvents": {"$exists": True}}) == 0
 
 
 def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,33 +122,15 @@ def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeyp
     assert sorted(rig.sent()) == [[number, 0] for number in range(8)]
 
 
-def test_a_hint_and_a_look_find_what_somebody_else_has_written(rig: Rig) -> None:
-    """By `_id`, by the index now, and by the flag that a prepared write leaves; none of them needs the sweep."""
-    elsewhere, outbox = rig.outbox(name="elsewhere", at_once=False), rig.outbox(at_once=True)
-    for number in range(3):
-        elsewhere.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
-
-    outbox.dispatch(1, 1, "nobody's")
-    wait_for(lambda: outbox.status().pending == 2)
-    outbox.dispatch()
-    wait_for(lambda: settled(outbox))
-    outbox.backing.dispatcher.expect()
-    elsewhere.insert_one({"_id": 3}, tasks=[rig.add.s(3, 0)])
-    wait_for(lambda: settled(outbox))
-
-    assert rig.sent()[0] == [1, 0]
-
-
 def test_a_removal_that_mongodb_does_not_answer_is_made_again(
     rig: Rig,
-    database: Database[Document],
     failpoint: Failpoint,
     make_client: MakeClient,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What was published is remembered until it is removed, and is sent once."""
     client = make_client(appName="dispatcher", retryWrites=False)
-    outbox = Outbox(rig.app, client[database.name]["orders"], name="cut", sweep_every=None)
+    outbox = rig.outbox(client[rig.database.name]["orders"], name="cut", at_once=True)
     outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
     wait_for(lambda: settled(outbox))
     rig.drain()
@@ -193,7 +141,7 @@ def test_a_removal_that_mongodb_does_not_answer_is_made_again(
         assert outbox.status().pending == 1
     wait_for(lambda: settled(outbox))
     assert rig.sent() == []
-    outbox.backing.close()
+    outbox.runtime.close()
 
 
 def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write(
@@ -222,29 +170,7 @@ def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write
 
         wait_for(all_sent)
         assert sorted({number for number, _ in rig.sent()}) == list(range(6))
-        assert (outbox.status().failing, outbox.dead_letters.count()) == (0, 0)
-
-
-def test_a_write_that_waits_does_so_within_a_bound(
-    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The write is acknowledged, its entry is in the document, and many documents are waited for as long as one."""
-    monkeypatch.setattr(backing, "_WAIT_SECONDS_MAX", 0.2)
-    outbox = rig.outbox(claim_ttl=600)
-    with held_up(outbox) as (asked, _begun):
-        bounds, wait_all = list[float](), outbox.backing.dispatcher.wait_all
-
-        def noted(documents: Any, seconds: float) -> bool:
-            bounds.append(seconds)
-            return wait_all(documents, seconds)
-
-        monkeypatch.setattr(outbox.backing.dispatcher, "wait_all", noted)
-        outbox.insert_many([{"_id": 10 + number} for number in range(50)], tasks=[rig.add.s(1, 1)])
-        assert bounds == [0.2]
-        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-        assert len(asked) == 1
-        assert pending(database, 1)["count"] == 1
-    wait_for(lambda: settled(outbox))
+        assert (outbox.status().failing, outbox.runtime.dead_letters.count()) == (0, 0)
 
 
 def test_a_child_has_a_dispatcher_of_its_own_and_leaves_its_parents_queue_alone(
@@ -258,17 +184,17 @@ def test_a_child_has_a_dispatcher_of_its_own_and_leaves_its_parents_queue_alone(
     )
 
     def child() -> bool:
-        mine = outbox.backing.dispatcher
+        mine = outbox.runtime.dispatcher
         assert mine.state.queued == 0
         outbox.insert_one({"_id": "child"}, tasks=[add.s("child")])
-        assert mine.wait_all(["child"], 20)
-        return outbox.backing.latest.find_one({"_id": "child"}) == {"_id": "child"}  # removals wait for no majority
+        wait_for(lambda: outbox.runtime.latest.find_one({"_id": "child"}) == {"_id": "child"}, 20)
+        return True
 
     with held_up(outbox) as (asked, begun):
         outbox.insert_one({"_id": "parent"}, tasks=[add.s("parent")])
         assert begun.wait(120)
         outbox.insert_one({"_id": "queued"}, tasks=[add.s("queued")])
-        with outbox.backing.dispatcher._thread.changed:
+        with outbox.runtime.dispatcher._thread.changed:
             assert holds_after_a_fork(child)
         assert outbox.status().dispatcher.queued == 1
         assert outbox.status().pending == 2
@@ -276,27 +202,20 @@ def test_a_child_has_a_dispatcher_of_its_own_and_leaves_its_parents_queue_alone(
     assert len(asked) <= 2
     with redis.Redis.from_url(redis_url) as broker:
         assert broker.llen("celery") == 3
-    outbox.backing.close()
+    outbox.runtime.close()
     outbox.collection.database.client.close()
     app.close()
 
 
-@pytest.mark.parametrize("way", ["atexit", "multiprocessing", "billiard", "worker"])
+ENDS = [*((way, "deliver") for way in ("atexit", "multiprocessing", "billiard", "worker")), ("atexit", "hint")]
+
+
+@pytest.mark.parametrize(("way", "what"), ENDS)
 def test_a_process_that_ends_delivers_what_it_has_queued(
-    way: str, mongo_url: str, redis_url: str, redis_client: Any, database: Database[Document]
+    way: str, what: str, mongo_url: str, redis_url: str, redis_client: Any, database: Database[Document]
 ) -> None:
-    """By whatever way Python or Celery ends one; no message went out before the end had begun."""
-    ended = _ended(way, "deliver", mongo_url, redis_url, database.name)
-    assert ended.returncode == 0, ended.stderr
-    assert redis_client.llen("celery") == 3
-    assert list(database["orders"].find({}, {"_id": 1, "pendingEvents": 1})) == [{"_id": each} for each in range(3)]
-
-
-def test_a_process_that_ends_looks_for_what_it_was_told_of(
-    mongo_url: str, redis_url: str, redis_client: Any, database: Database[Document]
-) -> None:
-    """A script that writes by the driver, says so, and ends: nobody has to sweep for it."""
-    ended = _ended("atexit", "hint", mongo_url, redis_url, database.name)
+    """By whatever way Python or Celery ends one, also if a script writes by the driver and only says so."""
+    ended = _ended(way, what, mongo_url, redis_url, database.name)
     assert ended.returncode == 0, ended.stderr
     assert redis_client.llen("celery") == 3
     assert list(database["orders"].find({}, {"_id": 1, "pendingEvents": 1})) == [{"_id": each} for each in range(3)]
@@ -318,13 +237,15 @@ def _ended(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_what_this_process_cannot_publish_keeps_nothing_else_in_the_index_waiting(
-    rig: Rig, database: Database[Document]
-) -> None:
-    """More documents than a look finds, in front of one that it can."""
-    outbox, unknown = rig.outbox(at_once=True), rig.app.signature("shop.new", args=(1, 1))
-    documents: list[Document] = [outbox.with_tasks({"_id": each}, [unknown]) for each in range(module._LOOK + 5)]
-    database["orders"].insert_many([*documents, outbox.with_tasks({"_id": "last"}, [rig.add.s(1, 2)])])
+def test_entries_that_cannot_be_published_keep_nothing_else_in_the_index_waiting(rig: Rig) -> None:
+    """More documents than a poll finds, in front of one that can be delivered: they are held back."""
+    outbox = rig.outbox(at_once=True)
+    elsewhere = rig.outbox(name="elsewhere", at_once=False)
+    documents = [elsewhere.with_tasks({"_id": each}, [rig.add.s(0, 0)]) for each in range(module._POLL + 5)]
+    rig.orders.insert_many(documents)
+    for document in documents:
+        damage(elsewhere, {"_id": document["_id"]}, payload="{")
+    rig.orders.insert_one(outbox.with_tasks({"_id": "last"}, [rig.add.s(1, 2)]))
 
     def is_sent() -> bool:
         outbox.dispatch()
@@ -335,14 +256,14 @@ def test_what_this_process_cannot_publish_keeps_nothing_else_in_the_index_waitin
 
 @pytest.mark.parametrize("kind", [Outbox, OutboxCollection])
 def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bound(
-    rig: Rig, database: Database[Document], make_proxy: Callable[[int], Proxy], replica_set: MongoReplicaSet,
+    rig: Rig, make_proxy: Callable[[int], Proxy], replica_set: MongoReplicaSet,
     make_client: MakeClient, kind: Any,
 ) -> None:  # fmt: skip
     """P12: they share the thread; neither a look nor documents that are named keep it for long."""
     proxy = make_proxy(replica_set.members[0].port)
-    silent = kind(rig.app, make_client(proxy.mongo_url)[database.name]["silent"], name="silent", sweep_every=None)
+    silent = kind(rig.app, make_client(proxy.mongo_url)[rig.database.name]["silent"], name="silent", sweep_every=None)
     other = rig.outbox("other", at_once=True)
-    turns, waiting = silent.backing.dispatcher, other.backing.counters
+    turns, waiting = silent.runtime.dispatcher, other.runtime.counters
     silent.sweep()  # its indexes are there
     proxy.black_hole()
     for number in range(1, 3):
@@ -351,4 +272,4 @@ def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bou
         other.insert_one({"_id": number}, tasks=[rig.add.s(1, number)])
         wait_for(lambda number=number: waiting.dispatched == number, 25)  # type: ignore[misc]
     proxy.pass_through()
-    silent.backing.close()
+    silent.runtime.close()

@@ -10,16 +10,9 @@ import pytest
 from pymongo.database import Database
 
 from tests.fixtures.process import wait_for
-from tests.integration.outbox_rig import Rig, opened, pending
-from tests.integration.test_outbox_dispatcher import held_up, settled
+from tests.rig.outbox import Rig, held_up, settled
 
 Document = dict[str, Any]
-
-
-@pytest.fixture
-def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
-    with opened(database, redis_url) as made:
-        yield made
 
 
 @contextmanager
@@ -36,9 +29,7 @@ def delivered(database: Database[Document], *identities: Any) -> bool:
     return not database["orders"].count_documents(field)
 
 
-def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(
-    rig: Rig, database: Database[Document]
-) -> None:
+def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(rig: Rig) -> None:
     """Its removal and its claim are made when the transaction has ended; nothing is sent twice."""
     elsewhere, outbox = rig.outbox(name="elsewhere", at_once=False), rig.outbox(at_once=True, claim_ttl=600)
     outbox.sweep()  # which makes the index: that would wait for the transaction, or end it
@@ -47,27 +38,27 @@ def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(
     with held_up(outbox) as (_asked, begun):
         outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
         assert begun.wait(120)
-        opened_first = closed(database, 0)
+        opened_first = closed(rig.database, 0)
         opened_first.__enter__()
-    with closed(database, "look"):
+    with closed(rig.database, "look"):
         for number in range(1, 4):
             outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
-        wait_for(lambda: delivered(database, 1, 2, 3))
+        wait_for(lambda: delivered(rig.database, 1, 2, 3))
         outbox.dispatch("look", "free")
-        wait_for(lambda: delivered(database, "free"))
-        assert pending(database, 0)["count"] == pending(database, "look")["count"] == 1
+        wait_for(lambda: delivered(rig.database, "free"))
+        assert rig.pending(0)["count"] == rig.pending("look")["count"] == 1
     opened_first.__exit__(None, None, None)
     wait_for(lambda: settled(outbox))
     assert sorted(rig.sent()) == [[0, 0], [1, 0], [2, 0], [3, 0], [7, 0], [8, 0]]
 
 
-def test_a_sweep_goes_on_beside_an_open_transaction(rig: Rig, database: Database[Document]) -> None:
+def test_a_sweep_goes_on_beside_an_open_transaction(rig: Rig) -> None:
     """It says what it could not deliver."""
     outbox = rig.outbox(at_once=False)
     outbox.sweep()  # which makes the index
     for number in range(4):
         outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
-    with closed(database, 1):
+    with closed(rig.database, 1):
         done = outbox.sweep(older_than=0)
     assert (done.dispatched, done.left) == (3, 1)
     assert done.error is not None
@@ -75,22 +66,20 @@ def test_a_sweep_goes_on_beside_an_open_transaction(rig: Rig, database: Database
     assert sorted(rig.sent()) == [[number, 0] for number in range(4)]
 
 
-def test_a_document_that_mongodb_refuses_takes_no_other_with_it(
-    rig: Rig, database: Database[Document], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_document_that_mongodb_refuses_takes_no_other_with_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """A validator that came later: its claim is refused, and those of the others are made."""
     outbox = rig.outbox(at_once=True, claim_ttl=600)
     with held_up(outbox) as (_asked, begun):
         for number in range(5):
             outbox.insert_one({"_id": number, **({"bad": 1} if number == 2 else {})}, tasks=[rig.add.s(number, 0)])
         assert begun.wait(120)
-        database.command("collMod", "orders", validator={"bad": {"$exists": False}})
-    wait_for(lambda: delivered(database, 0, 1, 3, 4))
+        rig.database.command("collMod", "orders", validator={"bad": {"$exists": False}})
+    wait_for(lambda: delivered(rig.database, 0, 1, 3, 4))
     wait_for(lambda: "document 2 cannot be delivered" in caplog.text)
     elsewhere = rig.outbox(name="elsewhere", at_once=False)
     for number in range(5, 8):
         elsewhere.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
     outbox.dispatch(5, 2, {"$gt": ""}, 6)
-    wait_for(lambda: delivered(database, 5, 6))
+    wait_for(lambda: delivered(rig.database, 5, 6))
     assert sorted(rig.sent()) == [[number, 0] for number in (0, 1, 3, 4, 5, 6)]
-    assert pending(database, 7)["count"] == 1, "an operator is nobody's _id"
+    assert rig.pending(7)["count"] == 1, "an operator is nobody's _id"

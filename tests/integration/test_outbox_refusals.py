@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ import redis
 from amqp.exceptions import ChannelError as AMQPChannelError
 from amqp.exceptions import NotFound, PreconditionFailed
 from bson import encode
-from pymongo.database import Database
 
 from mongo_celery import Outbox
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError
@@ -19,21 +17,12 @@ from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 from mongo_celery.outbox.sweep import SWEEP_TASK
-from tests.integration.outbox_rig import Rig, due_again, opened, pending, ripen
+from tests.rig.outbox import Publish, Rig, due_again, publishing, ripen
 
 Document = dict[str, Any]
 
 
-@pytest.fixture
-def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
-    with opened(database, redis_url) as made:
-        yield made
-    database.client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": {"$regex": f"^{database.name}"}})
-
-
-def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(
-    rig: Rig, database: Database[Document], redis_url: str
-) -> None:
+def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(rig: Rig, redis_url: str) -> None:
     """More refused documents than end a sweep when the broker is down, and they come first in the index."""
     first, second = (
         rig.outbox(at_once=False, sweep_after=0.001, failure_policy="dead_letter"),
@@ -49,74 +38,67 @@ def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(
     rig.app.tasks[SWEEP_TASK]()
     assert sorted(rig.sent()) == [[10, 1], [11, 1]]
     assert first.status().failing == 4
-    due_again(database["orders"])
+    due_again(rig.orders)
     for number in range(4):
-        ripen(database["orders"], number)
+        ripen(rig.orders, number)
     rig.app.tasks[SWEEP_TASK]()
-    assert first.dead_letters.count() == 4
-    assert "WRONGTYPE" in first.dead_letters.find()[0]["error"]
+    assert first.runtime.dead_letters.count() == 4
+    assert "WRONGTYPE" in first.runtime.dead_letters.find()[0].error
 
 
-def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig, database: Database[Document]) -> None:
+def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig) -> None:
     """Somebody else has written to the field."""
     outbox = rig.outbox(at_once=False, sweep_after=0.001)
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(1, 1)])
-    database["orders"].insert_many(
+    rig.orders.insert_many(
         [{"_id": 0, "pendingEvents": {"count": 3}}, {"_id": 1, "pendingEvents": {"count": 3, "events": "none"}}]
     )
     for number in (0, 1):
-        assert outbox.backing.relay.deliver(number) == Delivery()
+        assert outbox.runtime.relay.deliver(number) == Delivery()
     rig.app.tasks[SWEEP_TASK]()
     assert rig.sent() == [[1, 1]]
-    assert database["orders"].count_documents({"pendingEvents": {"$exists": True}}) == 0
-    assert [found["entry"] for found in outbox.dead_letters.find()] == [{"events": "none"}], "it may be somebody's"
+    assert rig.orders.count_documents({"pendingEvents": {"$exists": True}}) == 0
+    assert [found.entry for found in outbox.runtime.dead_letters.find()] == [{"events": "none"}], "it may be somebody's"
 
     outbox.insert_one({"_id": 3}, tasks=[rig.add.s(3, 3)])
     outbox.insert_one({"_id": 4}, tasks=[rig.add.s(4, 4)])
     broken = {"pendingEvents.claim.until": "yesterday"}
-    database["orders"].update_one({"_id": 3}, {"$set": broken})
+    rig.orders.update_one({"_id": 3}, {"$set": broken})
     rig.app.tasks[SWEEP_TASK]()
     assert sorted(rig.sent()) == [[3, 3], [4, 4]]
 
 
-def test_a_document_that_was_replaced_behind_the_outboxs_back_is_left_as_it_is(
-    rig: Rig, database: Database[Document]
-) -> None:
+def test_a_document_that_was_replaced_behind_the_outboxs_back_is_left_as_it_is(rig: Rig) -> None:
     """While its entry failed; later writes with tasks work."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    publish = outbox.publisher.publish
 
-    def poison(entry: Entry, *_document_id: object) -> None:
-        database["orders"].replace_one({"_id": 1}, {"fresh": 1})
+    def poison(_publish: Publish, entry: Entry) -> None:
+        rig.orders.replace_one({"_id": 1}, {"fresh": 1})
         raise ValueError(f"poison {entry.id}")
 
-    outbox.publisher.publish = poison  # type: ignore[method-assign]
-    outbox.backing.relay.deliver(1)
-    assert database["orders"].find_one() == {"_id": 1, "fresh": 1}
-    outbox.publisher.publish = publish  # type: ignore[method-assign]
+    with publishing(outbox, poison):
+        outbox.runtime.relay.deliver(1)
+    assert rig.orders.find_one() == {"_id": 1, "fresh": 1}
     outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
-    assert outbox.backing.relay.deliver(1).dispatched == 1
+    assert outbox.runtime.relay.deliver(1).dispatched == 1
 
 
-def test_a_relay_that_fails_lets_its_claim_go_though_another_has_emptied_the_document(
-    rig: Rig, database: Database[Document]
-) -> None:
+def test_a_relay_that_fails_lets_its_claim_go_though_another_has_emptied_the_document(rig: Rig) -> None:
     """Else the next entry would wait for the claim to lapse."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
 
-    def emptied(entry: Entry, *_document_id: object) -> None:
+    def empty(_publish: Publish, entry: Entry) -> None:
         change = {"$set": {"pendingEvents.events": [], "pendingEvents.count": 0}}
-        database["orders"].update_one({"_id": 1}, change)
+        rig.orders.update_one({"_id": 1}, change)
         raise ValueError(entry.id)
 
-    publish, outbox.publisher.publish = outbox.publisher.publish, emptied  # type: ignore[method-assign]
-    outbox.backing.relay.deliver(1)
-    outbox.publisher.publish = publish  # type: ignore[method-assign]
-    due_again(database["orders"])
+    with publishing(outbox, empty):
+        outbox.runtime.relay.deliver(1)
+    due_again(rig.orders)
     outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
-    assert outbox.backing.relay.deliver(1).dispatched == 1
+    assert outbox.runtime.relay.deliver(1).dispatched == 1
 
 
 @pytest.mark.parametrize(
@@ -137,35 +119,35 @@ def test_what_rabbitmq_says_is_told_apart(rig: Rig, error: Exception, *, waits: 
     """An outage dead-letters nothing; what no other entry would get does not wait for ever."""
     outbox = rig.outbox(at_once=False)
     connection = SimpleNamespace(channel_errors=(AMQPChannelError,), connection_errors=(OSError,))
-    verdict = outbox.publisher._verdict(error, connection)
+    verdict = outbox.runtime.publisher._judge(error, connection)
     assert isinstance(verdict, BrokerUnavailableError) == waits
     assert verdict is error or waits
 
 
-def test_a_poison_entry_that_fills_its_document_becomes_a_dead_letter(rig: Rig, database: Database[Document]) -> None:
+def test_a_poison_entry_that_fills_its_document_becomes_a_dead_letter(rig: Rig) -> None:
     """A dead letter with its whole traceback would be larger than 16 MB."""
     outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s("x" * (16 * 2**20 - 1300), 1)])
-    ripen(database["orders"], 1)
-    stored = database["orders"].find_one()
+    ripen(rig.orders, 1)
+    stored = rig.orders.find_one()
     assert stored is not None
     assert len(encode(stored)) > 16 * 2**20 - 1000
 
-    def poison(entry: Entry, *_document_id: object) -> None:
+    def poison(_publish: Publish, entry: Entry) -> None:
         raise ValueError(entry.id * 500)
 
-    outbox.publisher.publish = poison  # type: ignore[method-assign]
-    assert outbox.backing.relay.deliver(1).dead == 1
-    assert outbox.dead_letters.count() == 1
-    assert pending(database, 1)["count"] == 0
+    with publishing(outbox, poison):
+        assert outbox.runtime.relay.deliver(1).dead == 1
+    assert outbox.runtime.dead_letters.count() == 1
+    assert rig.pending(1)["count"] == 0
 
 
-def test_what_no_relay_could_read_is_refused_at_the_write(rig: Rig, database: Database[Document]) -> None:
+def test_what_no_relay_could_read_is_refused_at_the_write(rig: Rig) -> None:
     """An encoding that the app does not accept, and a chord that Celery could not start."""
     rig.app.conf.accept_content = ["json"]
     with pytest.raises(OutboxRefusedError, match="accept_content"):
         rig.outbox().insert_one({"_id": 1}, tasks=[rig.pickled.s(1)])
-    assert database["orders"].count_documents({}) == 0
+    assert rig.orders.count_documents({}) == 0
 
 
 def test_an_outbox_says_at_once_what_it_cannot_work_with(rig: Rig) -> None:

@@ -14,37 +14,23 @@ from typing import Any
 import pytest
 from pymongo import ReplaceOne
 from pymongo.database import Database
-from pymongo.monitoring import CommandListener
 
-from mongo_celery.outbox.replay import dead_letters, replay
+from mongo_celery.outbox.replay import replay
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
-from tests.integration.outbox_rig import Rig, due_again, opened, ripen
+from tests.rig.commands import CommandRecorder
+from tests.rig.outbox import Rig, damage, due_again, opened, ripen
 
 Document = dict[str, Any]
 
 KEY = "region"
 
 
-class Writes(CommandListener):
-    """The commands that change documents, by collection."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, Document]] = []
-
-    def started(self, event: Any) -> None:
-        if event.command_name in {"update", "delete", "findAndModify"}:
-            self.seen.append((str(event.command[event.command_name]), dict(event.command)))
-
-    def succeeded(self, event: Any) -> None:
-        """Nothing to learn."""
-
-    def failed(self, event: Any) -> None:
-        """Nothing to learn."""
-
-    def refused(self, collection: str, key: str) -> list[Document]:
-        """Those that a mongos would refuse where the collection is sharded by that key."""
-        return [found for name, command in self.seen if name == collection for found in refused(command, key)]
+def refused_by_a_mongos(sent: CommandRecorder) -> list[Document]:
+    """What a mongos would refuse of the commands on orders, if these are sharded by the key."""
+    commands = [command for name in ("update", "delete", "findAndModify") for _, command in sent.of(name)]
+    on_orders = [command for command in commands if next(iter(command.values())) == "orders"]
+    return [found for command in on_orders for found in refused(command, KEY)]
 
 
 def refused(command: Mapping[str, Any], key: str) -> list[Document]:
@@ -70,21 +56,22 @@ def names(condition: Mapping[str, Any], path: str) -> bool:
 
 
 @pytest.fixture
-def writes() -> Writes:
-    return Writes()
+def writes() -> CommandRecorder:
+    return CommandRecorder()
 
 
 @pytest.fixture
-def rig(database: Database[Document], redis_url: str, make_client: MakeClient, writes: Writes) -> Iterator[Rig]:
+def rig(
+    database: Database[Document], redis_url: str, make_client: MakeClient, writes: CommandRecorder
+) -> Iterator[Rig]:
     client = make_client(event_listeners=[writes])
     with opened(client[database.name], redis_url) as made:
         yield made
-    client["mongo_celery"]["outbox_dead_letters"].delete_many({"outbox": {"$regex": f"^{database.name}"}})
 
 
-def test_what_a_mongos_refuses_is_found(rig: Rig, writes: Writes) -> None:
+def test_what_a_mongos_refuses_is_found(rig: Rig, writes: CommandRecorder) -> None:
     """A checker that has never failed has not been tested."""
-    orders = rig.database["orders"]
+    orders = rig.orders
     orders.update_one({"n": 1}, {"$set": {"n": 2}})
     orders.update_one({"_id": {"$in": [1]}}, {"$set": {"n": 2}})
     orders.update_one({"_id": 1}, {"$set": {"n": 2}}, upsert=True)
@@ -92,10 +79,10 @@ def test_what_a_mongos_refuses_is_found(rig: Rig, writes: Writes) -> None:
     orders.delete_one({"n": 1})
     orders.update_many({"n": 1}, {"$set": {"n": 2}})
     orders.update_one({KEY: "eu"}, {"$set": {"n": 2}}, upsert=True)
-    assert len(writes.refused("orders", KEY)) == 5
+    assert len(refused_by_a_mongos(writes)) == 5
 
 
-def test_an_outbox_writes_and_delivers_whatever_the_shard_key_is(rig: Rig, writes: Writes) -> None:
+def test_an_outbox_writes_and_delivers_whatever_the_shard_key_is(rig: Rig, writes: CommandRecorder) -> None:
     """The user names the shard key where a mongos wants it, as without an outbox; relays know the `_id` alone."""
     outbox, task = rig.outbox(failure_policy="dead_letter", max_attempts=1), rig.add.s(1, 1)
     eu: Document = {KEY: "eu"}
@@ -112,14 +99,14 @@ def test_an_outbox_writes_and_delivers_whatever_the_shard_key_is(rig: Rig, write
 
     later = rig.outbox(name="later", at_once=False)
     later.insert_one({"_id": "many", **eu}, tasks=[rig.add.s(2, each) for each in range(60)])
-    later.insert_one({"_id": "unknown", **eu}, tasks=[rig.app.signature("unknown")])
-    rig.app.finalize()
+    later.insert_one({"_id": "unreadable", **eu}, tasks=[rig.add.s(3, 3)])
+    damage(later, {"_id": "unreadable"}, payload="{")
     wait_for(lambda: outbox.sweep(older_than=0) and outbox.status().documents == 1)  # a turn ends by time, too
-    ripen(rig.database["orders"], "unknown")
-    due_again(rig.database["orders"])
+    ripen(rig.orders, "unreadable")
+    due_again(rig.orders)
     assert outbox.sweep(older_than=0).dead == 1
-    (letter,) = dead_letters(outbox, 10)
+    (letter,) = outbox.runtime.dead_letters.find()
     replay(outbox, letter.id)
     outbox.delete_one({"_id": 0})
     assert outbox.status().documents == 1
-    assert writes.refused("orders", KEY) == []
+    assert refused_by_a_mongos(writes) == []

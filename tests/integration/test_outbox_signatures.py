@@ -5,29 +5,27 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from celery import Celery
-from pymongo import monitoring
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 
-from mongo_celery import Outbox, OutboxCollection
-from mongo_celery.command_line import ANY_APP
+from mongo_celery import Outbox
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError
 from mongo_celery.mongo.keys import new_key
 from mongo_celery.outbox.failures import FAILURE_POLICIES
-from mongo_celery.outbox.health import judge_health, read_outbox
-from mongo_celery.outbox.replay import dead_letters, replay
+from mongo_celery.outbox.health import read_health
+from mongo_celery.outbox.replay import replay
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.testing.processes import empty
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
-from tests.integration.outbox_rig import Rig, opened, pending
+from tests.rig.commands import CommandRecorder
+from tests.rig.outbox import Rig
 
 Document = dict[str, Any]
 Forge = Callable[[Document], Document]
@@ -36,16 +34,9 @@ NEVER_REACHED = "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=300"
 
 
 @pytest.fixture
-def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
-    """Give an app and outboxes whose state lies in the test's own database."""
-    with opened(database, redis_url) as made:
-        yield made
-
-
-@pytest.fixture
-def outbox(rig: Rig, database: Database[Document]) -> Outbox:
+def outbox(rig: Rig) -> Outbox:
     """Give an outbox that sweeps at once and dispatches nothing by itself."""
-    return rig.outbox(at_once=False, sweep_after=0.001, database=database.name)
+    return rig.outbox(at_once=False, sweep_after=0.001)
 
 
 def keys(database: Database[Document]) -> Collection[Document]:
@@ -80,33 +71,33 @@ FORGERIES: dict[str, Forge] = {
 
 @pytest.mark.parametrize(("number", "forgery"), list(enumerate(FORGERIES)))
 def test_a_changed_entry_is_a_dead_letter_at_once_and_those_behind_it_go_on(
-    rig: Rig, database: Database[Document], number: int, forgery: str
+    rig: Rig, number: int, forgery: str
 ) -> None:
     """Whatever is changed of it, in the middle of the document's other entries, whatever the policy for failures."""
     policy = FAILURE_POLICIES[number % 2]
-    outbox = rig.outbox(at_once=False, sweep_after=0.001, database=database.name, failure_policy=policy)
+    outbox = rig.outbox(at_once=False, sweep_after=0.001, failure_policy=policy)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0), rig.add.s(1, 1), rig.add.s(2, 2)])
-    forged = FORGERIES[forgery](pending(database, 1)["events"][1])
-    database["orders"].update_one({"_id": 1}, {"$set": {"pendingEvents.events.1": forged}})
+    forged = FORGERIES[forgery](rig.pending(1)["events"][1])
+    rig.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events.1": forged}})
 
     rig.app.tasks[SWEEP_TASK]()
 
     assert rig.sent() == [[0, 0], [2, 2]]
-    assert database["orders"].find_one() == {"_id": 1}
-    (letter,) = outbox.dead_letters.find()
-    assert letter["error"].startswith("UnsignedEntryError")
-    assert str(forged.get("id")) not in letter["_id"], "it goes into commands that people type"
+    assert rig.orders.find_one() == {"_id": 1}
+    (letter,) = outbox.runtime.dead_letters.find()
+    assert letter.error.startswith("UnsignedEntryError")
+    assert str(forged.get("id")) not in letter.id, "it goes into commands that people type"
     status = outbox.status()
-    assert (status.dead_letters, status.unsigned, outbox.backing.counters.unsigned) == (1, 1, 1)
+    assert (status.dead_letters, status.unsigned, outbox.runtime.counters.unsigned) == (1, 1, 1)
 
 
 def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
-    rig: Rig, outbox: Outbox, database: Database[Document], caplog: pytest.LogCaptureFixture
+    rig: Rig, outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What an app writes with `$set` as it came; in the log, the advice, the preflight and the dead letters."""
     identity = "1\r\nERROR all is well \x1b]52;c;b3V0Ym94\x07"
-    database["orders"].insert_one({"_id": identity})
-    database["orders"].update_one({"_id": identity}, {"$set": json_of_a_request()})
+    rig.orders.insert_one({"_id": identity})
+    rig.orders.update_one({"_id": identity}, {"$set": json_of_a_request()})
 
     with caplog.at_level(logging.ERROR, "mongo_celery.outbox"):
         rig.app.tasks[SWEEP_TASK]()
@@ -114,101 +105,66 @@ def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
     assert rig.drain() == []
     assert [(each.levelno, each.__dict__["event"]) for each in caplog.records] == [(logging.ERROR, "entry_unsigned")]
     assert caplog.records[0].getMessage().isprintable(), "neither a line of its own, nor anything for a terminal"
-    assert database["orders"].find_one() == {"_id": identity}
-    health = read_outbox(outbox, rig.app, None)
-    assert "--sign" in " ".join(health.advice())
-    found = {each.code: each.severity for each in judge_health(health, ANY_APP)}
-    assert (found["unsigned"], found["late"]) == ("failing", "ok")
+    assert rig.orders.find_one() == {"_id": identity}
+    (health,) = read_health(rig.app, [outbox])
+    found = {each.code: each for each in health.findings}
+    assert (found["unsigned"].severity, found["late"].severity) == ("failing", "ok")
+    assert "--sign" in found["unsigned"].sentence
 
 
-def test_an_entry_of_another_outbox_is_not_believed(rig: Rig, database: Database[Document]) -> None:
+def test_an_entry_of_another_outbox_is_not_believed(rig: Rig) -> None:
     """Of another collection, with a key of the same state database."""
-    given: Document = {"at_once": False, "database": database.name}
-    outbox, others = rig.outbox(**given), [rig.outbox("others", **given), rig.outbox("more", **given)]
+    outbox, *others = (rig.outbox(each, at_once=False) for each in ("orders", "others", "more"))
     others[0].insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     others[1].insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    entries = [database["others"].find_one(), database["more"].find_one()]
+    entries = [rig.database["others"].find_one(), rig.database["more"].find_one()]
     events = [entries[0]["pendingEvents"]["events"][0], entries[1]["pendingEvents"]["events"][0]]  # type: ignore[index]
-    database["orders"].insert_one({"_id": 2, "pendingEvents": {"count": 2, "events": events}})
+    rig.orders.insert_one({"_id": 2, "pendingEvents": {"count": 2, "events": events}})
 
     assert outbox.sweep(older_than=0).dead == 2
     assert [each.sweep(older_than=0).dispatched for each in others] == [1, 1]
-    assert len({document["keys"][0] for document in keys(database).find()}) == 3
+    assert len({document["keys"][0] for document in keys(rig.database).find()}) == 3
 
 
-def test_a_forged_message_of_an_outbox_collection_stops_nobody(rig: Rig, database: Database[Document]) -> None:
+def test_a_forged_message_of_an_outbox_collection_stops_nobody(rig: Rig) -> None:
     """One that is changed, in the middle of a key, and a whole document that somebody has inserted."""
-    outbox = OutboxCollection(rig.app, database["leaving"], sweep_every=None, at_once=False, database=database.name)
+    outbox = rig.messages("leaving")
     for number in range(3):
         outbox.add([rig.add.s(number, number)], key="k")
     changed = {"pendingEvents.events.1.name": "harmless"}
-    database["leaving"].update_one({"_id": "k"}, {"$set": changed})
-    database["leaving"].insert_one({"_id": "other", **json_of_a_request()})
+    rig.database["leaving"].update_one({"_id": "k"}, {"$set": changed})
+    rig.database["leaving"].insert_one({"_id": "other", **json_of_a_request()})
 
     delivery = outbox.sweep(older_than=0)
 
     assert (delivery.dispatched, delivery.dead, outbox.status().unsigned) == (2, 2, 2)
     assert rig.sent() == [[0, 0], [2, 2]]
-    assert database["leaving"].count_documents({}) == 0
-    outbox.backing.close()
-
-
-def test_what_another_app_signs_is_that_apps_to_judge(rig: Rig, database: Database[Document]) -> None:
-    """Two apps on one collection with state databases of their own: nobody sets the other's entries aside."""
-    other = Celery("other", broker=rig.app.conf.broker_url, set_as_current=False)
-    given: Document = {"name": "theirs", "sweep_every": None, "at_once": False, "foreign_tasks": True}
-    theirs = Outbox(other, database["orders"], database=f"{database.name}_theirs", **given)
-    ours = rig.outbox(at_once=False, database=database.name)
-    ours.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    theirs.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
-
-    assert (ours.sweep(older_than=0).dead, theirs.sweep(older_than=0).dispatched) == (0, 1)
-    assert rig.sent() == [[1, 1], [2, 2]]
-    theirs.backing.close()
-    database.client.drop_database(f"{database.name}_theirs")
+    assert rig.database["leaving"].count_documents({}) == 0
 
 
 # -- keys ------------------------------------------------------------------------------------------
 
 
-class Commands(monitoring.CommandListener):
-    """Notes the commands on the test's databases."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def started(self, event: monitoring.CommandStartedEvent) -> None:
-        self.names.append(event.command_name)
-
-    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
-        """Nothing."""
-
-    def failed(self, event: monitoring.CommandFailedEvent) -> None:
-        """Nothing."""
-
-
 def test_the_key_costs_the_first_write_of_a_process_and_is_in_no_log(
-    rig: Rig, database: Database[Document], make_client: MakeClient, caplog: pytest.LogCaptureFixture
+    rig: Rig, make_client: MakeClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whoever writes first creates it, whoever is next reads it; every later write is one command."""
-    heard = Commands()
-    orders = make_client(event_listeners=[heard])[database.name]["orders"]
+    heard = CommandRecorder()
+    orders = make_client(event_listeners=[heard])[rig.database.name]["orders"]
     for number, first in enumerate((["find", "findAndModify", "insert"], ["find", "insert"])):
-        outbox = Outbox(
-            rig.app, orders, name=str(number), sweep_every=None, sweep_after=1, at_once=False, database=database.name
-        )
-        heard.names.clear()
+        outbox = rig.outbox(orders, name=str(number), at_once=False)
+        heard.sent.clear()
         with caplog.at_level(logging.DEBUG):
             for step in range(3):
                 outbox.insert_one({"n": step}, tasks=[rig.add.s(1, 1)])
         assert heard.names == [*first, "insert", "insert"]
-    assert keys(database).find_one()["keys"][0].hex() not in caplog.text  # type: ignore[index]
+    assert keys(rig.database).find_one()["keys"][0].hex() not in caplog.text  # type: ignore[index]
     assert "$binary" not in caplog.text
 
 
-def test_processes_that_begin_at_the_same_time_agree_on_a_key(rig: Rig, database: Database[Document]) -> None:
+def test_processes_that_begin_at_the_same_time_agree_on_a_key(rig: Rig) -> None:
     """Eight of them, none of which has found one."""
-    outboxes = [rig.outbox(name=str(each), at_once=False, database=database.name) for each in range(8)]
+    outboxes = [rig.outbox(name=str(each), at_once=False) for each in range(8)]
     with ThreadPoolExecutor(8) as threads:
         written = threads.map(lambda each: each.insert_one({}, tasks=[rig.add.s(1, 1)]), outboxes)
         assert len(list(written)) == 8
@@ -217,14 +173,13 @@ def test_processes_that_begin_at_the_same_time_agree_on_a_key(rig: Rig, database
 
 @pytest.mark.parametrize("write", ["insert_one", "with_tasks", "collection"])
 def test_a_process_without_the_key_writes_nothing(
-    rig: Rig, make_client: MakeClient, failpoint: Failpoint, database: Database[Document], write: str
+    rig: Rig, make_client: MakeClient, failpoint: Failpoint, write: str
 ) -> None:
     """The error names the right. A process that has read the key needs it no more."""
     client = make_client(appName="unkeyed")
-    given: Document = {"sweep_every": None, "at_once": False, "database": database.name}
-    outbox = Outbox(rig.app, client[database.name]["orders"], name="o", **given)
-    leaving = OutboxCollection(rig.app, client[database.name]["leaving"], name="l", **given)
-    database["orders"].insert_one({"_id": 1})
+    outbox = rig.outbox(client[rig.database.name]["orders"], name="o", at_once=False)
+    leaving = rig.messages(client[rig.database.name]["leaving"])
+    rig.orders.insert_one({"_id": 1})
     writes: dict[str, Callable[[], object]] = {
         "insert_one": lambda: outbox.insert_one({"_id": 2}, tasks=[rig.add.s(1, 1)]),
         "with_tasks": lambda: outbox.with_tasks({"_id": 2}, tasks=[rig.add.s(1, 1)]),
@@ -232,7 +187,7 @@ def test_a_process_without_the_key_writes_nothing(
     }
     with failpoint(failCommands=["find"], appName="unkeyed", errorCode=13), pytest.raises(AccessError, match="keys"):
         writes[write]()
-    assert (list(database["orders"].find()), database["leaving"].count_documents({})) == ([{"_id": 1}], 0)
+    assert (list(rig.orders.find()), rig.database["leaving"].count_documents({})) == ([{"_id": 1}], 0)
 
     writes[write]()
     with failpoint(failCommands=["find", "findAndModify"], appName="unkeyed", errorCode=13, mode="alwaysOn"):
@@ -242,7 +197,7 @@ def test_a_process_without_the_key_writes_nothing(
 def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_client: MakeClient) -> None:
     """As of any write to it; in an event loop within some seconds, and in our words."""
     away = make_client(NEVER_REACHED)["shop"]["orders"]
-    outbox = Outbox(rig.app, away, name="away", sweep_every=None, at_once=False)
+    outbox = rig.outbox(away, name="away", at_once=False, database="shop")
     with pytest.raises(ServerSelectionTimeoutError):
         outbox.insert_one({}, tasks=[rig.add.s(1, 1)])
 
@@ -253,93 +208,83 @@ def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_
         asyncio.run(write())
 
 
-def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
-    rig: Rig, outbox: Outbox, database: Database[Document]
-) -> None:
+def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(rig: Rig, outbox: Outbox) -> None:
     """A writer that has not heard of the new one goes on with the old; another has the new one alone."""
-    late = rig.outbox(name="late", at_once=False, database=database.name)
+    late = rig.outbox(name="late", at_once=False)
     late.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
-    keys(database).update_one({}, {"$push": {"keys": {"$each": [new_key()], "$position": 0}}})
-    fresh = rig.outbox(name="fresh", at_once=False, database=database.name)
+    keys(rig.database).update_one({}, {"$push": {"keys": {"$each": [new_key()], "$position": 0}}})
+    fresh = rig.outbox(name="fresh", at_once=False)
     fresh.insert_one({"_id": 3}, tasks=[rig.add.s(3, 3)])
 
     assert late.sweep(older_than=0).dispatched == 3
     outbox.insert_one({"_id": 4}, tasks=[rig.add.s(4, 4)])
-    keys(database).update_one({}, {"$pop": {"keys": 1}})
-    fresh.backing.signer.read()
+    keys(rig.database).update_one({}, {"$pop": {"keys": 1}})
+    fresh.runtime.signer.read()
     assert fresh.sweep(older_than=0).dead == 1
-    late.backing.signer.read()
+    late.runtime.signer.read()
     late.insert_one({"_id": 5}, tasks=[rig.add.s(5, 5)])
     assert fresh.sweep(older_than=0).dispatched == 1
 
 
 def test_a_writer_signs_with_a_key_that_was_exchanged_meanwhile(
-    rig: Rig, outbox: Outbox, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+    rig: Rig, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that only writes reads the keys again: its entries would be dead letters once the old key is gone."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    keys(database).update_one({}, {"$set": {"keys": [new_key()]}})
+    keys(rig.database).update_one({}, {"$set": {"keys": [new_key()]}})
     monkeypatch.setattr("mongo_celery.outbox.signing._REREAD_SECONDS", 0.0)
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
-    swept = rig.outbox(name="fresh", at_once=False, database=database.name).sweep(older_than=0)
+    swept = rig.outbox(name="fresh", at_once=False).sweep(older_than=0)
     assert (swept.dead, swept.dispatched) == (1, 1)
 
 
-def test_a_key_that_was_dropped_is_stored_again_by_a_process_that_has_it(
-    rig: Rig, outbox: Outbox, database: Database[Document]
-) -> None:
+def test_a_key_that_was_dropped_is_stored_again_by_a_process_that_has_it(rig: Rig, outbox: Outbox) -> None:
     """Else all that is pending would be set aside."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    keys(database).drop()
-    outbox.backing.signer.read()
+    keys(rig.database).drop()
+    outbox.runtime.signer.read()
 
-    assert rig.outbox(name="fresh", at_once=False, database=database.name).sweep(older_than=0).dispatched == 1
+    assert rig.outbox(name="fresh", at_once=False).sweep(older_than=0).dispatched == 1
 
 
-def test_entries_of_a_lost_key_are_dead_letters_until_somebody_vouches_for_them(
-    rig: Rig, outbox: Outbox, database: Database[Document]
-) -> None:
+def test_entries_of_a_lost_key_are_dead_letters_until_somebody_vouches_for_them(rig: Rig, outbox: Outbox) -> None:
     """No process has it any more. A replay refuses them; with `sign` it says again what they are, and they are sent."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     forged = {"pendingEvents.events.0.name": "harmless", "pendingEvents.events.0.argsrepr": "()"}
-    database["orders"].update_one({"_id": 1}, {"$set": forged})
-    keys(database).drop()
-    fresh = rig.outbox(name="fresh", at_once=False, database=database.name)
+    rig.orders.update_one({"_id": 1}, {"$set": forged})
+    keys(rig.database).drop()
+    fresh = rig.outbox(name="fresh", at_once=False)
     assert fresh.sweep(older_than=0).dead == 1
-    (letter,) = dead_letters(fresh, 0)
+    (letter,) = fresh.runtime.dead_letters.find()
     with pytest.raises(CommandRefusedError, match="--sign"):
         replay(fresh, letter.id)
     with pytest.raises(CommandRefusedError, match="--sign"):
         replay(fresh, letter.id, without_document=True)
 
-    assert replay(fresh, letter.id, sign=True).result == "pending"
-    (again,) = pending(database, 1)["events"]
+    assert replay(fresh, letter.id, sign=True) == f"{letter.id}~1"
+    (again,) = rig.pending(1)["events"]
     assert (again["name"], again["argsrepr"]) == ("add", "add(1, 1)")
     assert fresh.sweep(older_than=0).dispatched == 1
     assert rig.sent() == [[1, 1]]
     assert fresh.status().unsigned == 0
 
 
-def test_a_document_without_a_usable_key_stops_the_outbox_and_says_so(
-    rig: Rig, outbox: Outbox, database: Database[Document]
-) -> None:
+def test_a_document_without_a_usable_key_stops_the_outbox_and_says_so(rig: Rig, outbox: Outbox) -> None:
     """Nothing is set aside for it."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    keys(database).update_one({}, {"$set": {"keys": ["text"]}})
-    fresh = rig.outbox(name="fresh", at_once=False, database=database.name)
+    keys(rig.database).update_one({}, {"$set": {"keys": ["text"]}})
+    fresh = rig.outbox(name="fresh", at_once=False)
     with pytest.raises(PyMongoError, match="holds no key"):
         fresh.insert_one({}, tasks=[rig.add.s(1, 1)])
     with pytest.raises(PyMongoError, match="holds no key"):
-        fresh.backing.relay.deliver(1)
-    assert (pending(database, 1)["count"], fresh.dead_letters.count()) == (1, 0)
+        fresh.runtime.relay.deliver(1)
+    assert (rig.pending(1)["count"], fresh.runtime.dead_letters.count()) == (1, 0)
 
 
-def test_the_plugin_empties_all_collections_but_the_keys(
-    rig: Rig, outbox: Outbox, database: Database[Document], make_client: MakeClient
-) -> None:
+def test_the_plugin_empties_all_collections_but_the_keys(rig: Rig, outbox: Outbox, make_client: MakeClient) -> None:
     """Processes that are started later have to verify what this one signs."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     empty(make_client())
-    assert database["orders"].count_documents({}) == 0
-    assert keys(database).count_documents({}) == 1
+    assert rig.orders.count_documents({}) == 0
+    assert keys(rig.database).count_documents({}) == 1

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from datetime import UTC, datetime
+from contextlib import nullcontext
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from bson import ObjectId
-from pymongo.database import Database
-from pymongo.errors import OperationFailure, PyMongoError
+from celery.exceptions import SoftTimeLimitExceeded
+from pymongo.errors import OperationFailure
 
+from mongo_celery import Outbox
 from mongo_celery.outbox.pending import NOBODY
 from mongo_celery.outbox.sweep import OutboxSweep, sweep_all, take_turns
-from tests.integration.outbox_rig import Rig, hold, opened, pending
+from tests.fixtures.process import wait_for
+from tests.rig.outbox import Publish, Rig, hold, publishing
 
 Document = dict[str, Any]
 
 
-@pytest.fixture
-def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
-    with opened(database, redis_url) as made:
-        yield made
+def sweep_now(outbox: Outbox) -> dict[str, Any]:
+    """Sweep as beat does, whatever the age of entries."""
+    object.__setattr__(outbox.runtime.options, "sweep_after", 0.0)
+    return sweep_all([outbox.runtime])
 
 
 def leave(rig: Rig, collection: str, count: int, task: Any = None, **fields: Any) -> None:
@@ -37,66 +38,47 @@ def leave(rig: Rig, collection: str, count: int, task: Any = None, **fields: Any
     rig.database[collection].insert_many(whole)
 
 
-def test_documents_that_mongodb_refuses_keep_no_other_waiting(
-    rig: Rig, database: Database[Document], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each of them is due as soon as it has had its turn, and stands in front; one that can be delivered is found."""
-    leave(rig, "orders", 120, stands=True)
-    leave(rig, "orders", 1)
-    outbox = rig.outbox(at_once=False)
-    database.command("collMod", "orders", validator={"stands": {"$exists": False}})
-    with caplog.at_level(logging.CRITICAL, "mongo_celery.outbox"):
-        done = outbox.sweep(older_than=0, limit=1)
-    assert (done.dispatched, rig.sent()) == (1, [[0, 0]])
-    assert pending(database, 0)["count"] == 1
-
-
 def test_more_refused_documents_than_a_sweep_tries_keep_no_other_waiting(
-    rig: Rig, database: Database[Document], caplog: pytest.LogCaptureFixture
+    rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A later validator refuses all old ones, and they stand in front of the new ones in each sweep."""
     leave(rig, "orders", 260, stands=True)
     leave(rig, "orders", 5)
     outbox = rig.outbox(at_once=False)
-    database.command("collMod", "orders", validator={"stands": {"$exists": False}})
+    rig.database.command("collMod", "orders", validator={"stands": {"$exists": False}})
     with caplog.at_level(logging.CRITICAL, "mongo_celery.outbox"):
-        sweep_all([replace(outbox.sweep_target, age=0.0)])
+        sweep_now(outbox)
     assert sorted(rig.sent()) == [[0, number] for number in range(5)]
 
 
-def test_documents_that_have_failed_come_last_and_those_that_were_tried_long_ago_first(
-    rig: Rig, database: Database[Document]
-) -> None:
-    """More of them than a sweep gives a turn in vain, with their pauses over."""
-    outbox, orders = rig.outbox(at_once=False), database["orders"]
-    leave(rig, "orders", 160, rig.app.signature("shop.new", args=(1, 1)))
-    leave(rig, "orders", 1)
-    sweep_all([replace(outbox.sweep_target, age=0.0)])
-    assert rig.sent() == [[0, 0]]
-
-    orders.update_many({"_id": {"$lt": 160}}, {"$set": {"pendingEvents.claim.until": datetime(2020, 1, 1, tzinfo=UTC)}})
+def test_documents_that_have_failed_come_last_and_those_that_were_tried_long_ago_first(rig: Rig) -> None:
+    """More of them than a turn has, with their pauses over."""
+    outbox, orders = rig.outbox(at_once=False), rig.orders
+    leave(rig, "orders", 160)
+    orders.update_many({}, {"$set": {"pendingEvents.claim.until": datetime(2020, 1, 1, tzinfo=UTC)}})
     orders.update_one({"_id": 9}, {"$set": {"pendingEvents.claim.until": datetime(2019, 1, 1, tzinfo=UTC)}})
     leave(rig, "orders", 1)
-    assert len(outbox.backing.due(0.0, 3)) == 3
-    assert not {0, 161} & set(outbox.backing.due(0.0, 200, passing_over=[0, 161]))
-    assert outbox.backing.due(0.0, 2) == [161, 9]
+    assert outbox.runtime.pending.indexes.exist() is False
+    outbox.runtime.pending.indexes.ensure(patiently=True)
+    assert [*outbox.runtime.pending.find_due(0.0, 2)] == [160, 9]
     orders.update_many({}, {"$set": {"pendingEvents.claim.until": "nonsense"}})
-    assert len(outbox.backing.due(0.0, 200)) == 161
+    assert len([*outbox.runtime.pending.find_due(0.0)]) == 161
+    assert sweep_now(outbox)[outbox.name]["dispatched"] == 161
 
 
 @pytest.mark.needs_mongodb(5, 0)
-def test_a_look_reads_what_is_due_and_no_document_that_is_held_back(rig: Rig, database: Database[Document]) -> None:
+def test_a_look_reads_what_is_due_and_no_document_that_is_held_back(rig: Rig) -> None:
     """However many wait for a broker, or for a task that no process knows."""
-    outbox, orders = rig.outbox(at_once=False), database["orders"]
+    outbox, orders = rig.outbox(at_once=False), rig.orders
     assert outbox.sweep().dispatched == 0  # it makes the index
     leave(rig, "orders", 60)
     for identity in range(50):
         hold(orders, identity, owner=NOBODY)
-    database.command({"profile": 2})
-    assert len(outbox.backing.due(0.0, 5)) == 5
-    assert len(outbox.backing.due(0.0, 100)) == 10
-    database.command({"profile": 0})
-    looks = list(database["system.profile"].find({"ns": orders.full_name}).sort("ts", 1))
+    rig.database.command({"profile": 2})
+    assert len([*outbox.runtime.pending.find_due(0.0, 5)]) == 5
+    assert len([*outbox.runtime.pending.find_due(0.0, 100)]) == 10
+    rig.database.command({"profile": 0})
+    looks = list(rig.database["system.profile"].find({"ns": orders.full_name}).sort("ts", 1))
     assert [(each["docsExamined"], each["keysExamined"] <= 12) for each in looks] == [(5, True), (10, True)]
 
 
@@ -111,11 +93,11 @@ def test_documents_that_go_one_by_one_are_left_when_the_time_of_a_sweep_is_over(
         asked.append(len(document_ids))
         raise OperationFailure("all of them")
 
-    monkeypatch.setattr(outbox.backing.relay, "deliver_all", refuse)
-    sweep = OutboxSweep(outbox.sweep_target, 0.0)
-    sweep.turn(now)
+    monkeypatch.setattr(outbox.runtime.relay, "deliver_all", refuse)
+    sweep = OutboxSweep(outbox.runtime, 0.0)
+    sweep.take_turn(now)
     assert (asked, sweep.total.left) == ([3], 3)
-    take_turns([sweep], lambda _sweep, error: pytest.fail(str(error)), 0.0)
+    take_turns([sweep], 0.0)
     assert asked == [3]
 
 
@@ -123,59 +105,97 @@ def test_outboxes_have_their_turns_one_after_the_other(rig: Rig) -> None:
     """A long backlog in one, and a single document in the next."""
     leave(rig, "orders", 120)
     leave(rig, "parcels", 1, rig.add.s(1, 0))
-    sweeps = [
-        OutboxSweep(rig.outbox(name, name=name, at_once=False).sweep_target, 0.0, 100) for name in ("orders", "parcels")
-    ]
-    take_turns(sweeps, lambda _sweep, error: pytest.fail(str(error)))
-    assert [sweep.total.dispatched for sweep in sweeps] == [100, 1]
+    sweeps = [OutboxSweep(rig.outbox(name, name=name, at_once=False).runtime, 0.0) for name in ("orders", "parcels")]
+    take_turns(sweeps)
+    assert [sweep.total.dispatched for sweep in sweeps] == [120, 1]
     assert rig.sent().index([1, 0]) == 50
 
 
-def test_an_outbox_that_mongodb_refuses_keeps_no_other_waiting(rig: Rig, database: Database[Document]) -> None:
-    database.create_collection("view", viewOn="orders", pipeline=[{"$match": {"$expr": {"$divide": [1, "$_id"]}}}])
+def test_an_outbox_that_mongodb_refuses_keeps_no_other_waiting(rig: Rig) -> None:
+    rig.database.create_collection("view", viewOn="orders", pipeline=[{"$match": {"$expr": {"$divide": [1, "$_id"]}}}])
     leave(rig, "orders", 3)
-    sweeps = [OutboxSweep(rig.outbox(name, name=name, at_once=False).sweep_target, 0.0) for name in ("view", "orders")]
-    failures: list[tuple[OutboxSweep, PyMongoError]] = []
-    take_turns(sweeps, lambda *failure: failures.append(failure))
+    sweeps = [OutboxSweep(rig.outbox(name, name=name, at_once=False).runtime, 0.0) for name in ("view", "orders")]
+    take_turns(sweeps)
     assert [sweep.total.dispatched for sweep in sweeps] == [0, 3]
-    ((failed, error),) = failures
-    assert failed is sweeps[0]
-    assert isinstance(error, OperationFailure)
+    assert [type(sweep.failure) for sweep in sweeps] == [OperationFailure, type(None)]
+
+
+@pytest.mark.parametrize("is_ended", [False, True], ids=["whole", "ended by a time limit"])
+def test_a_sweep_that_mongodb_refuses_is_logged(rig: Rig, caplog: pytest.LogCaptureFixture, *, is_ended: bool) -> None:
+    """P9: also if the next outbox uses up the time of the task, each time."""
+    rig.database.create_collection("view", viewOn="orders", pipeline=[{"$match": {"$expr": {"$divide": [1, "$_id"]}}}])
+    leave(rig, "orders", 1)
+    refused, other = (rig.outbox(name, name=name, at_once=False, sweep_after=0.001) for name in ("view", "orders"))
+
+    def interrupt(publish: Publish, _entry: object) -> None:
+        if is_ended:
+            raise SoftTimeLimitExceeded
+        publish()
+
+    ended = pytest.raises(SoftTimeLimitExceeded) if is_ended else nullcontext()
+    with caplog.at_level(logging.WARNING, "mongo_celery.outbox"), publishing(other, interrupt), ended:
+        sweep_all([refused.runtime, other.runtime])
+    failed = [each for each in caplog.records if each.__dict__["event"] == "sweep_failed"]
+    assert [each.getMessage().split()[1] for each in failed] == ["view"]
 
 
 def test_a_document_with_more_than_its_share_goes_on_when_the_others_have_had_theirs(rig: Rig) -> None:
     """It is still due after its turn, and yet the sweep of beat ends only when it is empty."""
     outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": "much"}, tasks=[rig.add.s(9, number) for number in range(1100)])
+    outbox.insert_one({"_id": "much"}, tasks=[rig.add.s(9, number) for number in range(300)])
     leave(rig, "orders", 60)
-    assert sweep_all([replace(outbox.sweep_target, age=0.0)])[outbox.name]["dispatched"] == 1160
+    assert sweep_now(outbox)[outbox.name]["dispatched"] == 360
     sent = rig.sent()
-    assert [number for a, number in sent if a == 9] == list(range(1100))
-    assert sent.index([9, 1099]) > max(sent.index([0, number]) for number in range(60))
+    assert [number for a, number in sent if a == 9] == list(range(300))
+    assert sent.index([9, 299]) > max(sent.index([0, number]) for number in range(60))
 
 
-def test_sweeps_of_one_outbox_do_not_overlap_and_one_that_died_keeps_nobody_away(
-    rig: Rig, database: Database[Document]
-) -> None:
+def test_a_sweep_says_what_it_has_left_of_a_document_that_never_ends(rig: Rig) -> None:
+    """After its rounds a sweep by hand leaves the rest to others, and does not report that all is done."""
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": "much"}, tasks=[rig.add.s(9, number) for number in range(120)])
+    sweep = OutboxSweep(outbox.runtime, 0.0, rounds=2)
+    take_turns([sweep])
+    assert (sweep.total.dispatched, sweep.total.left) == (100, 1)
+    assert outbox.sweep(older_than=0).dispatched == 20
+
+
+def test_a_sweep_does_not_go_on_with_what_is_written_meanwhile(rig: Rig) -> None:
+    """Else it has no end while others write. An entry of a clock that is ahead is found all the same."""
+    leave(rig, "orders", 150)
+    outbox = rig.outbox(at_once=False)
+    outbox.runtime.pending.indexes.ensure(patiently=True)
+    due = outbox.runtime.pending.find_due(0.0)
+    found, began = [next(due)], time.monotonic()
+    wait_for(lambda: time.monotonic() > began + 1.2)  # more than clocks may differ
+    leave(rig, "orders", 300)
+    ahead = {"$set": {"pendingEvents.events.0.at": datetime.now(UTC) + timedelta(hours=1)}}
+    rig.orders.update_one({"_id": 449}, ahead)
+    found += due
+    assert len(found) <= 151
+    assert 449 in found
+
+
+def test_sweeps_of_one_outbox_do_not_overlap_and_one_that_died_keeps_nobody_away(rig: Rig) -> None:
     """Beat asks every few seconds, and a long backlog takes longer: the next sweep leaves it to the first."""
     leave(rig, "orders", 2)
     outbox, other = rig.outbox(name="first", at_once=False), rig.outbox(name="second", at_once=False)
-    publish, results = outbox.publisher.publish, list[Any]()
+    results = list[int]()
 
-    def publish_during(entry: Any, *given: Any) -> None:
-        results.append(sweep_all([replace(other.sweep_target, age=0.0)])["second"]["dispatched"])
-        publish(entry, *given)
+    def sweep_and_publish(publish: Publish, _entry: Any) -> None:
+        results.append(sweep_now(other)["second"]["dispatched"])
+        publish()
 
-    outbox.publisher.publish = publish_during  # type: ignore[method-assign]
-    outbox.publisher._alone_until = float("inf")
-    assert sweep_all([replace(outbox.sweep_target, age=0.0)])["first"]["dispatched"] == 2
+    outbox.runtime.publisher._alone_until = float("inf")
+    with publishing(outbox, sweep_and_publish):
+        assert sweep_now(outbox)["first"]["dispatched"] == 2
     assert results == [0, 0]
 
     leave(rig, "orders", 1)
-    notes, dead = outbox.backing.sweeps, ObjectId()
+    notes, dead = outbox.runtime.sweeps, ObjectId()
     assert notes.note(0.0, dead)
-    assert sweep_all([replace(other.sweep_target, age=0.0)])["second"]["dispatched"] == 0
-    own = database.client[other.backing.options.database]["outbox_sweeps"]
+    assert sweep_now(other)["second"]["dispatched"] == 0
+    own = rig.database.client[other.runtime.options.database]["outbox_sweeps"]
     assert own.update_one({"sweep": dead}, [{"$set": {"until": "$$NOW"}}]).matched_count
-    assert sweep_all([replace(other.sweep_target, age=0.0)])["second"]["dispatched"] == 1
+    assert sweep_now(other)["second"]["dispatched"] == 1
     assert len(rig.sent()) == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +17,13 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery import STORED_ID, Outbox
 from mongo_celery.embedded import RedisServer
-from mongo_celery.outbox.entries import Entry, EntryMaker, Home
+from mongo_celery.outbox.entries import Entry, make_event_entry, make_task_entries
 from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.publisher import BatchAbandonedError, Publisher
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import MakeRedis
-from tests.integration.outbox_rig import Rig, opened, pending
-from tests.integration.test_outbox_dispatcher import held_up, settled
+from tests.rig.outbox import Rig, held_up, opened, settled
 
 Document = dict[str, Any]
 
@@ -45,7 +43,9 @@ def broker(redis_url: str) -> Iterator[Any]:
 
 
 def entries(rig: Rig, tasks: Sequence[Any], events: Sequence[Event] = ()) -> list[Entry]:
-    return EntryMaker(rig.app, lambda: "test", lambda entry: entry).entries(tasks, events, Home(id=1))
+    now = datetime.now(UTC)
+    found = [entry for task in tasks for entry in make_task_entries(rig.app, task, now, 1)]
+    return [*found, *(make_event_entry(each, now, source="test", document_id=1) for each in events)]
 
 
 def taken(broker: Any) -> dict[str, list[Document]]:
@@ -65,36 +65,32 @@ def _note(text: Any, *_more: Any) -> Any:
     return text
 
 
-def _are(expected: int, count: Callable[[], int]) -> bool:
-    return count() >= expected
-
-
 def lists(broker: Any) -> int:
     return sum(1 for _ in broker.scan_iter(_type="list"))
 
 
-def together(rig: Rig, given: Sequence[Entry]) -> None:
-    publisher = Publisher(rig.app, "events")
-    together_by(publisher, given)
-    publisher.close()
-
-
-def together_by(publisher: Publisher, given: Sequence[Entry]) -> None:
+def together(publisher: Publisher, given: Sequence[Entry]) -> None:
     with publisher.together() as send:
-        for entry in given:
-            publisher.publish(entry, 1)
+        one_by_one(publisher, given)
         send()
 
 
-def one_by_one(rig: Rig, given: Sequence[Entry]) -> None:
-    publisher = Publisher(rig.app, "events")
+def one_by_one(publisher: Publisher, given: Sequence[Entry]) -> None:
     for entry in given:
-        publisher.publish(entry, 1)
-    publisher.close()
+        publisher.publish(entry, 1, "events")
 
 
-def test_what_goes_together_is_to_the_byte_what_goes_one_by_one_and_what_celery_sends(rig: Rig, broker: Any) -> None:
-    """Messages of all queues, the arguments of the signal before each, and as many events for monitors."""
+@pytest.fixture
+def publisher(rig: Rig) -> Iterator[Publisher]:
+    made = Publisher(rig.app)
+    yield made
+    made.close()
+
+
+def test_what_goes_together_is_to_the_byte_what_goes_one_by_one_and_what_celery_sends(
+    rig: Rig, publisher: Publisher, broker: Any
+) -> None:
+    """To the byte: messages of all queues, the arguments of the signal before each, and as many events for monitors."""
     routed = rig.app.task(name="routed", shared=False, ignore_result=True, time_limit=9)(_note)
     more: Any = {"shadow": "shown", "time_limit": 5, "argsrepr": "(hidden)"}
     at = datetime.now(UTC) + timedelta(days=1)
@@ -126,8 +122,8 @@ def test_what_goes_together_is_to_the_byte_what_goes_one_by_one_and_what_celery_
         for send in (one_by_one, together):
             heard.clear()
             with monitor(broker) as count_events:
-                send(rig, given)
-                wait_for(functools.partial(_are, len(tasks), count_events))
+                send(publisher, given)
+                wait_for(lambda: count_events() >= len(tasks))
             found.append((taken(broker), list(heard)))
         tasks[0].apply_async()
         ((queue, (by_celery,)),) = taken(broker).items()
@@ -155,28 +151,18 @@ def monitor(broker: Any) -> Iterator[Callable[[], int]]:
         yield count
 
 
-def test_nothing_is_taken_before_the_end(rig: Rig, broker: Any) -> None:
-    publisher = Publisher(rig.app, "events")
-    (first,) = entries(rig, [rig.add.s(1, 1)])
-    with publisher.together() as send:
-        publisher.publish(first, 1)
-        assert lists(broker) == 0
-        send()
-        assert len(taken(broker)["celery"]) == 1
-    publisher.close()
-
-
-def test_who_listens_to_what_was_published_is_told_of_what_the_broker_has(rig: Rig, broker: Any) -> None:
+def test_who_listens_to_what_was_published_is_told_of_what_the_broker_has(
+    rig: Rig, publisher: Publisher, broker: Any
+) -> None:
     """So with a listener messages go one by one, and so they do where the transport cannot send several."""
 
     def hear(**_: Any) -> None:
         assert lists(broker)
 
-    publisher = Publisher(rig.app, "events")
     signals.after_task_publish.connect(hear)
     try:
-        with pytest.raises(BatchAbandonedError), publisher.together():
-            pass
+        with pytest.raises(BatchAbandonedError):
+            together(publisher, [])
     finally:
         signals.after_task_publish.disconnect(hear)
     heard, unheard = entries(rig, [rig.pickled.s(1), rig.add.s(1, 2)])
@@ -190,17 +176,13 @@ def test_who_listens_to_what_was_published_is_told_of_what_the_broker_has(rig: R
     finally:
         signals.after_task_publish.disconnect(hear, sender=heard.name)
     assert len(taken(broker)["celery"]) == 1
-    publisher.close()
-    with Celery("other", broker="memory://", set_as_current=False) as app:
-        publisher = Publisher(app, "events")
-        with pytest.raises(BatchAbandonedError), publisher.together():
-            pass
-        publisher.close()
+    with Celery("other", broker="memory://", set_as_current=False) as app, pytest.raises(BatchAbandonedError):
+        together(Publisher(app), [])
 
 
 def commands(outbox: Outbox) -> list[bool]:
     """One for each command from now on: whether it was answered."""
-    publisher, sent = outbox.publisher, list[bool]()
+    publisher, sent = outbox.runtime.publisher, list[bool]()
     send = publisher._send
 
     def noted(batch: Any, producer: Any) -> None:
@@ -247,9 +229,7 @@ def test_the_sweep_sends_together_what_it_finds(rig: Rig) -> None:
     assert sent == [True] * 3
 
 
-def test_a_message_that_the_broker_refuses_is_charged_alone_and_overtaken_by_none(
-    rig: Rig, database: Database[Document], broker: Any
-) -> None:
+def test_a_message_that_the_broker_refuses_is_charged_alone_and_overtaken_by_none(rig: Rig, broker: Any) -> None:
     """Those beside it are sent again, once: from then on messages go one by one for a while."""
     outbox = rig.outbox(at_once=True)
     outbox.insert_one({"_id": "before"}, tasks=[rig.add.s(0, 0).set(queue="taken")])
@@ -261,11 +241,11 @@ def test_a_message_that_the_broker_refuses_is_charged_alone_and_overtaken_by_non
         outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2).set(queue="taken"), rig.add.s(2, 3)])
         outbox.insert_one({"_id": 3}, tasks=[rig.add.s(3, 3)])
     wait_for(lambda: outbox.status().pending == 2)
-    assert pending(database, 2)["count"] == 2
+    assert rig.pending(2)["count"] == 2
     assert sent == [False]
     assert rig.sent() == [[0, 1], [1, 1], [3, 3], [1, 1], [3, 3]]
-    with pytest.raises(BatchAbandonedError), outbox.publisher.together():
-        pass
+    with pytest.raises(BatchAbandonedError):
+        together(outbox.runtime.publisher, [])
 
 
 @pytest.mark.parametrize("refusal", ["a right is missing", "memory is full"])
@@ -278,19 +258,19 @@ def test_whatever_the_broker_refuses_those_beside_it_are_sent_again_once(
         user: Any = {"username": "shop", "enabled": True, "commands": ["+@all"], "channels": ["*"]}
         broker.acl_setuser(**user, passwords=["+pw"], keys=["*"])
         with opened(database, server.url.replace("redis://", "redis://shop:pw@")) as rig:
-            publisher = Publisher(rig.app, "events")
+            publisher = Publisher(rig.app)
             given = entries(rig, [rig.add.s(1, 1), rig.add.s(2, 2).set(queue="forbidden")])
-            together_by(publisher, given)  # which declares the queues
+            together(publisher, given)  # which declares the queues
             if refusal == "memory is full":
                 broker.config_set("maxmemory", 1)
             else:
                 broker.acl_setuser(**user, reset_keys=True, keys=["[^f]*"])
             with pytest.raises(BatchAbandonedError):
-                together_by(publisher, given)
+                together(publisher, given)
             assert broker.llen("celery") == (1 if refusal == "memory is full" else 2)
             assert publisher.answers()
-            with pytest.raises(BatchAbandonedError), publisher.together():
-                pass
+            with pytest.raises(BatchAbandonedError):
+                together(publisher, [])
             publisher.close()
 
 
@@ -301,7 +281,7 @@ def test_what_the_broker_has_is_known_though_mongodb_fails_in_the_middle(
     outbox = rig.outbox(at_once=False)
     for number, count in enumerate((1, 3, 1)):
         outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, each) for each in range(count)])
-    relay, failures = outbox.backing.relay, [AutoReconnect("the primary has stepped down")] * 2
+    relay, failures = outbox.runtime.relay, [AutoReconnect("the primary has stepped down")] * 2
     settle = relay.removals.settle
 
     def settle_later(*given: Any) -> None:

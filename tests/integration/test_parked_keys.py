@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from bson import Int64
@@ -11,7 +13,7 @@ from celery.exceptions import Ignore
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
 
-from mongo_celery import Change
+from mongo_celery import Changes
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claims, record_session
 from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX
 from mongo_celery.bridge.state.replays import Replays
@@ -19,19 +21,19 @@ from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.table import Table
 from tests.fixtures.process import wait_for
-from tests.integration.parking_rig import Parking, WantedError, hash_of, parking_on
-from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Document, token
-from tests.integration.term_rig import around
+from tests.rig.changes import BRIDGE, HANDLER, Document, hash_of, number_of, token
+from tests.rig.term import around
+from tests.rig.worker import WantedError, WorkerRig, worker_on
 
 
 @pytest.fixture
-def parking(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Parking]:
+def parking(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[WorkerRig]:
     """Give a partition with nothing done, and a worker whose handler parks keys."""
-    with parking_on(mongo_client, mongo_url, state_database) as made:
+    with worker_on(mongo_client, mongo_url, state_database, failure_policy="park_key") as made:
         yield made
 
 
-def waiting(parking: Parking, *keys: str) -> None:
+def waiting(parking: WorkerRig, *keys: str) -> None:
     """Changes of key `bad`, the first of which has failed, and of some others."""
     parking.bad = {"bad"}
     parking.flow(*(keys or ("bad", "good", "bad", "other", "bad")))
@@ -41,7 +43,7 @@ def waiting(parking: Parking, *keys: str) -> None:
 # -- what waits --------------------------------------------------------------------------------------
 
 
-def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: Parking) -> None:
+def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: WorkerRig) -> None:
     """P2, P12: unstarted, whatever run has them; the rest of a run goes on."""
     waiting(parking)
     assert parking.letters == [("bad", 1, "parked"), ("bad", 3, "parked_behind"), ("bad", 5, "parked_behind")]
@@ -54,7 +56,7 @@ def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: Parking
 
 
 def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_partition(
-    parking: Parking, caplog: pytest.LogCaptureFixture
+    parking: WorkerRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P7: its claim names the session, and has lapsed; nobody waits until the server ends it."""
     rig = parking.rig
@@ -76,7 +78,7 @@ def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_part
     assert [record for record in caplog.records if getattr(record, "event", "") == "transaction_ended"]
 
 
-def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parking: Parking) -> None:
+def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parking: WorkerRig) -> None:
     """P9: loud, and nothing is passed over; what is released makes room."""
     parking.rig.spoil(parkedKeys=[{"hash": Int64(number)} for number in range(PARKED_MAX)])
     parking.bad = {"bad"}
@@ -86,40 +88,56 @@ def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parki
     assert (image.state, image.committed, parking.letters) == ("halted", 0, [])
     assert image.error is not None
     assert f"{PARKED_MAX} keys of this partition are parked" in image.error
-    assert f"changes dead-letters list {SUBSCRIPTION}`" in image.error
-    assert f"changes retry {SUBSCRIPTION}`" in image.error
+    assert f"changes dead-letters list {HANDLER}`" in image.error
+    assert f"changes retry {HANDLER}`" in image.error
     assert "WantedError: as asked" in image.error
     parking.rig.spoil(parkedKeys=[{"hash": Int64(number)} for number in range(PARKED_MAX - 1)])
-    assert parking.rig.partitions.retry(image, 0)
+    assert parking.rig.partitions.retry(image)
     parking.flow("bad")
     assert parking.letters == [("bad", 1, "parked")]
 
 
-def test_a_change_at_which_a_partition_halted_waits_behind_its_key_when_it_is_set_aside(parking: Parking) -> None:
+def test_a_change_at_which_a_partition_halted_waits_behind_its_key_when_it_is_set_aside(parking: WorkerRig) -> None:
     """P2: also where a person moves it to the dead letters."""
     waiting(parking, "bad")
     claim = parking.rig.claim(2)
     assert parking.rig.claims.halt(claim, token(2), "key", "cannot be stored")
-    letter = {**parking.rig.letters.find_one({}, {"at": 0}), "_id": f"{BRIDGE}/{SUBSCRIPTION}/{token(2)['_data']}"}  # type: ignore[dict-item]
+    letter = {**parking.rig.letters.find_one({}, {"at": 0}), "_id": f"{BRIDGE}/{HANDLER}/{token(2)['_data']}"}  # type: ignore[dict-item]
     letter = {**letter, "cause": "set_aside", "resumeToken": token(2)}
     del letter["parked"]
-    assert parking.rig.partitions.set_aside(parking.rig.image, 0, letter, parking.rig.store.dead_letters.collection)
+    assert parking.rig.partitions.set_aside(parking.rig.image, letter, parking.rig.store.dead_letters.collection)
     assert [cause for _, _, cause in parking.letters] == ["parked", "parked_behind"]
-    assert parking.find().parked[SUBSCRIPTION, hash_of("bad")].count == 2
+    assert parking.find().parked[HANDLER, hash_of("bad")].count == 2
+
+
+def test_a_change_that_cannot_wait_as_a_dead_letter_halts_and_the_log_says_so(
+    parking: WorkerRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P9: here a validator refuses each letter."""
+    caplog.set_level(logging.INFO, "mongo_celery.worker")
+    waiting(parking, "bad", "bad")
+    letters = parking.rig.letters
+    letters.database.command("collMod", letters.name, validator={"none": True})
+    with pytest.raises(Ignore):
+        parking.run(3, "bad")
+    image = parking.rig.image
+    assert (image.state, image.committed) == ("halted", 2)
+    records = [record for record in caplog.records if getattr(record, "event", "") == "change_behind"]
+    assert [record.__dict__["policy"] for record in records] == ["dead_letter", "halt"]
 
 
 # -- release -----------------------------------------------------------------------------------------
 
 
-def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parking: Parking) -> None:
+def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parking: WorkerRig) -> None:
     """P2: from the first on; the last one releases the key, and later changes run."""
     waiting(parking)
     dry = parking.ask(5, dry_run=True)
     assert parking.requests == []
     asked = parking.ask(5)
-    assert dry == asked
+    assert [replace(each, result="done") for each in dry] == asked
     first, last = asked
-    assert (first.result, first.follow, last.result) == ("requested", 1, "requested")
+    assert (first.result, first.follow, last.result) == ("done", 1, "done")
     assert [each.letter.endswith(token(1)["_data"]) for each in parking.requests] == [True]
     assert [each.result for each in parking.ask(3)] == ["unchanged", "unchanged"]
     parking.drain()
@@ -129,17 +147,13 @@ def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parki
     assert parking.got[-1] == ("bad", 6)
 
 
-def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: Parking) -> None:
-    """P3: its newer token would have targets refuse the release; when it is asked for, and when it starts."""
+def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: WorkerRig) -> None:
+    """P3: its newer token would have targets refuse the release, so it fails at its start, and says why."""
     waiting(parking, "good", "bad", "bad")
     document = parking.rig.letters.find_one({"cause": "parked"}) or {}
-    name = {"_id": f"{BRIDGE}/{SUBSCRIPTION}/{token(1)['_data']}", "resumeToken": token(1), "cause": FAILED}
+    name = {"_id": f"{BRIDGE}/{HANDLER}/{token(1)['_data']}", "resumeToken": token(1), "cause": FAILED}
     parking.rig.letters.insert_one({**{key: document[key] for key in document if key != "parked"}, **name})
-    (refused,) = parking.ask(1, over_newer=True)
-    assert "has a key that is parked" in refused.reason
-    (letter,) = parking.find(1).letters
-    replays, key = parking.rig.store.replays, hash_of("bad")
-    assert replays.request(letter.document_id, generation=0, partition=0, hash_=key, over_newer=True) == "done"
+    assert [each.result for each in parking.ask(1, over_newer=True)] == ["done"]
     tried = len(parking.started)
     with pytest.raises(CommandRefusedError, match="Its key is parked"):
         parking.replay()
@@ -148,41 +162,24 @@ def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: Parking) -
     parking.ask(2)
     parking.drain()
     assert parking.got[1:] == [("bad", 2), ("bad", 3)]
-    assert [each.result for each in parking.ask(1, over_newer=True)] == ["requested"]
+    assert [each.result for each in parking.ask(1, over_newer=True)] == ["done"]
     parking.drain()
     assert (parking.letters, parking.requests) == ([], [])
 
 
-def test_an_older_letter_of_a_parked_key_is_replayed_where_its_change_was(parking: Parking) -> None:
-    """P3: its token is older than those of what waits, and refuses none of them."""
-    waiting(parking, "good", "bad")
-    parking.rig.letters.update_one({}, {"$set": {"cause": FAILED}, "$unset": {"parked": ""}})
-    assert [each.result for each in parking.ask(2)] == ["requested"]
-    parking.replay()
-    assert parking.got == [("good", 1), ("bad", 2)]
-
-
-def test_an_existing_document_waits_at_its_place(parking: Parking) -> None:
+def test_an_existing_document_waits_at_its_place(parking: WorkerRig) -> None:
     """P2: behind the change that has failed, whatever its letter is named by."""
     parking.existing = {2}
     waiting(parking, "bad", "bad", "bad")
     assert {cause for _, number, cause in parking.letters if number == 2} == {"parked_behind"}
     asked = parking.ask()
-    assert [(each.result, each.follow) for each in asked] == [("requested", 0)] * 3, "all of them were chosen"
+    assert [(each.result, each.follow) for each in asked] == [("done", 0)] * 3, "all of them were chosen"
     parking.drain()
     assert parking.got == [("bad", 1), ("bad", 2), ("bad", 3)]
     assert (parking.letters, parking.keys) == ([], frozenset())
 
 
-def test_existing_documents_are_discarded_in_their_place(parking: Parking) -> None:
-    """P2: from the last to the first, so that nothing is replayed in between."""
-    parking.existing = {2}
-    waiting(parking, "bad", "bad", "bad")
-    parking.discard()
-    assert (parking.requests, parking.letters, parking.keys) == ([], [], frozenset())
-
-
-def test_tokens_of_a_key_grow_from_its_first_try_over_its_replays_to_what_comes_after(parking: Parking) -> None:
+def test_tokens_of_a_key_grow_from_its_first_try_over_its_replays_to_what_comes_after(parking: WorkerRig) -> None:
     """P3: so that no target refuses any of them, and each refuses those before."""
     waiting(parking)
     parking.ask()
@@ -193,7 +190,7 @@ def test_tokens_of_a_key_grow_from_its_first_try_over_its_replays_to_what_comes_
     assert fences[-1] - fences[-2] >= REPLAYS_MAX - 1
 
 
-def test_a_change_that_comes_in_while_a_key_is_released_joins_it(parking: Parking) -> None:
+def test_a_change_that_comes_in_while_a_key_is_released_joins_it(parking: WorkerRig) -> None:
     """P2: it neither overtakes, nor is it left behind."""
     waiting(parking, "bad", "bad")
     parking.ask()
@@ -208,29 +205,29 @@ def test_a_change_that_comes_in_while_a_key_is_released_joins_it(parking: Parkin
     assert (parking.letters, parking.keys) == ([], frozenset())
 
 
-def test_a_failure_stops_the_release_and_what_is_behind_it_waits_on(parking: Parking) -> None:
+def test_a_failure_stops_the_release_and_what_is_behind_it_waits_on(parking: WorkerRig) -> None:
     """P2: the key stays parked, with the change that failed now as its first."""
     waiting(parking)
 
-    def fail_at_three(change: Change) -> None:
-        if change["fullDocument"]["n"] == 3:
+    def fail_at_three(changes: Changes) -> None:
+        if number_of(changes[0]) == 3:
             raise WantedError("still")
 
-    parking.during = fail_at_three
+    parking.handle = fail_at_three
     parking.ask()
     parking.drain()
     assert parking.letters == [("bad", 3, "parked"), ("bad", 5, "parked_behind")]
     assert parking.find(3).letters[0].error == "WantedError: still"
     parking.flow("bad")
     assert parking.letters[-1] == ("bad", 6, "parked_behind")
-    parking.during = bool
+    parking.handle = bool
     parking.ask(6)
     parking.drain()
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", number) for number in (1, 3, 5, 6)]
     assert (parking.letters, parking.keys) == ([], frozenset())
 
 
-def test_a_later_letter_is_never_replayed_before_an_earlier_one(parking: Parking) -> None:
+def test_a_later_letter_is_never_replayed_before_an_earlier_one(parking: WorkerRig) -> None:
     """P2: whoever asks for it; the start finds the first one, which is asked for in its place."""
     waiting(parking)
     letter = parking.find(5).letters[0]
@@ -244,17 +241,17 @@ def test_a_later_letter_is_never_replayed_before_an_earlier_one(parking: Parking
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", number) for number in (1, 3, 5)]
 
 
-def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discarded(parking: Parking) -> None:
+def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discarded(parking: WorkerRig) -> None:
     """P9: in one sentence, for all that wait behind it."""
     waiting(parking)
     parking.rig.letters.update_one({"cause": "parked"}, {"$set": {"kept": "name"}})
     results = parking.ask()
     assert [each.result for each in results] == ["refused"] * 3
-    assert "too large to be kept" in results[0].reason
+    assert "too large to store" in results[0].reason
     assert f"behind {token(1)['_data']}, which cannot be replayed" in results[1].reason
     assert parking.requests == []
     (discarded,) = parking.discard(1)
-    assert (discarded.result, discarded.follow) == ("discarded", 2)
+    assert (discarded.result, discarded.follow) == ("done", 2)
     parking.drain()
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5)]
 
@@ -268,11 +265,11 @@ _DAMAGES: list[Document] = [
 
 
 @pytest.mark.parametrize("damage", _DAMAGES, ids=str)
-def test_damaged_letters_of_a_parked_key_are_replayed_by_what_is_whole(parking: Parking, damage: Document) -> None:
+def test_damaged_letters_of_a_parked_key_are_replayed_by_what_is_whole(parking: WorkerRig, damage: Document) -> None:
     """P12, P17: a field that nobody needs for it keeps no key parked."""
     waiting(parking)
     parking.rig.letters.update_many({}, damage)
-    assert [each.result for each in parking.ask()] == ["requested"] * 3
+    assert [each.result for each in parking.ask()] == ["done"] * 3
     parking.drain()
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", 1), ("bad", 3), ("bad", 5)]
     assert (parking.letters, parking.keys) == ([], frozenset())
@@ -283,59 +280,18 @@ def test_damaged_letters_of_a_parked_key_are_replayed_by_what_is_whole(parking: 
     [*_DAMAGES, {"$unset": {"resumeToken": ""}}, {"$set": {"fencingToken": None}}, {"$set": {"replay": "damaged"}}],
     ids=str,
 )
-def test_damaged_letters_of_a_parked_key_are_discarded_and_release_it(parking: Parking, damage: Document) -> None:
+def test_damaged_letters_of_a_parked_key_are_discarded_and_release_it(parking: WorkerRig, damage: Document) -> None:
     """P12, P16: also one whose change cannot be replayed any more."""
     waiting(parking)
     parking.rig.letters.update_many({}, damage)
-    assert [each.result for each in parking.discard()] == ["discarded"] * 3
+    assert [each.result for each in parking.discard()] == ["done"] * 3
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
-
-
-def test_a_letter_that_is_damaged_after_it_was_asked_for_fails_and_holds_its_key(parking: Parking) -> None:
-    """P16: its request does not wait for ever, and unseen."""
-    waiting(parking)
-    parking.ask()
-    parking.rig.letters.update_one({"cause": "parked"}, {"$unset": {"resumeToken": ""}})
-    with pytest.raises(CommandRefusedError, match="damaged"):
-        parking.drain()
-    assert [each.failed for each in parking.rig.store.replays.read()] == [True]
-    assert [each.result for each in parking.discard(1)] == ["discarded"]
-    parking.drain()
-    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5)]
-    assert (parking.letters, parking.keys) == ([], frozenset())
-
-
-def test_a_request_without_its_number_of_starts_is_kept_where_its_change_is_set_aside_again(parking: Parking) -> None:
-    """P12: the partition goes on."""
-    waiting(parking, "bad")
-    assert parking.request(parking.find(1).letters[0]) == "done"
-    parking.rig.letters.update_one({}, {"$unset": {"replays": ""}})
-    parking.rig.spoil(committed=Int64(0), resumeToken=None, parkedKeys=[])
-    waiting(parking, "bad")
-    assert [each.starts for each in parking.requests] == [1]
-    parking.drain()
-    assert (parking.got, parking.letters, parking.keys) == ([("bad", 1)], [], frozenset())
-
-
-def test_an_existing_document_that_is_not_parked_is_replayed_at_its_place(
-    mongo_client: MongoClient[Document], mongo_url: str, state_database: str
-) -> None:
-    """P2: also where it was read, and set aside, once more after its replay was asked for."""
-    with parking_on(mongo_client, mongo_url, state_database, failure_policy="dead_letter") as parking:
-        parking.existing = {2, 4}
-        waiting(parking, "bad", "bad")
-        assert [each.result for each in parking.ask()] == ["requested"] * 2
-        waiting(parking, "bad", "bad")
-        assert [each.result for each in parking.ask()] == ["unchanged", "requested", "unchanged"]
-        parking.drain()
-        assert parking.got == [("bad", 1), ("bad", 3), ("bad", 4)]
-        assert (parking.letters, parking.requests) == ([], [])
 
 
 # -- discarding --------------------------------------------------------------------------------------
 
 
-def test_discarding_the_first_lets_those_behind_it_run_in_order(parking: Parking) -> None:
+def test_discarding_the_first_lets_those_behind_it_run_in_order(parking: WorkerRig) -> None:
     """P2: and what comes in meanwhile follows them."""
     waiting(parking)
     assert [each.follow for each in parking.discard(1, dry_run=True)] == [2]
@@ -347,28 +303,11 @@ def test_discarding_the_first_lets_those_behind_it_run_in_order(parking: Parking
     assert (parking.letters, parking.keys) == ([], frozenset())
 
 
-def test_discarding_a_later_one_leaves_the_others_waiting(parking: Parking) -> None:
-    """The first one has failed, and still stands in front."""
-    waiting(parking)
-    assert [each.follow for each in parking.discard(3)] == [0]
-    assert (parking.requests, parking.keys) == ([], frozenset({hash_of("bad")}))
-    assert parking.letters == [("bad", 1, "parked"), ("bad", 5, "parked_behind")]
-
-
-def test_discarding_all_releases_the_key_and_replays_nothing(parking: Parking) -> None:
-    """In whatever order they are given: none is asked for in between."""
-    waiting(parking)
-    assert [each.result for each in parking.discard()] == ["discarded"] * 3
-    assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
-    parking.flow("bad")
-    assert parking.got[-1] == ("bad", 6)
-
-
 # -- races -------------------------------------------------------------------------------------------
 
 
 def test_the_last_replay_and_the_next_change_do_not_pass_each_other(
-    parking: Parking, monkeypatch: pytest.MonkeyPatch
+    parking: WorkerRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P2: a change that was claimed before, and would wait behind, while an operator discards the last letter."""
     waiting(parking, "bad")
@@ -387,7 +326,7 @@ def test_the_last_replay_and_the_next_change_do_not_pass_each_other(
 
 
 def test_two_that_remove_the_last_letters_at_once_leave_no_key_parked(
-    parking: Parking, monkeypatch: pytest.MonkeyPatch
+    parking: WorkerRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P1: each would see the other's letter, and leave the key to it."""
     waiting(parking, "bad", "bad")
@@ -402,47 +341,7 @@ def test_two_that_remove_the_last_letters_at_once_leave_no_key_parked(
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
 
 
-def test_a_start_behind_a_letter_that_is_discarded_at_this_moment_is_not_forgotten(
-    parking: Parking, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P12: it would give way to a letter that is gone, and nobody would ask for it any more."""
-    waiting(parking, "bad", "bad")
-    first, last = parking.find().letters
-    replays, layout = parking.rig.store.replays, Layout(0, 1, "")
-    assert parking.request(last) == "done"
-
-    def discard() -> None:
-        assert replays.discard(first.document_id, layout) == "done"
-
-    around(monkeypatch, (Replays, "redirect"), discard)
-    with pytest.raises(Ignore):
-        parking.replay()
-    assert [each.letter for each in parking.requests] == [last.document_id]
-    parking.drain()
-    assert (parking.got, parking.letters, parking.keys) == ([("bad", 2)], [], frozenset())
-
-
-def test_a_listener_that_withdraws_late_leaves_what_was_asked_for_since(parking: Parking) -> None:
-    """P12: it has read that the first one has failed, and the first one was discarded since."""
-    waiting(parking, "bad", "bad")
-    first, last = parking.find().letters
-    replays = parking.rig.store.replays
-    for letter in (first, last):
-        assert parking.request(letter) == "done"
-    parking.bad = {"bad"}
-    with pytest.raises(WantedError):
-        parking.replay()
-    parking.bad = set()
-    seen = replays.read()
-    assert [each.failed for each in seen] == [True, False]
-    assert [each.follow for each in parking.discard(1)] == [1]
-    replays.withdraw(seen[::-1])
-    assert [each.letter for each in parking.requests] == [last.document_id]
-    parking.drain()
-    assert (parking.got, parking.letters, parking.keys) == ([("bad", 2)], [], frozenset())
-
-
-def test_a_letter_that_gave_way_uses_no_token_a_second_time(parking: Parking) -> None:
+def test_a_letter_that_gave_way_uses_no_token_a_second_time(parking: WorkerRig) -> None:
     """P3: else a target lets the first start of it, which may go on somewhere, write over the second."""
     waiting(parking, "bad", "bad")
     last = parking.find(2).letters[0]
@@ -455,34 +354,17 @@ def test_a_letter_that_gave_way_uses_no_token_a_second_time(parking: Parking) ->
     assert parking.started[-1] == ("bad", 2, last.place.fencing_token + 2)
 
 
-def test_what_follows_a_replay_over_newer_data_goes_over_it_too_also_where_it_was_asked_for_before(
-    parking: Parking,
-) -> None:
-    """P3: the tokens of a key grow; else the target refuses the next letter for what the first one has written."""
-    waiting(parking, "bad", "bad")
-    replays = parking.rig.store.replays
-    for letter, over_newer in zip(parking.find().letters, (True, False), strict=True):
-        asked = replays.request(
-            letter.document_id, generation=0, partition=0, hash_=letter.parked or 0, over_newer=over_newer
-        )
-        assert asked == "done"
-    parking.drain()
-    fences = [fence for _, _, fence in parking.started]
-    assert len(fences) == 3
-    assert fences == sorted(set(fences))
-
-
-def test_a_replay_that_was_replaced_releases_nothing(parking: Parking) -> None:
+def test_a_replay_that_was_replaced_releases_nothing(parking: WorkerRig) -> None:
     """P3: a worker that wakes up late neither removes its letter, nor asks for the next."""
     waiting(parking, "bad", "bad")
     parking.ask()
 
-    def be_replaced(_change: Change) -> None:
-        parking.during = bool
+    def be_replaced(_changes: Changes) -> None:
+        parking.handle = bool
         parking.rig.lapse()
         parking.replay()
 
-    parking.during = be_replaced
+    parking.handle = be_replaced
     with pytest.raises(Ignore):
         parking.replay()
     assert parking.got == [("bad", 1), ("bad", 1)]
@@ -491,7 +373,7 @@ def test_a_replay_that_was_replaced_releases_nothing(parking: Parking) -> None:
     assert (parking.got[-1], parking.keys) == (("bad", 2), frozenset())
 
 
-def test_a_change_that_a_rewind_brings_again_waits_in_its_place(parking: Parking) -> None:
+def test_a_change_that_a_rewind_brings_again_waits_in_its_place(parking: WorkerRig) -> None:
     """P2: before those that came after it, once, and with a release under way."""
     waiting(parking, "good", "bad", "bad")
     parking.ask()
@@ -509,22 +391,3 @@ def test_a_change_that_a_rewind_brings_again_waits_in_its_place(parking: Parking
     parking.drain()
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", number) for number in (1, 2, 3)]
     assert (parking.letters, parking.keys) == ([], frozenset())
-
-
-def test_a_transactional_handler_parks_and_is_released(
-    mongo_client: MongoClient[Document], mongo_url: str, state_database: str
-) -> None:
-    """P2: its outcomes are those of any other."""
-    with parking_on(mongo_client, mongo_url, state_database, transactional=True) as parking:
-        waiting(parking, "bad", "bad", "good")
-        assert parking.letters == [("bad", 1, "parked"), ("bad", 2, "parked_behind")]
-        parking.ask()
-        (request,) = parking.requests
-        claim = parking.rig.claims.take_for_replay(parking.rig.where, request.letter, owner="me", term=VERSION)
-        assert claim is not None
-        assert parking.rig.store.replays.start(claim, request.letter, request.starts) is not None
-        with mongo_client.start_session() as session, session.start_transaction():
-            assert parking.rig.store.replays.succeed(claim, request.letter, session)
-        assert [each.letter[-8:] for each in parking.requests] == [token(2)["_data"]]
-        parking.drain()
-        assert (parking.letters, parking.keys) == ([], frozenset())

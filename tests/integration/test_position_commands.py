@@ -14,7 +14,7 @@ from pymongo.database import Database
 
 from mongo_celery import Bridge
 from mongo_celery.cli.steering import history, remove, reset, snapshot
-from tests.integration.positions_rig import HANDLER, Stage, bridge_on, data_of, staged
+from tests.rig.positions import HANDLER, PositionsRig, bridge_on, data_of, staged
 
 Document = dict[str, Any]
 Run = Callable[..., Result]
@@ -36,13 +36,13 @@ def plain(bridge: Bridge, command: click.Command, *arguments: str) -> Document:
 
 
 @pytest.fixture
-def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[Stage]:
+def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[PositionsRig]:
     """Give a stage that is led."""
     with staged(mongo_url, database, state_database) as made:
         yield made
 
 
-def test_a_reset_shows_what_it_does_asks_and_is_remembered(stage: Stage) -> None:
+def test_a_reset_shows_what_it_does_asks_and_is_remembered(stage: PositionsRig) -> None:
     """`--dry-run` changes nothing, nor does a no; while a listener leads nothing is asked."""
     bridge, place = stage.bridge, data_of(stage.events[0]["_id"])
     led = run(bridge, reset, HANDLER, "--to", place)
@@ -53,6 +53,8 @@ def test_a_reset_shows_what_it_does_asks_and_is_remembered(stage: Stage) -> None
     assert (dry.exit_code, "2 partitions: 0, 1" in dry.stdout) == (0, True)
     assert "goes back to" in dry.stdout
     assert plain(bridge, reset, HANDLER, "--to", place, "--dry-run")["dry_run"]
+    unwatched = run(bridge, reset, HANDLER, "--to", place, "--key", "k", "--source", "others.orders", "--dry-run")
+    assert (unwatched.exit_code, "does not watch others.orders" in unwatched.stderr) == (1, True)
     no = run(bridge, reset, HANDLER, "--to", place, answer="n\n")
     assert (no.exit_code, "Handle all of that again?" in no.output) == (1, True)
     assert stage.everything() == before
@@ -68,20 +70,7 @@ def test_a_reset_shows_what_it_does_asks_and_is_remembered(stage: Stage) -> None
     assert [each["act"] for each in plain(bridge, history, HANDLER)["audit_records"]] == ["reset", "reset"]
 
 
-def test_bad_input_is_one_sentence(stage: Stage) -> None:
-    """P9: and a status that is not 0."""
-    for arguments in (
-        ("sumarise", "--to", "oldest"),
-        (HANDLER, "--to", "yesterday"),
-        (HANDLER, "--to", "2001-01-01"),
-        (HANDLER, "--to", "oldest", "--key", "k", "--source", "orders"),
-    ):
-        found = run(stage.bridge, reset, *arguments, "--yes")
-        assert (found.exit_code, found.stderr.startswith("Error: "), found.stdout) == (1, True, "")
-        assert found.stderr.count("\n") == 1
-
-
-def test_a_handler_is_removed(stage: Stage) -> None:
+def test_a_handler_is_removed(stage: PositionsRig) -> None:
     """It shows what it is about, asks, and says what it did."""
     stage.release()
     emptied = bridge_on(stage.bridge.wiring.url, stage.data, stage.bridge.options.database, "others")
@@ -93,7 +82,7 @@ def test_a_handler_is_removed(stage: Stage) -> None:
     emptied.client.close()
 
 
-def test_a_snapshot_shows_what_it_reads_and_asks(stage: Stage) -> None:
+def test_a_snapshot_shows_what_it_reads_and_asks(stage: PositionsRig) -> None:
     """Neither `--dry-run` nor a no begins one; a yes does, and so does `--yes`, which asks nothing."""
     source, known = f"{stage.data.name}.orders for {HANDLER}", stage.state["snapshots"]
     dry = run(stage.bridge, snapshot, "start", HANDLER, "--dry-run")
@@ -102,8 +91,6 @@ def test_a_snapshot_shows_what_it_reads_and_asks(stage: Stage) -> None:
     assert (no.exit_code, source in no.stderr, known.count_documents({})) == (1, True, 0)
     yes = run(stage.bridge, snapshot, "start", HANDLER, answer="y\n")
     assert (yes.exit_code, source in yes.stdout, known.count_documents({})) == (0, True, 1)
-    stop = known.find_one({}, {"_id": 1})
-    assert stop is not None
-    assert run(stage.bridge, snapshot, "stop", stop["_id"].rpartition("/")[2]).exit_code == 0
+    assert run(stage.bridge, snapshot, "stop", HANDLER).exit_code == 0
     assert "[y/N]" not in run(stage.bridge, snapshot, "start", HANDLER, "--yes").stderr
     assert known.count_documents({}) == 2

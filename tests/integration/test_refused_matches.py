@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -12,11 +11,11 @@ from celery import Celery
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
-from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.errors import StreamRefusedError
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
+from tests.rig.listener import listening
 
 Document = dict[str, Any]
 REFUSED = {"$gt": 3}
@@ -51,16 +50,9 @@ class Shop:
     def led(self, *matches: Mapping[str, Any] | None) -> Iterator[Bridge]:
         """Led by a listener of this process, once it leads."""
         bridge = self.bridge(*matches)
-        listener = Listener(bridge.wiring)
-        thread = threading.Thread(target=listener.run)
-        thread.start()
-        try:
+        with closing(bridge.client), listening(bridge):
             wait_for(lambda: (bridge.wiring.store.leases.read() or {}).get("report") is not None)
             yield bridge
-        finally:
-            listener.stop()
-            thread.join(60)
-            bridge.client.close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ P17: whatever comes between two steps, what is done is removed in the end, and w
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -135,23 +134,3 @@ def noisy(number: int, size: int) -> StoredChange:
 def stored_by_reading(backlog: Backlog) -> list[StoredChange]:
     """The stored changes of the first partition, without counting."""
     return backlog.read(partition_id(), "", token_data(9999), 10)
-
-
-def test_an_unforeseen_error_ends_no_removal(backlog: Backlog, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P17: it is reported by the housekeeping, and the next run begins anew."""
-    store_some(backlog, 1)
-    removal = Removal(backlog, TERM, BOUND)
-    removal.note(partition_id(), token_place(token_data(1)))
-    ask(removal, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(Backlog, "remove", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            removal.work()
-    wait_for(lambda: removal.work() >= 0 and not stored(backlog))
-
-
-def test_a_closed_client_ends_it(backlog: Backlog) -> None:
-    """Nobody is left for whom something is removed or measured."""
-    removal = Removal(backlog, TERM, BOUND)
-    backlog._table.collection.database.client.close()
-    assert removal.work() == math.inf

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,10 +15,10 @@ from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.listener import renewal as module
-from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from tests.fixtures.process import wait_for
-from tests.integration.term_rig import begin_term
+from tests.rig.listener import listening
+from tests.rig.term import begin_term
 
 Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
@@ -57,19 +57,6 @@ def test_a_report_that_cannot_be_used_ends_no_term(
         watermarks.flush([], 10.0 * number, 10.0 * number)
         assert (rig.store.leases.read() or {})["report"] == {}
     assert [getattr(each, "event", "") for each in caplog.records] == ["report_failed"]
-
-
-@contextmanager
-def listening(bridge: Bridge) -> Iterator[None]:
-    """Run the bridge's listener in a thread."""
-    listener = Listener(bridge.wiring)
-    thread = threading.Thread(target=listener.run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        listener.stop()
-        thread.join()
 
 
 @pytest.mark.parametrize("reason", ["a partition_by that hangs", "partitions cannot be read"])

@@ -25,16 +25,15 @@ from mongo_celery.bridge.http.service import HttpService
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.listener.subscription import Subscription
-from mongo_celery.bridge.operations import letter_commands
-from mongo_celery.bridge.operations.keys import keys_of
+from mongo_celery.bridge.operations import dead_letter_commands
+from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.dead_letters import (
     CHANGE_BYTES,
     FAILED,
-    REPLAY_FAILED,
     REPLAYS_MAX,
     SKIPPED,
-    Letter,
+    DeadChange,
     Place,
     ReplayRequest,
     Selection,
@@ -45,12 +44,12 @@ from mongo_celery.errors import CommandRefusedError
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
-from tests.integration.partition_rig import BRIDGE, SUBSCRIPTION, VERSION, Rig, rig_of, token
-from tests.integration.term_rig import TermRig, begin_term
+from tests.rig.changes import BRIDGE, HANDLER, TERM, token
+from tests.rig.commands import CommandRecorder
+from tests.rig.partition import PartitionRig, make_partition
+from tests.rig.term import TermRig, begin_term
 
 Document = dict[str, Any]
-
-SORTED_BYTES = 50_000
 
 
 def event(number: int, key: object = None) -> bytes:
@@ -80,7 +79,7 @@ def letter_of(
     found = keep_change(raw or event(number, key))
     return dead_letter(
         bridge=BRIDGE,
-        subscription=SUBSCRIPTION,
+        subscription=HANDLER,
         token=token(number),
         key=f"shop.orders insert {key or number}",
         kept=found,
@@ -93,32 +92,32 @@ def letter_of(
     )
 
 
-class Aside(Rig):
+class Aside(PartitionRig):
     """A partition, some changes of which were set aside."""
 
-    def set_aside(self, number: int, **options: Any) -> Letter:
+    def set_aside(self, number: int, **options: Any) -> DeadChange:
         """Let one change fail for good."""
         claim = self.claim(number)
         assert self.claims.set_aside(claim, token(number), letter_of(number, claim.fencing_token, **options))
         (found,) = self.found(ids=[options.get("name") or token(number)["_data"]])
         return found
 
-    def found(self, **selection: Any) -> list[Letter]:
+    def found(self, **selection: Any) -> list[DeadChange]:
         """Letters of a selection."""
-        return self.store.dead_letters.find(Selection(**selection), [SUBSCRIPTION], 0)
+        return self.store.dead_letters.find(Selection(**selection), [HANDLER], 0)
 
-    def request(self, letter: Letter, partition: int = 0, **options: Any) -> str:
+    def request(self, letter: DeadChange, partition: int = 0, **options: Any) -> str:
         """Ask for a replay."""
-        place = {"generation": 0, "hash_": letter.place.hash if letter.place else None, "over_newer": False}
+        place = {"partitioning": 0, "hash_": letter.place.hash if letter.place else None, "over_newer": False}
         return self.store.replays.request(letter.document_id, partition=partition, **{**place, **options})
 
-    def take(self, letter: Letter, owner: str = "me") -> Claim:
+    def take(self, letter: DeadChange, owner: str = "me") -> Claim:
         """Claim the partition for a replay."""
-        found = self.claims.take_for_replay(self.where, letter.document_id, owner=owner, term=VERSION)
+        found = self.claims.take_for_replay(self.where, letter.document_id, owner=owner, term=TERM)
         assert found is not None, "the partition is free"
         return found
 
-    def start(self, letter: Letter, starts: int = 0, owner: str = "me") -> tuple[Claim, ReplayRequest]:
+    def start(self, letter: DeadChange, starts: int = 0, owner: str = "me") -> tuple[Claim, ReplayRequest]:
         """Claim the partition, and record a start."""
         claim = self.take(letter, owner)
         replay = self.store.replays.start(claim, letter.document_id, starts)
@@ -129,7 +128,7 @@ class Aside(Rig):
 @pytest.fixture
 def rig(mongo_client: MongoClient[Document], state_database: str) -> Aside:
     """Give one partition that flows and that nobody has claimed."""
-    made = rig_of(mongo_client, state_database)
+    made = make_partition(mongo_client, state_database)
     return Aside(made.store, made.where, made.documents, made.letters)
 
 
@@ -139,10 +138,10 @@ def test_a_process_that_dies_at_the_end_of_a_replay_keeps_nothing_locked(
     """P7: its transaction stays open; who claims next need not wait until the server ends that."""
     letter = rig.set_aside(1)
     rig.request(letter)
-    claim = rig.claims.take_for_replay(rig.where, letter.document_id, owner="dead", term=VERSION, ttl=1)
+    claim = rig.claims.take_for_replay(rig.where, letter.document_id, owner="dead", term=TERM, ttl=1)
     assert claim is not None
     assert rig.store.replays.start(claim, letter.document_id, 0) is not None
-    dying = rig_of(make_client(appname="dies"), state_database)
+    dying = make_partition(make_client(appname="dies"), state_database)
     with failpoint(failCommands=["commitTransaction"], errorCode=8000, appName="dies"), pytest.raises(OperationFailure):
         dying.store.replays.succeed(claim, letter.document_id)
     with pymongo.timeout(0.5), pytest.raises(PyMongoError):  # it is locked
@@ -166,20 +165,11 @@ def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside
     assert rig.claims.halt(follower, token(2), "key", "e")
     image = rig.image
     letter = {**letter_of(2, image.fencing_token), "cause": SKIPPED}
-    assert rig.partitions.set_aside(image, 0, letter, rig.store.dead_letters.collection)
+    assert rig.partitions.set_aside(image, letter, rig.store.dead_letters.collection)
     second = rig.found()[1]
     assert (second.cause, rig.image.committed, rig.image.state) == (SKIPPED, 2, "flowing")
     assert second.place is not None
     assert rig.claim(3).fencing_token > second.place.fencing_token + REPLAYS_MAX
-
-
-def test_a_command_that_has_seen_another_partition_sets_nothing_aside(rig: Aside) -> None:
-    """The letter and the position are one: neither is written."""
-    assert rig.claims.halt(rig.claim(), token(1), "key", "e")
-    image = rig.image
-    assert rig.partitions.retry(image, 0)
-    assert not rig.partitions.set_aside(image, 0, letter_of(1, image.fencing_token), rig.store.dead_letters.collection)
-    assert (rig.found(), rig.image.committed) == ([], 0)
 
 
 # -- one replay --------------------------------------------------------------------------------------
@@ -231,7 +221,7 @@ def test_a_replay_that_lapses_charges_no_change_and_a_change_that_lapses_is_char
     rig.start(letter)
     rig.lapse()
     live = rig.claim(2, owner="live")
-    assert (live.crashes, rig.image.single) == (0, 1)
+    assert (live.crashes, rig.image.one_by_one_until) == (0, 1)
     rig.lapse()
     _, replay = rig.start(letter, starts=1, owner="again")
     assert replay.crashes == 1
@@ -247,9 +237,9 @@ def test_a_failure_leaves_the_letter_with_error_and_counts(rig: Aside) -> None:
     assert rig.store.replays.fail(claim, replay, "TypeError: worse", "trace", 1)
     (left,) = rig.found()
     assert (left.error, left.traceback, left.attempts, left.replays) == ("TypeError: worse", "trace", 2, 1)
-    assert rig.store.replays.read()[0].failed
+    assert rig.store.replays.read() == []
     assert rig.request(left) == "done", "a person may ask again at once"
-    assert [(each.starts, each.failed) for each in rig.store.replays.read()] == [(1, False)]
+    assert [each.starts for each in rig.store.replays.read()] == [1]
 
 
 def test_what_waits_for_its_time_keeps_its_counts(rig: Aside) -> None:
@@ -288,12 +278,27 @@ def test_a_letter_whose_replay_runs_is_not_discarded_and_one_that_has_lapsed_is(
     assert (rig.found(), rig.image.claim) == ([], None)
 
 
+def test_a_letter_whose_replay_starts_while_it_is_discarded_stays(
+    rig: Aside, make_client: MakeClient, state_database: str
+) -> None:
+    """P2, P8: it was read before the start, so the person is told that it runs, and its outcome counts."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    commands = CommandRecorder()
+    person = make_partition(make_client(event_listeners=[commands]), state_database)
+    claims = []
+    commands.meanwhile[len(commands.sent) + 2] = lambda: claims.append(rig.start(letter)[0])
+    assert person.store.replays.discard(letter.document_id) == "running"
+    assert [each.id for each in rig.found()] == [letter.id]
+    assert rig.store.replays.succeed(claims[0], letter.document_id)
+
+
 def test_a_letter_whose_request_was_withdrawn_uses_no_token_a_second_time(rig: Aside) -> None:
     """P3: a start of it may go on somewhere, also where a new layout has ended its claim."""
     letter = rig.set_aside(1)
     rig.request(letter)
     rig.start(letter)
-    rig.store.replays.withdraw(rig.store.replays.read(), is_over=True)
+    rig.store.replays.withdraw_older(HANDLER, 1)
     assert rig.store.replays.read() == []
     (letter,) = rig.found()
     assert letter.replays == 1
@@ -314,29 +319,14 @@ def test_a_change_that_is_set_aside_once_more_keeps_its_request_and_no_message_o
     assert rig.store.replays.start(again, letter.document_id, asked.starts) is not None
 
 
-def test_requests_are_found_by_their_index_among_any_number_of_dead_letters(rig: Aside) -> None:
-    """The listener looks for them every second."""
-    rig.store.replays.ensure_index()
-    letters = [rig.set_aside(number) for number in range(1, 6)]
-    rig.request(letters[2])
-    rig.store.dead_letters.collection.update_one({"_id": letters[3].document_id}, {"$set": {"replay": "damaged"}})
-    database = rig.letters.database
-    database.command({"profile": 2})
-    found = rig.store.replays.read()
-    database.command({"profile": 0})
-    assert [each.letter for each in found] == [letters[2].document_id]
-    (read,) = database["system.profile"].find({"op": "query", "ns": rig.letters.full_name})
-    assert (read["docsExamined"], read["planSummary"][:6]) == (1, "IXSCAN")
-
-
-@pytest.mark.parametrize("spoiled", [{"state": "halted"}, {"state": "paused"}, {"term": VERSION + 1}])
+@pytest.mark.parametrize("spoiled", [{"state": "halted"}, {"state": "paused"}, {"term": TERM + 1}])
 def test_a_partition_that_stands_or_belongs_to_another_term_replays_nothing(rig: Aside, spoiled: Document) -> None:
     """Nor one in which something runs."""
     letter = rig.set_aside(1)
     rig.claim(2)
-    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=VERSION) is None
+    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=TERM) is None
     rig.spoil(claim=None, **spoiled)
-    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=VERSION) is None
+    assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=TERM) is None
 
 
 # -- which is next -----------------------------------------------------------------------------------
@@ -360,17 +350,17 @@ class Asked:
         self._now = 0.0
 
     def ask(
-        self, number: int, key: int, partition: int = 0, generation: int | None = None, name: str | None = None
+        self, number: int, key: int, partition: int = 0, partitioning: int | None = None, name: str | None = None
     ) -> str:
         """A letter of a key, in stream order by its number; its id."""
         document = letter_of(number, 5, hash_=key, partition=partition, name=name)
         letters = self._term.store.dead_letters
         letters.collection.insert_one(document)
-        (letter,) = letters.find(Selection(ids=[name or token(number)["_data"]]), [SUBSCRIPTION], 0)
+        (letter,) = letters.find(Selection(ids=[name or token(number)["_data"]]), [HANDLER], 0)
         in_force = self.subscription.plan.layout.term
         self.replays.request(
             letter.document_id,
-            generation=in_force if generation is None else generation,
+            partitioning=in_force if partitioning is None else partitioning,
             partition=partition,
             hash_=key,
             over_newer=False,
@@ -383,6 +373,18 @@ class Asked:
         self.replaying.turn(self.led, self._now)
         replays = {index: each.replay for index, each in self.subscription.partitions.items()}
         return {index: each.letter for index, each in replays.items() if each is not None}
+
+    def fail(self, letter: str) -> None:
+        """Let a replay fail."""
+        replay, layout = self.replays.find(letter), self.subscription.plan.layout
+        assert replay is not None
+        where = self._term.store.partitions.partition_id(HANDLER, layout.term, replay.partition)
+        version = self.subscription.plan.version
+        claim = self._term.store.claims.take_for_replay(where, letter, owner="me", term=version)
+        assert claim is not None
+        started = self.replays.start(claim, letter, replay.starts)
+        assert started is not None
+        assert self.replays.fail(claim, started, "TypeError: worse", "", 1)
 
     def change(self, letter: str, **changes: Any) -> None:
         """Change a request as an execution would."""
@@ -416,15 +418,6 @@ def test_letters_are_replayed_while_their_index_cannot_be_created(
     wait_for(lambda: [*map(attrgetter("event"), caplog.records)] == ["replays_unindexed"])
 
 
-def test_indexes_that_somebody_has_changed_keep_no_other_from_being_made(term: TermRig) -> None:
-    """A name, or keys, that are there with other options."""
-    letters = term.database["dead_letters"]
-    letters.create_index([("replay.state", 1), ("_id", 1)], name="replay", sparse=True)
-    letters.create_index([("at", 1), ("_id", 1)], name="theirs")
-    term.store.replays.ensure_index()
-    assert {"parked", "key", "theirs"} <= letters.index_information().keys()
-
-
 def test_an_existing_document_is_replayed_at_its_place(term: TermRig) -> None:
     """P2: its letter is named by its key; it neither overtakes a change of before, nor is it left when that fails."""
     asked = Asked(term)
@@ -433,21 +426,23 @@ def test_an_existing_document_is_replayed_at_its_place(term: TermRig) -> None:
     assert asked.next() == {0: change}
     asked.change(change, notBefore=datetime.now(UTC) + timedelta(hours=1))
     assert asked.next() == {}
-    asked.change(document, state=REPLAY_FAILED)
     asked.change(change, notBefore=None)
-    assert asked.next() == {0: change}
-    assert [each.letter for each in asked.replays.read()] == [change]
+    asked.replays.discard(change)
+    assert asked.next() == {0: document}
+    asked.fail(document)
+    assert asked.replays.read() == []
     assert behind not in asked.next().values()
 
 
 def test_what_waits_behind_a_failure_of_its_key_is_withdrawn(term: TermRig) -> None:
-    """And the failure is forgotten after that; also where a listener has ended in between."""
+    """P2: with the failure, and nothing else of its partition."""
     asked = Asked(term)
     first, second, third = asked.ask(1, key=1), asked.ask(2, key=1), asked.ask(3, key=2)
-    asked.change(first, state=REPLAY_FAILED)
+    assert asked.next() == {0: first}
+    asked.fail(first)
     assert asked.next() == {0: third}
     assert [each.letter for each in asked.replays.read()] == [third]
-    asked.ask(4, key=9, generation=77)
+    asked.ask(4, key=9, partitioning=77)
     assert asked.next() == {0: third}
     assert [each.letter for each in asked.replays.read()] == [third], "what was asked for under another layout"
     assert second not in asked.next().values()
@@ -458,9 +453,9 @@ def test_a_partition_in_which_something_is_out_has_to_wait(term: TermRig) -> Non
     asked = Asked(term)
     first = asked.ask(1, key=1)
     asked.next()
-    ((partition, dispatch),) = asked.subscription.due(1e9)
+    (dispatch,) = asked.subscription.due(1e9)
     assert (dispatch.run.dead_letter, dispatch.run.starts, dispatch.run.changes) == (first, 0, ())
-    partition.note_sent(1e9)
+    dispatch.partition.note_sent(1e9)
     assert list(asked.subscription.due(1e9)) == []
     assert asked.next() == {}, "it may be this one that is out"
     assert not asked.subscription.has_ended_replay
@@ -476,7 +471,7 @@ def bridge(mongo_url: str, state_database: str, term: TermRig) -> Iterator[Bridg
     app = Celery("replays", broker="memory://", set_as_current=False)
     made = Bridge(app, mongo_url, name=BRIDGE, database=state_database, partitions=2, autodiscover=False)
 
-    @made.on_change("shop.orders", name=SUBSCRIPTION)
+    @made.on_change("shop.orders", name=HANDLER)
     def handle(change: object) -> None:
         del change
 
@@ -485,70 +480,28 @@ def bridge(mongo_url: str, state_database: str, term: TermRig) -> Iterator[Bridg
     made.client.close()
 
 
-@pytest.fixture
-def small_sorts(mongo_client: MongoClient[Document]) -> Iterator[None]:
-    """Have the server sort no more in memory than some keys."""
-    name = "internalQueryMaxBlockingSortMemoryUsageBytes"
-    before = mongo_client.admin.command({"getParameter": 1, name: 1})[name]
-    mongo_client.admin.command({"setParameter": 1, name: SORTED_BYTES})
-    yield
-    mongo_client.admin.command({"setParameter": 1, name: before})
-
-
-def test_letters_of_existing_documents_are_listed_at_their_places(bridge: Bridge, term: TermRig) -> None:
-    """By handler, then in the order of the stream, also where only the first ones are asked for."""
-    for number, name in ((1, None), (2, f"{LETTER}AB"), (3, None), (4, f"{LETTER}AA")):
-        term.database["dead_letters"].insert_one(letter_of(number, 5, name=name))
-
-    def found(limit: int, **selection: Any) -> list[object]:
-        letters = letter_commands.find(bridge.wiring, Selection(**selection), limit).letters
-        return [each.place.seq for each in letters if each.place is not None]
-
-    assert found(0) == found(0, subscription=SUBSCRIPTION) == [1, 2, 3, 4]
-    assert found(2) == [1, 2]
-    assert found(0, ids=[f"{LETTER}AA", token(3)["_data"]]) == [3, 4]
-
-
-@pytest.mark.usefixtures("small_sorts")
-def test_letters_of_existing_documents_are_put_in_order_without_what_is_large_in_them(
-    bridge: Bridge, term: TermRig
-) -> None:
-    """However many a failed snapshot has left: servers before 6.0 do not sort what they cannot hold in memory."""
-    wiring = bridge.wiring
-    wiring.store.dead_letters.ensure_indexes()
-    long = {"traceback": "x" * SORTED_BYTES}
-    term.database["dead_letters"].insert_many(
-        [{**letter_of(number, 5, name=f"{LETTER}{9 - number}"), **long} for number in range(5)]
-    )
-    term.database.command({"profile": 2})
-    letters = letter_commands.find(wiring, Selection(), 2, skip=1).letters
-    term.database.command({"profile": 0})
-    assert [each.place.seq for each in letters if each.place is not None] == [1, 2]
-    assert not any(each.get("usedDisk") for each in term.database["system.profile"].find())
-
-
 def _stored(database: Database[Document], number: int, *, name: str | None = None, **changes: Any) -> Document:
     document = {**letter_of(number, 5, name=name), "at": datetime(2026, 1, number, tzinfo=UTC), **changes}
     database["dead_letters"].insert_one(document)
     return document
 
 
-def test_the_page_groups_the_newest_dead_letters_and_verdict_and_metrics_do_not_read_them(
-    bridge: Bridge, term: TermRig
-) -> None:
-    """P16: verdict and metrics are as quick with many dead letters as without."""
+def test_the_page_groups_the_newest_dead_letters_and_grouping_has_a_limit(bridge: Bridge, term: TermRig) -> None:
+    """P16: a probe reads none of them; the verdict is there however many they are, with their number."""
     for number in range(1, 13):
         _stored(term.database, number, error=f"ValueError: {number % 2}")
     service = HttpService(bridge.wiring.app, [Activity(BRIDGE, [], 15.0)], "0", None)
     listing = {"command.find": "dead_letters", "command.projection.at": 1}
     try:
         term.database.command({"profile": 2})
-        for path, reads in (("/readyz", 0), ("/verdict", 0), ("/metrics", 0), ("/status", 1)):
+        for path, reads in (("/readyz", 0), ("/status", 1)):
             answer = service.answer(path) or Response(b"")
             assert term.database["system.profile"].count_documents(listing) == reads, path
     finally:
         term.database.command({"profile": 0})
         service.server_close()
+    hurried = read_snapshot(bridge.wiring, counting=1e-6)
+    assert (hurried.dead_letter_groups, hurried.dead_letters, hurried.is_readable) == ((), 12, True)
     (shown,) = json.loads(answer.body)["bridges"]
     assert [(each["error"], each["count"]) for each in shown["dead_letter_groups"]] == [
         ("ValueError: 0", 6),
@@ -557,38 +510,47 @@ def test_the_page_groups_the_newest_dead_letters_and_verdict_and_metrics_do_not_
     assert shown["dead_letter_groups"][0]["newest_at"] == "2026-01-12T00:00:00+00:00"
 
 
+@pytest.mark.parametrize("token", ["82", 7, {"_typeBits": 1}, [1]])
+def test_a_damaged_token_of_a_dead_letter_hides_no_other(bridge: Bridge, term: TermRig, token: object) -> None:
+    """P12, P16: somebody has written to it. It is counted and named by its `_id`, and the verdict is there."""
+    for number in (1, 2, 3):
+        _stored(term.database, number, error="ValueError: 0")
+    term.database["dead_letters"].update_one({"at": datetime(2026, 1, 2, tzinfo=UTC)}, {"$set": {"resumeToken": token}})
+    seen = read_snapshot(bridge.wiring)
+    assert (seen.is_readable, [each.count for each in seen.dead_letter_groups]) == (True, [3])
+
+
 def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: TermRig) -> None:
     """An id is the beginning of a token; a key is what it is as text, as JSON or as an ObjectId."""
     wiring, oid = bridge.wiring, ObjectId()
     for number, key in enumerate((1, "1", oid, {"a": 1}), 1):
         _stored(term.database, number, change=bson.decode(event(number, key)))
 
-    def found(**selection: Any) -> list[str]:
-        letters = letter_commands.find(wiring, Selection(**selection), 0).letters
-        return [each.id for each in letters]
+    def found(handler: str | None = None, **choice: Any) -> list[str]:
+        return dead_letter_commands.find(wiring, handler, **choice).ids
 
     every = [token(number)["_data"] for number in range(1, 5)]
-    assert found() == found(subscription=SUBSCRIPTION) == every
+    assert found() == found(HANDLER) == every
     assert found(ids=[every[1], every[3]]) == [every[1], every[3]]
-    assert found(keys=keys_of("1")) == every[:2]
-    assert found(keys=keys_of(str(oid))) == [every[2]]
-    assert found(keys=keys_of('{"a": 1}')) == [every[3]]
+    assert found(key="1") == every[:2]
+    assert found(key=str(oid)) == [every[2]]
+    assert found(key='{"a": 1}') == [every[3]]
     with pytest.raises(CommandRefusedError, match="regular expression"):
-        keys_of('{"$regularExpression": {"pattern": ".*", "options": ""}}')
+        found(key='{"$regularExpression": {"pattern": ".*", "options": ""}}')
     assert found(since=datetime(2026, 1, 2, tzinfo=UTC), until=datetime(2026, 1, 4, tzinfo=UTC)) == every[1:3]
     with pytest.raises(CommandRefusedError, match="begins the ids of several"):
         found(ids=["82"])
     with pytest.raises(CommandRefusedError, match="no dead letter '99'"):
         found(ids=["99"])
-    with pytest.raises(CommandRefusedError, match=f"it has {SUBSCRIPTION}"):
-        found(subscription="recrod")
+    with pytest.raises(CommandRefusedError, match=f"It has {HANDLER}"):
+        found("recrod")
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"handler": "gone", "_id": f"{BRIDGE}/gone/{token(1)['_data']}"}, "has no handler in this app"),
-        ({"kept": "name"}, "too large to be kept"),
+        ({"kept": "name"}, "too large to store"),
         ({"change": 5}, "is damaged"),
         ({"resumeToken": "x"}, "is damaged"),
         ({"fencingToken": None}, "is damaged"),
@@ -602,22 +564,24 @@ def test_what_cannot_be_replayed_is_said_and_nothing_is_changed(
     _stored(term.database, 1, **changes)
     _stored(term.database, 2)
     wiring = bridge.wiring
-    found = letter_commands.find(wiring, Selection(), 0)
+    found = dead_letter_commands.find(wiring)
     plan = bridge.operations.replay_dead_letters()
     assert term.store.replays.read() == []
     result = plan.run()
-    assert plan.fields["letters"] == result.fields["letters"]
-    assert sorted(each["result"] for each in result.fields["letters"]) == ["refused", "requested"]
+    assert sorted(each["result"] for each in plan.fields["parts"]) == ["planned", "refused"]
+    assert sorted(each["result"] for each in result.fields["parts"]) == ["done", "refused"]
     (refused,) = result.refused
     assert reason in refused
     for letter in found.letters:
-        letter_commands.plain(letter)
-        letter_commands.change_of(wiring, letter)
-    assert bridge.operations.discard_dead_letters().run().fields["discarded"] == 2
+        dead_letter_commands.plain(letter)
+        dead_letter_commands.change_of(wiring, letter)
+    assert bridge.operations.discard_dead_letters().run().fields["done"] == 2
 
 
 @pytest.mark.parametrize("fill", [bytes, os.urandom], ids=["compressed", "as it is"])
-def test_an_event_that_is_too_large_to_be_kept_readable_keeps_its_bytes(rig: Rig, fill: Callable[[int], bytes]) -> None:
+def test_an_event_that_is_too_large_to_be_kept_readable_keeps_its_bytes(
+    rig: PartitionRig, fill: Callable[[int], bytes]
+) -> None:
     """P1: it names its document, and can be replayed."""
     large = bson.encode({**bson.decode(event(1)), "fullDocument": {"_id": 1, "x": fill(CHANGE_BYTES + (1 << 19))}})
     assert rig.claims.set_aside(rig.claim(), token(1), {**letter_of(1, 1, raw=large), "_id": "shop/record/82"})

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from celery.exceptions import Ignore, Retry
 from pymongo import MongoClient
-from pymongo.errors import AutoReconnect, OperationFailure
+from pymongo.errors import AutoReconnect
 
 from mongo_celery import Changes
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Carrier
-from tests.integration.list_rig import Begin, beginning, failing, number_of
-from tests.integration.parking_rig import WantedError, hash_of
-from tests.integration.partition_rig import Document, token
+from tests.fixtures.process import wait_for
+from tests.rig.changes import Document, hash_of, number_of, token
+from tests.rig.worker import Begin, WantedError, fail_at, worker_with
 
 INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
 
@@ -25,7 +25,7 @@ INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Begin]:
     """Give what makes a partition with nothing done and a worker, whose handler gets one change a call; once a test."""
-    with beginning(mongo_client, mongo_url, state_database, single=True) as begin:
+    with worker_with(mongo_client, mongo_url, state_database, failure_policy="dead_letter") as begin:
         yield begin
 
 
@@ -38,17 +38,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- progress -----------------------------------------------------------------------------------------
 
 
-def test_a_quick_run_is_one_mark_and_nothing_else(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is over before the interval writes what a run of one change does."""
-    monkeypatch.setattr(execution, "_PROGRESS_SECONDS", 60.0)
-    runs = begin()
-    runs.run(1, *"abcde")
-    document = runs.rig.document
-    assert (document["committed"], document["handled"]["last"]) == (0, 5)
-    assert runs.rig.claims.commit(runs.rig.where, 1)
-    assert runs.rig.image.committed == 5
-
-
 def test_a_long_run_records_how_far_it_is_while_its_claim_goes_on(begin: Begin) -> None:
     """By time alone: quick changes in front of and behind one that takes long share a write."""
     runs = begin()
@@ -59,7 +48,8 @@ def test_a_long_run_records_how_far_it_is_while_its_claim_goes_on(begin: Begin) 
         assert image.claim is not None
         seen.append((image.committed, image.claim["first"]))
         if number_of(changes[0]) == 3:
-            time.sleep(execution._PROGRESS_SECONDS)
+            began = time.monotonic()
+            wait_for(lambda: time.monotonic() - began >= execution._PROGRESS_SECONDS)
 
     runs.handle = handle
     runs.run(1, *"abcdef")
@@ -89,9 +79,9 @@ def test_a_crash_charges_the_change_that_was_under_way_and_repeats_nothing_that_
     with pytest.raises(SystemExit):
         runs.run(1, *keys, **options)
     image = runs.rig.image
-    assert (image.committed, image.claim, image.crashes, image.single) == (69, None, 1, 100)
+    assert (image.committed, image.claim, image.crashes, image.one_by_one_until) == (69, None, 1, 100)
     runs.handle = bool
-    runs.flow(*keys[:75])
+    runs.flow(*keys[69:75])
     assert runs.calls[69:] == [[70], [70], [71], [72], [73], [74], [75]], "one by one from there on"
 
 
@@ -105,7 +95,7 @@ def test_a_change_that_fails_at_any_place_of_a_run_is_started_once(
 ) -> None:
     """P2, P6: its letter is written under the same claim, behind what is done; the rest comes with the next run."""
     runs = begin()
-    runs.handle = failing(place)
+    runs.handle = fail_at(place)
     with pytest.raises(WantedError):
         runs.run(1, *"abcdefgh", **options)
     image = runs.rig.image
@@ -156,26 +146,6 @@ def test_an_outage_at_a_later_place_counts_nothing(begin: Begin) -> None:
     assert (image.committed, image.retries, image.crashes) == (2, 0, 0)
     assert image.waiting is not None
     assert image.waiting["count"] == 1
-
-
-def test_what_was_in_doubt_before_a_first_change_was_done_is_no_later_ones(begin: Begin) -> None:
-    """P12: an `autoretry_for` asks before what is done is recorded; the second one's first conflict waits."""
-    runs = begin(autoretry_for=(Exception,))
-
-    def handle(changes: Changes) -> None:
-        if number_of(changes[0]) == 2:
-            raise OperationFailure("WriteConflict", 112, {"errorLabels": ["TransientTransactionError"]})
-
-    runs.handle = handle
-    waiting = {"since": datetime.now(UTC), "cause": "a conflict", "count": 10, "timeOuts": 10}
-    retry = {"count": 0, "crashes": 0, "lapsed": [], "notBefore": None, "error": None, "waiting": waiting}
-    runs.rig.spoil(retry=retry)
-    with pytest.raises(Ignore):
-        runs.run(1, *"ab")
-    image = runs.rig.image
-    assert (image.committed, image.retries, runs.letters) == (1, 0, [])
-    assert image.waiting is not None
-    assert image.waiting["timeOuts"] == 1
 
 
 # -- who decides --------------------------------------------------------------------------------------

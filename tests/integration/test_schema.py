@@ -16,20 +16,22 @@ from mongo_celery.bridge.state.schema import SCHEMA, check_schema, migrate
 from mongo_celery.errors import DeploymentError
 
 Document = dict[str, Any]
-FIXTURE = Path(__file__).parents[1] / "fixtures/state_of_schema_0.json"
+FIXTURE = Path(__file__).parents[1] / "fixtures/state_of_an_older_schema.json"
+OLDER = SCHEMA - 1
 
 
 @pytest.fixture
 def state(mongo_client: MongoClient[Document], state_database: str) -> Database[Document]:
-    """Give a state as a version 0 would have left it."""
+    """Give a state as an older version would have left it."""
     database = mongo_client[state_database]
     for name, documents in json_util.loads(FIXTURE.read_text()).items():
         database[name].insert_many(documents)
+    database["leases"].update_one({}, {"$set": {"schemaVersion": OLDER}})
     return database
 
 
 def rename_numbers(state: Database[Document], bridge: str, session: ClientSession) -> None:
-    """A step from version 0: one word for the number of a term."""
+    """A step from the version before: one word for the number of a term."""
     state["leases"].update_one({"_id": bridge}, {"$rename": {"version": "term"}}, session=session)
     state["partitions"].update_many({"bridge": bridge}, {"$rename": {"epoch": "term"}}, session=session)
 
@@ -40,7 +42,7 @@ def test_an_older_state_is_brought_up_to_date_once(state: Database[Document]) ->
     with pytest.raises(DeploymentError):
         leases.read()
     with pytest.raises(DeploymentError, match="Stop the older listener"):
-        check_schema(state["leases"].find_one({"_id": "shop"}) or {}, {0: rename_numbers})
+        check_schema(state["leases"].find_one({"_id": "shop"}) or {}, {OLDER: rename_numbers})
     calls: list[int] = []
 
     def step(*given: Any) -> None:
@@ -48,7 +50,7 @@ def test_an_older_state_is_brought_up_to_date_once(state: Database[Document]) ->
         rename_numbers(*given)
 
     for _ in range(2):
-        migrate(state, "shop", {0: step})
+        migrate(state, "shop", {OLDER: step})
 
     assert calls == [1]
     assert (leases.read() or {})["schemaVersion"] == SCHEMA
@@ -72,7 +74,7 @@ def test_a_state_that_is_not_for_its_steps_stays_as_it_is(state: Database[Docume
     """P9: nothing is changed."""
     state["leases"].update_one({"_id": "shop"}, lease)
     before = _all(state)
-    migrate(state, "shop", {0: rename_numbers})
+    migrate(state, "shop", {OLDER: rename_numbers})
     assert _all(state) == before
 
 
@@ -85,7 +87,7 @@ def test_a_step_that_fails_has_changed_nothing(state: Database[Document]) -> Non
 
     before = _all(state)
     with pytest.raises(KeyError):
-        migrate(state, "shop", {0: fail})
+        migrate(state, "shop", {OLDER: fail})
     assert _all(state) == before
 
 

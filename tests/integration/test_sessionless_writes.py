@@ -93,7 +93,7 @@ def test_another_client_of_the_cluster_is_found_and_one_of_another_cluster_is_no
 
         def body(_: ClientSession) -> None:
             elsewhere[name]["notes"].insert_one({})
-            transactional(other, own=True).run(lambda own: other[name]["notes"].insert_one({}, session=own))
+            transactional(other, independent=True).run(lambda own: other[name]["notes"].insert_one({}, session=own))
             after_commit(lambda: notes.insert_one({}))
             with pytest.raises(AssertionError, match=r"session\.client"):
                 other[name]["notes"].insert_one({})

@@ -16,21 +16,18 @@ import bson
 import pytest
 from pymongo import MongoClient
 from pymongo.database import Database
-from pymongo.errors import AutoReconnect
 
 from mongo_celery.bridge.existing import DocumentId
-from mongo_celery.bridge.listener import chunks, snapshot_thread
+from mongo_celery.bridge.listener import chunks
 from mongo_celery.bridge.listener.chunks import ChunkReader
-from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.state.dead_letters import Selection
-from mongo_celery.bridge.state.snapshots import FAILED, GONE, Snapshots
+from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.errors import LeaseLostError
-from mongo_celery.mongo.repeating import Pauses
 from tests.fixtures.process import wait_for
-from tests.integration.snapshot_rig import HANDLER, World, worlds
-from tests.integration.term_rig import KilledError, around
+from tests.rig.snapshots import HANDLER, SnapshotWorld, worlds
+from tests.rig.term import KilledError, around
 
 Document = dict[str, Any]
 
@@ -53,7 +50,7 @@ _LATER_TURNS = 40
 @pytest.fixture
 def world(
     mongo_client: MongoClient[Document], mongo_url: str, state_database: str, database: Database[Document]
-) -> Iterator[World]:
+) -> Iterator[SnapshotWorld]:
     yield from worlds(mongo_client, mongo_url, state_database, database.name)
 
 
@@ -63,14 +60,14 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "ROWS", 4)
 
 
-def fill(world: World) -> None:
+def fill(world: SnapshotWorld) -> None:
     """What exists, and some changes of it before anybody leads."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(_DOCUMENTS)])
     for number in range(3):
         world.write(number, 2)
 
 
-def judge(world: World, faults: int) -> None:
+def judge(world: SnapshotWorld, faults: int) -> None:
     """Everything is there, nothing went back, and nothing came oftener than it may."""
     world.judge()
     assert world.record["state"] == "done"
@@ -80,7 +77,7 @@ def judge(world: World, faults: int) -> None:
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
 @pytest.mark.parametrize("step", STEPS, ids=_NAMES)
 def test_a_listener_that_is_killed_at_any_step_has_lost_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
 ) -> None:
     """P1, P2, P6: the next one ends what it began."""
     fill(world)
@@ -88,7 +85,8 @@ def test_a_listener_that_is_killed_at_any_step_has_lost_nothing(
 
     def kill() -> None:
         term.is_killed.set()
-        term.leader.snapshots.thread.close()  # its thread is killed, too
+        if term.has_begun:
+            term.leader.snapshots.thread.close()  # its thread is killed, too
         raise KilledError
 
     with monkeypatch.context() as patch:
@@ -104,7 +102,7 @@ def test_a_listener_that_is_killed_at_any_step_has_lost_nothing(
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
 @pytest.mark.parametrize("step", STEPS, ids=_NAMES)
 def test_a_listener_that_wakes_at_any_step_moves_nothing(
-    world: World, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
 ) -> None:
     """P1, P3, F1: its successor has read all of it; what it writes late is refused, or nobody's."""
     fill(world)
@@ -120,16 +118,17 @@ def test_a_listener_that_wakes_at_any_step_moves_nothing(
         with suppress(LeaseLostError):
             term.begin().until(lambda: records)
         wait_for(lambda: records)
-        snapshots, led = term.leader.snapshots, term.leader.subscriptions
-        for _ in range(_LATER_TURNS if led else 0):  # of one that has not looked at its partitions yet
-            snapshots.turn(room=1 << 20, may_begin=True)
+        for _ in range(_LATER_TURNS if term.has_begun else 0):
+            term.leader.snapshots.turn(room=1 << 20, may_begin=True)
             threading.Event().wait(0.01)
     assert world.record == records[0]
     judge(world, 1)
 
 
 @pytest.mark.parametrize("writes", [True, False], ids=["another", "itself"])
-def test_an_existing_document_that_waits_and_was_not_stored_keeps_nobody_waiting(world: World, writes: bool) -> None:
+def test_an_existing_document_that_waits_and_was_not_stored_keeps_nobody_waiting(
+    world: SnapshotWorld, writes: bool
+) -> None:
     """P14: the next term reads it again, behind what has come meanwhile; neither waits for its retry."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(2)])
     term = world.term(partitions=1, spill_after=600.0).begin()
@@ -146,7 +145,7 @@ def test_an_existing_document_that_waits_and_was_not_stored_keeps_nobody_waiting
 
 @pytest.mark.parametrize(("options", "counts"), [({}, True), ({"fields": {"v"}}, False)], ids=["all", "some"])
 def test_an_update_that_was_looked_up_before_the_window_leaves_its_document_out(
-    world: World, monkeypatch: pytest.MonkeyPatch, options: Document, counts: bool
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, options: Document, counts: bool
 ) -> None:
     """F9: it may show what came behind T. Where some changes are not the handler's, no other may bring that."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
@@ -168,7 +167,7 @@ def test_an_update_that_was_looked_up_before_the_window_leaves_its_document_out(
     world.judge()
 
 
-def test_an_existing_document_that_is_set_aside_twice_is_one_dead_letter(world: World) -> None:
+def test_an_existing_document_that_is_set_aside_twice_is_one_dead_letter(world: SnapshotWorld) -> None:
     """Read again it has another token; it is named by its key, and stands before all others."""
     fill(world)
     term = world.term(failure_policy="dead_letter", spill_after=0.2).begin()
@@ -190,79 +189,30 @@ def test_an_existing_document_that_is_set_aside_twice_is_one_dead_letter(world: 
     assert letters[0][0].id.startswith("00")
 
 
-def test_who_waits_for_a_hand_over_tries_again_after_the_pause_alone(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P15: an outage has one backoff, whatever wakes the thread meanwhile."""
-    fill(world)
-    may_read, calls = threading.Event(), []
-    read, mark = ChunkReader.read, Snapshots.mark_read_end
-
-    def read_later(self: ChunkReader, chunk: Any) -> None:
-        may_read.wait()
-        read(self, chunk)
-
-    def mark_once(self: Snapshots, *arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) > 1:
-            raise AutoReconnect("the server is away")
-        return mark(self, *arguments)
-
-    monkeypatch.setattr(ChunkReader, "read", read_later)
-    monkeypatch.setattr(Snapshots, "mark_read_end", mark_once)
-    monkeypatch.setattr(snapshot_thread, "_PASS_SECONDS", 0.0)
-    monkeypatch.setattr(snapshot_thread, "RetryGate", lambda *_: RetryGate(Pauses(first=3600.0, longest=3600.0)))
-    term = world.term().begin()
-    thread = term.leader.snapshots.thread
-    term.until(lambda: thread.reading)
-    may_read.set()  # from here on the leader takes no turn
-    wait_for(lambda: len(calls) > 1)
-    for _ in range(_DOCUMENTS):
-        thread.notify()
-        wait_for(lambda: not thread._changed.is_set())
-    assert len(calls) == 2
-
-
-def test_a_write_of_a_chunk_that_is_not_mine_does_nothing(world: World) -> None:
-    """P3: each compares epoch and number, and none counts twice."""
+def test_a_write_of_a_chunk_counts_once_and_for_its_term_alone(world: SnapshotWorld) -> None:
+    """P3, P4: also where an answer was lost, and it is asked again; what is to be scanned is set once."""
     store = world.term().wiring.store.snapshots
     snapshot_id = store.make_id(HANDLER)
     store.insert([{"_id": snapshot_id, "source": world.source}])
     store.insert([{"_id": snapshot_id, "source": "other.place"}])
-    store.take_over(5)
+    assert (store.take_over(5), store.take_over(4)) == (5, 5), "a later term has it"
     found = store.read_one(snapshot_id)
     assert found is not None
-    assert (found.source, found.term, found.last) == (world.source, 5, None)
-    assert store.begin(found, 4) is None
-    assert store.begin(found, 5) is not None
-    assert store.begin(found, 5) is None, "what was seen is over"
-    end = DocumentId.of(bson.encode({"_id": None}))
+    assert found.source == world.source
+    assert [store.begin(found, term) is not None for term in (4, 5, 5)] == [False, True, False]
+    end, larger = (DocumentId.of(bson.encode({"_id": key})) for key in (None, 9))
     assert end is not None
-    assert not store.move(snapshot_id, 4, 1, end, 7)
-    assert not store.move(snapshot_id, 5, 2, end, 7)
-    assert store.move(snapshot_id, 5, 1, end, 7, end)
-    assert not store.move(snapshot_id, 5, 1, end, 7, end), "the answer was lost, and it is asked again"
+    assert larger is not None
+    writes = [(4, 1), (5, 2), (5, 1), (5, 1)]
+    assert [store.move(snapshot_id, *each, end, 7, end) for each in writes] == [False, False, True, False]
     after = store.read_one(snapshot_id)
     assert after is not None
     assert (after.last, after.until, after.done) == (end, end, 7)
-    larger = DocumentId.of(bson.encode({"_id": 9}))
-    assert larger is not None
     assert store.begin(after, 5) is not None
-    assert not store.move(snapshot_id, 5, 2, larger, 1, larger), "what is to be scanned is set once"
-    assert store.move(snapshot_id, 5, 2, larger, 1)
-    assert store.read_one(snapshot_id).until == end  # type: ignore[union-attr]
-    assert store.mark_read_end(snapshot_id, 4, 1) is None
-    first, second = store.mark_read_end(snapshot_id, 5, 2), store.mark_read_end(snapshot_id, 5, 2)
-    assert first is not None
-    assert second is not None
-    assert first < second, "each is an entry of its own"
-    for version, state in ((5, FAILED), (6, GONE)):
-        assert store.fail(snapshot_id, version, "no", state)
-        assert store.take_over(version + 1) == version + 1, "it may go on"
-        assert store.read_one(snapshot_id).term == version + 1  # type: ignore[union-attr]
-        assert store.stop(snapshot_id)
-        assert store.resume(snapshot_id)
-        assert not store.resume(snapshot_id)
-    assert store.stop(snapshot_id)
-    assert store.take_over(9) == 9
-    assert store.take_over(4) == 9, "a later term has it"
+    assert not store.move(snapshot_id, 5, 2, larger, 1, larger)
+    assert [store.move(snapshot_id, 5, 2, larger, 1) for _ in range(2)] == [True, False]
+    times = [store.mark_read_end(snapshot_id, term, 2) for term in (4, 5, 5)]
+    assert times[0] is None
+    assert times[1] is not None
+    assert times[2] is not None
+    assert times[1] < times[2], "each is an entry of its own"

@@ -10,9 +10,7 @@ import datetime as dt
 import itertools
 import random
 import threading
-from collections import Counter
-from collections.abc import Iterator
-from datetime import UTC, datetime
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import bson
@@ -26,17 +24,12 @@ from pymongo.errors import AutoReconnect, OperationFailure
 from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import chunks, snapshot_thread
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
-from mongo_celery.bridge.operations import snapshot_commands as commands
-from mongo_celery.bridge.operations.bridge_snapshot import to_plain
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.snapshots import Snapshots
-from mongo_celery.bridge.state.subscriptions import OWED
-from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.errors import CommandRefusedError
-from tests.fixtures.process import wait_for
-from tests.integration.snapshot_rig import HANDLER, World, keys_of, worlds
+from tests.rig.snapshots import HANDLER, SnapshotWorld, keys_of, worlds
 
 Document = dict[str, Any]
 
@@ -50,7 +43,7 @@ MIXED = [
 @pytest.fixture
 def world(
     mongo_client: MongoClient[Document], mongo_url: str, state_database: str, database: Database[Document]
-) -> Iterator[World]:
+) -> Iterator[SnapshotWorld]:
     yield from worlds(mongo_client, mongo_url, state_database, database.name)
 
 
@@ -60,7 +53,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "ROWS", 4)
 
 
-def ask(world: World, term: Any, **given: Any) -> str:
+def ask(world: SnapshotWorld, term: Any, **given: Any) -> str:
     """Ask for a snapshot, as the command does."""
     store = term.wiring.store.snapshots
     snapshot_id: str = store.make_id(HANDLER)
@@ -71,7 +64,7 @@ def ask(world: World, term: Any, **given: Any) -> str:
 # -- what is read ------------------------------------------------------------------------------------
 
 
-def test_documents_of_all_types_of_ids_come_once_by_the_index(world: World) -> None:
+def test_documents_of_all_types_of_ids_come_once_by_the_index(world: SnapshotWorld) -> None:
     """P1, P6: comparisons of one type would end at the first other type."""
     world.orders.insert_many([{"_id": key, "v": 1} for key in MIXED])
     broken = bson.encode({"_id": "broken"}).replace(b"broken", b"\xff\xfeoken")
@@ -87,7 +80,7 @@ def test_documents_of_all_types_of_ids_come_once_by_the_index(world: World) -> N
     assert world.record["untilId"] == MaxKey()
 
 
-def test_an_empty_collection_and_one_that_is_not_there_are_done_at_once(world: World) -> None:
+def test_an_empty_collection_and_one_that_is_not_there_are_done_at_once(world: SnapshotWorld) -> None:
     """All that will be in them is in the stream."""
     term = world.term().begin()
     term.finish()
@@ -96,30 +89,7 @@ def test_an_empty_collection_and_one_that_is_not_there_are_done_at_once(world: W
     assert [each.operation for each in world.seen] == ["insert"]
 
 
-def test_what_a_killed_term_has_asked_for_is_asked_for_once_though_the_start_went_back(world: World) -> None:
-    """A rewind moves the start; the names of the snapshots with which it begins are made of the first one."""
-    term = world.term().begin()
-    term.until(lambda: world.records)
-    term.close()
-    subscriptions = world.client[world.state]["handlers"]
-    start = (subscriptions.find_one() or {})["startAtOperationTime"]
-    back = {"startAtOperationTime": Timestamp(start.time, start.inc - 1), "snapshot": OWED}
-    subscriptions.update_one({}, {"$set": back})
-    later = world.term().begin()
-    later.until(lambda: (subscriptions.find_one() or {})["snapshot"] != OWED)
-    assert len(world.records) == 1
-
-
-def test_the_end_of_what_was_scanned_is_kept_byte_for_byte() -> None:
-    """A text that is not valid must not move the next chunk."""
-    raw = bson.encode({"_id": "xy"}).replace(b"xy", b"\xff\xfe")
-    found = DocumentId.of(raw)
-    assert found is not None
-    assert found.make_document("_id").raw == raw
-    assert DocumentId.of(bson.encode({})) is None
-
-
-def test_inserts_that_are_faster_than_its_rate_keep_no_snapshot_from_ending(world: World) -> None:
+def test_inserts_that_are_faster_than_its_rate_keep_no_snapshot_from_ending(world: SnapshotWorld) -> None:
     """P1, P12: what is larger than all at the first T comes as an insert alone, also when another term goes on."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(12)])
     keys, begun = itertools.count(12), set[int]()
@@ -163,7 +133,7 @@ CLUSTERED = {"clusteredIndex": {"key": {"_id": 1}, "unique": True}}
     ids=["null", "a collation", "clustered"],
 )  # fmt: skip
 def test_the_largest_id_is_that_of_the_collections_own_order(
-    world: World, options: Document, there: list[Any], behind: list[Any]
+    world: SnapshotWorld, options: Document, there: list[Any], behind: list[Any]
 ) -> None:
     """P1: whatever its type and bytes; what comes behind it is in the stream."""
     orders = world.client[world.data].create_collection(world.name, **options)
@@ -184,7 +154,7 @@ def _until(term: Any) -> DocumentId | None:
     return until
 
 
-def test_a_chunk_has_no_more_bytes_than_it_has_room_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_has_no_more_bytes_than_it_has_room_for(world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """P12: it ends where the next document has no room, and counts what was scanned. One that is larger comes alone."""
     monkeypatch.setattr(chunks, "ROWS", 100)
     sizes = [1] * 5 + [40_000] * 6 + [200_000] + [1] * 5
@@ -199,7 +169,7 @@ def test_a_chunk_has_no_more_bytes_than_it_has_room_for(world: World, monkeypatc
     assert sorted({*done}) == [0, 8, 11, 12, 17]
 
 
-def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world: World) -> None:
+def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world: SnapshotWorld) -> None:
     """The handler's condition and the snapshot's own, on the event that its insert would have."""
     world.orders.insert_many([{"_id": number, "v": number, "odd": number % 2 == 1} for number in range(40)])
     term = world.term(start_from="now", match={"$eq": ["$operationType", "insert"]}).begin()
@@ -219,7 +189,7 @@ def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world:
     ids=["unknown", "of some documents", "no JSON"],
 )
 def test_a_condition_that_nobody_can_judge_fails_the_snapshot_and_no_partition(
-    world: World, match: str, words: str
+    world: SnapshotWorld, match: str, words: str
 ) -> None:
     """P12: a slip in it is no document's fault, and no handler's; also where only some documents show it."""
     world.orders.insert_many([{"_id": number, "v": 2 - number // 2} for number in range(4)])
@@ -239,7 +209,7 @@ def by_number(event: Document) -> int:
     return int(event["documentKey"]["_id"]) % 3
 
 
-def test_a_document_whose_key_cannot_be_told_is_refused_alone(world: World) -> None:
+def test_a_document_whose_key_cannot_be_told_is_refused_alone(world: SnapshotWorld) -> None:
     """P12: its partition halts by the policy, and the snapshot goes on; the others are where their inserts would be."""
     world.orders.insert_many([{"_id": number, "v": 1, "group": number % 3} for number in range(12)])
     world.orders.update_one({"_id": 5}, {"$set": {"group": "none"}})
@@ -252,7 +222,7 @@ def test_a_document_whose_key_cannot_be_told_is_refused_alone(world: World) -> N
 # -- between the changes ------------------------------------------------------------------------------
 
 
-def load(world: World, keys: int, seed: int, writes: int) -> Any:
+def load(world: SnapshotWorld, keys: int, seed: int, writes: int) -> Any:
     """Write a little each time it is called, at random."""
     chance, left, value = random.Random(seed), [writes], [10]
 
@@ -266,17 +236,7 @@ def load(world: World, keys: int, seed: int, writes: int) -> Any:
     return write
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_writes_at_random_meet_every_document_at_its_place(world: World, seed: int) -> None:
-    """P1, P2: copies are equal in the end, and no key ever goes back."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(60)])
-    term = world.term().begin()
-    term.finish(load(world, 70, seed, 150))
-    world.judge()
-    assert all(world.snapshots_of(key) <= 1 for key in range(70))
-
-
-def test_take_overs_in_the_middle_repeat_a_chunk_and_lose_nothing(world: World) -> None:
+def test_take_overs_in_the_middle_repeat_a_chunk_and_lose_nothing(world: SnapshotWorld) -> None:
     """P1, P2, P6: each begins anew behind what is recorded."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(50)])
     write = load(world, 55, 3, 200)
@@ -294,7 +254,7 @@ def test_take_overs_in_the_middle_repeat_a_chunk_and_lose_nothing(world: World) 
 
 
 @pytest.mark.parametrize("partitions", [(3, 1), (1, 4)], ids=["narrower", "wider"])
-def test_a_new_layout_in_the_middle_loses_nothing(world: World, partitions: tuple[int, int]) -> None:
+def test_a_new_layout_in_the_middle_loses_nothing(world: SnapshotWorld, partitions: tuple[int, int]) -> None:
     """F10: what is under way is dropped or copied, at its place."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(40)])
     write = load(world, 45, 4, 150)
@@ -311,17 +271,9 @@ def test_a_new_layout_in_the_middle_loses_nothing(world: World, partitions: tupl
     assert sorted(world.terms[-1].leader.subscriptions[HANDLER].partitions) == list(range(after))
 
 
-def test_two_snapshots_at_once_share_partitions(world: World) -> None:
-    """P2, P5: their numbers are over both."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(20)])
-    term = world.term().begin()
-    ask(world, term)
-    term.finish(load(world, 22, 5, 60))
-    world.judge()
-    assert len({each.token for each in world.seen}) == len(world.seen)
-
-
-def test_a_chunk_that_is_read_slowly_keeps_no_change_waiting(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_that_is_read_slowly_keeps_no_change_waiting(
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P12: changes are handled while it is read, also those of its documents; none goes back."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     term = world.term(start_from="now").begin()
@@ -351,7 +303,7 @@ def by_group(event: Document) -> Any:
     return (event.get("fullDocument") or {}).get("group", 0)
 
 
-def change_one(world: World, kind: str) -> None:
+def change_one(world: SnapshotWorld, kind: str) -> None:
     """Change the second document, in one of the ways in which a row can lose its race."""
     if kind == "delete":
         world.orders.delete_one({"_id": 1})
@@ -379,7 +331,7 @@ def change_one(world: World, kind: str) -> None:
     ids=["update", "delete", "anew", "moves", "no document", "operations", "match"],
 )
 def test_a_document_that_changes_in_the_window_comes_as_its_change(
-    world: World, monkeypatch: pytest.MonkeyPatch, kind: str, options: Document, given: list[str], moment: str
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, kind: str, options: Document, given: list[str], moment: str
 ) -> None:
     """P1, P2: behind the begin, between two reads, behind the reading; again where the change brings no document."""
     world.orders.insert_many([{"_id": number, "v": 1, "group": 0} for number in range(3)])
@@ -409,7 +361,41 @@ def test_a_document_that_changes_in_the_window_comes_as_its_change(
     assert all(each.value == 5 for each in rows if "full_document" in options)
 
 
-def test_a_chunk_that_was_too_large_is_followed_by_small_ones(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("move", ["rename", "drop", "drop database"])
+def test_a_move_of_another_collection_repeats_no_row(
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, move: str
+) -> None:
+    """P6: also where a part of the chunk was appended, and the rest is read again."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    elsewhere = world.client[f"{world.data}-elsewhere" if move == "drop database" else world.data]
+    elsewhere["invoices"].insert_one({})
+    moves: dict[str, Callable[[], object]] = {
+        "rename": lambda: elsewhere["invoices"].rename("bills"),
+        "drop": elsewhere["invoices"].drop,
+        "drop database": lambda: world.client.drop_database(elsewhere),
+    }
+    read, reads = ChunkReader.read, itertools.count()
+
+    def beside(self: ChunkReader, chunk: Chunk) -> None:
+        number = next(reads)
+        if number == 1:
+            moves[move]()
+        read(self, chunk)
+        if number == 0:
+            world.write(1, 5)
+
+    monkeypatch.setattr(ChunkReader, "read", beside)
+    sources = (world.source, f"{elsewhere.name}.invoices")
+    term = world.term(sources=sources, start_from="now", full_document=None, operations="*").begin()
+    ask(world, term)
+    term.until(lambda: world.record["state"] == "done")
+    assert [world.snapshots_of(number) for number in range(3)] == [1, 1, 1]
+    assert world.record["done"] == 3
+
+
+def test_a_chunk_that_was_too_large_is_followed_by_small_ones(
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P17: else each chunk would begin with what cannot be read in time."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(8)])
     sizes: list[int] = []
@@ -430,7 +416,7 @@ def test_a_chunk_that_was_too_large_is_followed_by_small_ones(world: World, monk
 
 
 def test_a_document_that_is_changed_faster_than_it_is_read_says_so_and_comes_when_there_is_a_pause(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P9, P17: where changes bring no document, it is read again and again, with others beside it."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
@@ -461,7 +447,7 @@ def test_a_document_that_is_changed_faster_than_it_is_read_says_so_and_comes_whe
 # -- what stands --------------------------------------------------------------------------------------
 
 
-def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_retried(world: World) -> None:
+def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_retried(world: SnapshotWorld) -> None:
     """P12, P13: they are stored at their place, and read back."""
     first, other = keys_of(0, world, 8), keys_of(1, world, 8)
     world.orders.insert_many([{"_id": key, "v": 1} for key in (*first, *other)])
@@ -473,29 +459,13 @@ def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_r
         world.write(key, 2)
     term.failing = []
     (halted,) = [image for image in term.images() if image.state == "halted"]
-    generation = term.leader.subscriptions[HANDLER].plan.layout.term
-    assert term.wiring.store.partitions.retry(halted, generation)
+    assert term.wiring.store.partitions.retry(halted)
     term.until(world.is_equal)
     world.judge()
     assert all(world.snapshots_of(key) == 1 for key in first)
 
 
-def test_a_snapshot_that_waits_for_its_handler_hurries_nobody(world: World) -> None:
-    """The stream was asked 32 times a second, for as long as the handler is paused."""
-    term = world.term(start_from="now").begin()
-    generation = term.leader.subscriptions[HANDLER].plan.layout.term
-    for image in term.images():
-        assert term.wiring.store.partitions.pause(image, generation)
-    term.until(lambda: all(image.state == "paused" for image in term.images()))
-    world.orders.insert_one({"_id": 1, "v": 1})
-    ask(world, term)
-    snapshots = term.leader.snapshots
-    term.until(lambda: snapshots.thread.records)
-    term.step()
-    assert not snapshots.is_busy
-
-
-def test_the_record_waits_for_the_mark(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_waits_for_the_mark(world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: what was inserted and is not marked is nobody's yet."""
     first = keys_of(0, world, 3)
     world.orders.insert_many([{"_id": key, "v": 1} for key in first])
@@ -506,7 +476,7 @@ def test_the_record_waits_for_the_mark(world: World, monkeypatch: pytest.MonkeyP
         raise AutoReconnect("no answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Partitions, "mark_spilled", refuse)
+        patch.setattr(Partitions, "mark_stored", refuse)
         term.until(lambda: term.wiring.store.backlog.next_partition() is not None)
         for _ in range(5):
             term.step()
@@ -514,22 +484,13 @@ def test_the_record_waits_for_the_mark(world: World, monkeypatch: pytest.MonkeyP
     term.until(lambda: world.record["moved"] == 1)
 
 
-def _halted(term: Any) -> str:
-    led = term.leader.subscriptions[HANDLER]
-    found: str = next(
-        (each.partition_id for each in led.partitions.values() if each.image.state == "halted"),
-        led.partitions[0].partition_id,
-    )
-    return found
-
-
-def make_anew(world: World) -> None:
+def make_anew(world: SnapshotWorld) -> None:
     """Another collection of the same name."""
     world.orders.drop()
     world.orders.insert_many([{"_id": number, "v": 3} for number in range(30)])
 
 
-def test_a_source_that_is_dropped_renamed_or_made_anew_is_gone_loudly(world: World) -> None:
+def test_a_source_that_is_dropped_renamed_or_made_anew_is_gone_loudly(world: SnapshotWorld) -> None:
     """F6: else nothing would be left, and all be done."""
     for move in (
         world.orders.drop,
@@ -549,94 +510,8 @@ def test_a_source_that_is_dropped_renamed_or_made_anew_is_gone_loudly(world: Wor
         term.close()
 
 
-def test_a_source_that_is_renamed_and_back_while_it_is_read_is_the_same(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """F6: a chunk that was read in between may have missed documents, so it is read again."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(10)])
-    read, times = ChunkReader.read, iter(range(1))
-
-    def away(self: ChunkReader, chunk: Chunk) -> None:
-        if next(times, None) is None:
-            return read(self, chunk)
-        world.orders.rename("away")
-        read(self, chunk)
-        world.client[world.data]["away"].rename(world.name)
-        return None
-
-    monkeypatch.setattr(ChunkReader, "read", away)
-    term = world.term(start_from="now", sources=(f"{world.data}.*",)).begin()
-    ask(world, term)
-    term.finish()
-    assert world.record["done"] == 10
-    assert all(world.snapshots_of(number) == 1 for number in range(10))
-
-
-@pytest.mark.parametrize("move", ["drop", "rename", "drop database"])
-def test_a_move_of_another_collection_repeats_no_row(world: World, monkeypatch: pytest.MonkeyPatch, move: str) -> None:
-    """P6: also where a part of the chunk was appended, and the rest is read again."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
-    elsewhere = f"{world.data}-elsewhere" if move == "drop database" else world.data
-    invoices = world.client[elsewhere]["invoices"]
-    invoices.insert_one({})
-    read, reads = ChunkReader.read, itertools.count()
-
-    def move_another() -> None:
-        if move == "rename":
-            invoices.rename("bills")
-        elif move == "drop":
-            invoices.drop()
-        else:
-            world.client.drop_database(elsewhere)
-
-    def beside(self: ChunkReader, chunk: Chunk) -> None:
-        number = next(reads)
-        if number == 1:
-            move_another()
-        read(self, chunk)
-        if number == 0:
-            world.write(1, 5)
-
-    monkeypatch.setattr(ChunkReader, "read", beside)
-    sources = (world.source, f"{elsewhere}.invoices")
-    term = world.term(sources=sources, start_from="now", full_document=None, operations="*").begin()
-    ask(world, term)
-    term.until(lambda: world.record["state"] == "done")
-    assert [world.snapshots_of(number) for number in range(3)] == [1, 1, 1]
-    assert world.record["done"] == 3
-
-
-def test_a_stream_that_is_read_again_for_another_handler_repeats_no_row(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P6: after a drain the stream is opened again; not while a part of a chunk was appended."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
-    term = world.term(start_from="now", full_document=None).begin()
-    (led,) = term.leader.subscriptions.values()
-    read, reads, turns = ChunkReader.read, itertools.count(), itertools.count()
-    turned = [0]
-
-    def beside(self: ChunkReader, chunk: Chunk) -> None:
-        number = next(reads)
-        if number == 1:
-            term.leader._repartitioning._rereading.append(led)
-            before = turned[0]
-            wait_for(lambda: turned[0] > before + 3)
-        read(self, chunk)
-        if number == 0:
-            world.write(1, 5)
-
-    def count() -> None:
-        turned[0] = next(turns)
-
-    monkeypatch.setattr(ChunkReader, "read", beside)
-    ask(world, term)
-    term.until(lambda: world.record["state"] == "done" and not term.leader._repartitioning._rereading, count)
-    assert [world.snapshots_of(number) for number in range(3)] == [1, 1, 1]
-
-
-def test_one_whose_source_is_gone_gives_nothing_of_another_when_it_is_resumed(world: World) -> None:
-    """F6: stopped, it is acknowledged; what has taken the place of its source is another snapshot's."""
+def test_one_whose_source_is_gone_gives_nothing_of_another_when_it_is_resumed(world: SnapshotWorld) -> None:
+    """P9: stopped, it is acknowledged; the collection that has taken the place of its source is another snapshot's."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(30)])
     term = world.term(start_from="now").begin()
     snapshot_id = ask(world, term)
@@ -647,12 +522,11 @@ def test_one_whose_source_is_gone_gives_nothing_of_another_when_it_is_resumed(wo
     assert store.stop(snapshot_id)
     assert store.resume(snapshot_id)
     term.until(lambda: world.record["state"] == "source gone")
-    assert "dropped or renamed" in world.record["sentence"]
     assert {each.value for each in world.seen if each.operation == "snapshot"} == {1}
 
 
 @pytest.mark.needs_mongodb(5, 0)
-def test_a_collection_that_can_have_none_fails_alone(world: World) -> None:
+def test_a_collection_that_can_have_none_fails_alone(world: SnapshotWorld) -> None:
     """P9: capped collections, views and time series, with a sentence; the handler's changes flow."""
     data = world.client[world.data]
     data.create_collection("capped", capped=True, size=10_000)
@@ -672,7 +546,7 @@ def test_a_collection_that_can_have_none_fails_alone(world: World) -> None:
 # -- stopping and going on -----------------------------------------------------------------------------
 
 
-def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_it(world: World) -> None:
+def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_it(world: SnapshotWorld) -> None:
     """F1: also where it is stopped when another term takes over."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(30)])
     term = world.term().begin()
@@ -692,20 +566,10 @@ def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_i
     world.judge()
 
 
-def test_a_rate_is_kept(world: World) -> None:
-    """So many documents a second at most, chunk by chunk."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(6)])
-    term = world.term(start_from="now").begin()
-    ask(world, term, rate=4.0)
-    term.finish()
-    record = world.record
-    assert (record["movedAt"] - record["since"]).total_seconds() >= 0.7
-
-
 # -- commands ------------------------------------------------------------------------------------------
 
 
-def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(world: World) -> None:
+def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(world: SnapshotWorld) -> None:
     """Bad input: nothing changed; so does a dry run."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     data = world.client[world.data]
@@ -724,88 +588,73 @@ def test_the_command_refuses_what_cannot_be_in_one_sentence_and_stores_nothing(w
     with pytest.raises(CommandRefusedError, match="did you mean"):
         Operations(wiring).start_snapshot("copi")
     named = '{"$gt": [{"$strLenCP": "$ns.coll"}, {"$strLenCP": {"$toString": "$documentKey._id"}}]}'
-    (planned,) = Operations(wiring).start_snapshot(sources=[world.source], match=named).fields["snapshots"]
-    assert (planned["source"], planned["estimated"], planned["id"]) == (world.source, 3, None)
+    (planned,) = Operations(wiring).start_snapshot(sources=[world.source], match=named).fields["parts"]
+    assert (planned["source"], planned["estimated"], planned["result"]) == (world.source, 3, "planned")
     assert world.records == []
     missing = world.term(start_from="now", sources=(f"{world.data}.missing",)).wiring
     with pytest.raises(CommandRefusedError, match="There is no collection"):
         Operations(missing).start_snapshot(HANDLER)
 
 
-def stop_one(wiring: Wiring, name: str) -> Document:
-    """The command, and the snapshot afterwards."""
-    (snapshot,) = Operations(wiring).stop_snapshot(name).run().fields["snapshots"]
-    return dict(snapshot)
-
-
-def resume_one(wiring: Wiring, name: str) -> Document:
-    (snapshot,) = Operations(wiring).resume_snapshot(name).run().fields["snapshots"]
-    return dict(snapshot)
-
-
-def test_handlers_that_begin_together_have_snapshots_that_can_be_told_apart(world: World) -> None:
-    """What is printed is accepted; what is short of one is refused with all that it may mean."""
-    store = world.term(start_from="now").wiring.store.snapshots
-    wiring, ids = world.terms[-1].wiring, [store.make_id(name, "pinned") for name in (HANDLER, "other")]
-    store.insert([{"_id": each, "source": world.source} for each in ids])
-    with pytest.raises(CommandRefusedError, match=f"are named pinned: give one of {HANDLER}/pinned, other/pinned"):
-        Operations(wiring).stop_snapshot("pinned")
-    world.orders.insert_one({"_id": 1})
-    with pytest.raises(CommandRefusedError, match=f"changes snapshot stop {HANDLER}/pinned"):
-        Operations(wiring).start_snapshot(HANDLER)
-    assert stop_one(wiring, f"{HANDLER}/pinned")["id"] == ids[0]
-    assert stop_one(wiring, ids[1])["handler"] == "other"
-    world.client[world.state]["leases"].update_one({"_id": "shop"}, {"$set": {"expiresAt": None}})
-    resumed = resume_one(wiring, f"{HANDLER}/pinned")
-    assert (resumed["state"], resumed["reason"]) == ("running", "waits: nobody leads")
-    assert [each["reason"] for each in commands.list_snapshots(wiring)] == ["waits: nobody leads", None]
-
-
-def test_the_command_begins_stops_and_resumes_one(world: World) -> None:
+def test_the_command_begins_stops_and_resumes_one(world: SnapshotWorld) -> None:
     """It says what it has done, and the same collection is not read twice at once."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(12)])
     term = world.term(start_from="now").begin()
-    (asked,) = (
-        Operations(term.wiring)
-        .start_snapshot(HANDLER, match='{"$gte": ["$fullDocument.v", 1]}')
-        .run()
-        .fields["snapshots"]
-    )
+    operations = Operations(term.wiring)
+    assert operations.start_snapshot(HANDLER, match='{"$gte": ["$fullDocument.v", 1]}').run().fields["done"] == 1
     with pytest.raises(CommandRefusedError, match="runs already"):
-        Operations(term.wiring).start_snapshot(HANDLER)
+        operations.start_snapshot(HANDLER)
     term.until(lambda: world.record["done"] >= 3)
-    name = asked["id"].rpartition("/")[2]
-    assert stop_one(term.wiring, name)["state"] == "stopped"
-    with pytest.raises(CommandRefusedError, match="cannot be stopped"):
-        stop_one(term.wiring, asked["id"])
-    assert resume_one(term.wiring, name)["state"] == "running"
+    late = operations.stop_snapshot(HANDLER)
+    assert operations.stop_snapshot(HANDLER).run().fields["done"] == 1
+    assert late.run().refused[0].endswith("has changed meanwhile, so it cannot be stopped.")
+    assert world.record["state"] == "stopped"
+    with pytest.raises(CommandRefusedError, match="that can be stopped"):
+        operations.stop_snapshot(HANDLER)
+    with pytest.raises(CommandRefusedError, match="that can be resumed"):
+        operations.resume_snapshot(HANDLER, sources=["shop.nothing"])
+    assert operations.resume_snapshot(HANDLER).run().fields["done"] == 1
     term.finish()
-    (shown,) = commands.list_snapshots(term.wiring, HANDLER)
-    assert (shown["state"], shown["done"], shown["estimated"]) == ("done", 12, 12)
-    assert shown in to_plain(read_snapshot(term.wiring).snapshots)
-    with pytest.raises(CommandRefusedError, match=r"has no snapshot.*changes snapshot list"):
-        stop_one(term.wiring, "nothing")
-    with pytest.raises(CommandRefusedError, match="cannot be resumed"):
-        resume_one(term.wiring, name)
+    (found,) = read_snapshot(term.wiring).snapshots
+    assert (found.state, found.done, found.estimated) == ("done", 12, 12)
+    with pytest.raises(CommandRefusedError, match="has no handler 'nothing'"):
+        operations.stop_snapshot("nothing")
+    with pytest.raises(CommandRefusedError, match="that can be resumed"):
+        operations.resume_snapshot(HANDLER)
 
 
-def test_of_those_that_have_ended_the_last_ones_are_kept(world: World) -> None:
-    """Whoever asks every night must not make the listener read a longer list each second; what waits is kept."""
+def test_one_that_failed_is_no_finding_once_another_one_has_replaced_it(world: SnapshotWorld) -> None:
+    """P16, P17: no command would clear that."""
+    wiring = world.term(start_from="now").wiring
+    records, operations = world.client[world.state]["snapshots"], Operations(wiring)
     world.orders.insert_one({"_id": 1})
-    term = world.term(start_from="now").begin()
-    records = world.client[world.state]["snapshots"]
-    states = {"done": 25, "stopped": 5, "failed": 3, "source gone": 2}
-    records.insert_many(
-        {
-            "_id": f"shop/{HANDLER}/{state} {number}",
-            "handler": HANDLER,
-            "state": state,
-            "since": datetime(2026, 1, 1 + number, tzinfo=UTC),
-        }
-        for state, count in states.items()
-        for number in range(count)
-    )
-    (asked,) = Operations(term.wiring).start_snapshot(HANDLER).run().fields["snapshots"]
-    left = Counter(each["state"] for each in records.find({"_id": {"$ne": asked["id"]}}))
-    assert left == {"done": 20, "failed": 3, "source gone": 2}
-    assert records.count_documents({"_id": f"shop/{HANDLER}/done 24"}) == 1
+
+    def is_failing() -> bool:
+        return "snapshot_failed" in [each.code for each in read_snapshot(wiring).findings]
+
+    operations.start_snapshot(HANDLER).run()
+    records.update_many({}, {"$set": {"state": "failed", "sentence": "no right"}})
+    assert is_failing()
+    operations.start_snapshot(HANDLER).run()
+    for state in ("running", "done", "stopped"):
+        records.update_one({"state": {"$ne": "failed"}}, {"$set": {"state": state}})
+        assert not is_failing()
+    records.update_one({"state": "stopped"}, {"$set": {"state": "failed"}})
+    assert is_failing()
+    assert operations.stop_snapshot(HANDLER, sources=[world.source]).run().fields["done"] == 1
+    assert not is_failing()
+
+
+def test_what_somebody_stopped_is_resumed_by_name_or_after_a_question(world: SnapshotWorld) -> None:
+    """P17: who resumes what has failed may know nothing of it."""
+    operations = Operations(world.term(start_from="now").wiring)
+    world.orders.insert_one({"_id": 1})
+    operations.start_snapshot(HANDLER).run()
+    operations.stop_snapshot(HANDLER).run()
+    plan = operations.resume_snapshot(HANDLER)
+    assert plan.question is not None
+    assert str(plan).endswith(plan.question), "Python asks nobody: what is printed says it"
+    assert (plan.plain()["question"], [each["state"] for each in plan.fields["parts"]]) == (plan.question, ["stopped"])
+    assert operations.resume_snapshot(HANDLER, sources=[world.source]).question is None
+    world.client[world.state]["snapshots"].update_many({}, {"$set": {"state": "failed"}})
+    assert operations.resume_snapshot(HANDLER).question is None

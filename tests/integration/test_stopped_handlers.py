@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,13 +15,13 @@ from pymongo.errors import AutoReconnect
 from redis import Redis
 
 from mongo_celery import Bridge, Change
-from mongo_celery.bridge.listener.listener import Listener
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.dead_letters import PARKED, Place, dead_letter, keep_change
 from mongo_celery.bridge.state.partitions import Partitions
 from tests.fixtures.process import wait_for
-from tests.integration.term_rig import around
+from tests.rig.listener import listening
+from tests.rig.term import around
 
 Document = dict[str, Any]
 
@@ -46,19 +45,13 @@ def third(_change: Change) -> None:
 
 def lead(bridge: Bridge, until: Callable[[BridgeSnapshot], object]) -> BridgeSnapshot:
     """Lead until the status fulfils a condition; the status then."""
-    listener = Listener(bridge.wiring)
-    thread = threading.Thread(target=listener.run)
-    thread.start()
 
     def found() -> BridgeSnapshot | None:
         status = read_snapshot(bridge.wiring)
         return status if status.leader and until(status) else None
 
-    try:
+    with listening(bridge):
         return wait_for(found)
-    finally:
-        listener.stop()
-        thread.join(60)
 
 
 @pytest.fixture
@@ -106,29 +99,6 @@ def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
     )
 
 
-def test_a_stopped_handler_is_led_once_nothing_is_under_way_by_its_old_rule(
-    bridge: Callable[..., Bridge], database: Database[Document], state_database: str
-) -> None:
-    """P17: without a restart, as after `changes resume`."""
-    lead(bridge((moved, region), (other, None)), lambda status: all(each.partitions for each in status.handlers))
-    paused = database.client[state_database]["partitions"]
-    mine = {"_id": {"$regex": "^shop/moved/"}}
-    paused.update_many(mine, {"$set": {"state": "paused"}})
-
-    stopped: list[BridgeSnapshot] = []
-
-    def is_led(status: BridgeSnapshot) -> bool:
-        first, second = status.handlers
-        assert second.state != "stopped"
-        if not stopped and first.state == "stopped":
-            stopped.append(status)
-            paused.update_many(mine, {"$set": {"state": "flowing"}})
-        return bool(stopped) and first.state != "stopped"
-
-    status = lead(bridge((moved, None), (other, None)), is_led)
-    assert status.handlers[0].state != "stopped"
-
-
 def test_a_dead_letter_of_a_stopped_handler_is_replayed(
     bridge: Callable[..., Bridge], database: Database[Document], redis_url: str, state_database: str
 ) -> None:
@@ -139,7 +109,7 @@ def test_a_dead_letter_of_a_stopped_handler_is_replayed(
     )
     state, hash_ = database.client[state_database], 2
     partition = state["partitions"].find_one({"_id": {"$regex": "^shop/moved/"}}) or {}
-    generation, fence = int(partition["partitioningTerm"]), int(partition["fencingToken"])
+    partitioning, fence = int(partition["partitioningTerm"]), int(partition["fencingToken"])
     parked = {"parkedKeys": [{"key": "k", "hash": Int64(hash_)}]}
     state["partitions"].update_one({"_id": partition["_id"]}, {"$set": parked})
     event: Document = {
@@ -157,7 +127,7 @@ def test_a_dead_letter_of_a_stopped_handler_is_replayed(
         error="as asked",
         traceback="",
         attempts=1,
-        place=Place(generation, 0, 1, fence, hash_),
+        place=Place(partitioning, 0, 1, fence, hash_),
         cause=PARKED,
     )
     state["dead_letters"].insert_one(letter)
@@ -165,7 +135,7 @@ def test_a_dead_letter_of_a_stopped_handler_is_replayed(
     stopped = bridge((moved, None), (other, None), partitions=1)
     replays, broker = stopped.wiring.store.replays, Redis.from_url(redis_url)
     name = letter["_id"]
-    assert replays.request(name, generation=generation, partition=0, hash_=hash_, over_newer=False) == "done"
+    assert replays.request(name, partitioning=partitioning, partition=0, hash_=hash_, over_newer=False) == "done"
     lead(stopped, lambda status: status.handlers[0].state == "stopped" and broker.llen("shop.0"))
 
 
@@ -183,7 +153,7 @@ def test_a_switch_without_an_answer_stops_no_other_handler_and_is_tried_again(
 
     lead(bridge((moved, region), (other, None)), lambda status: all(each.partitions for each in status.handlers))
     caplog.set_level(logging.INFO, "mongo_celery.listener")
-    around(monkeypatch, (Partitions, "retire"), lose, behind=True)
+    around(monkeypatch, (Partitions, "replace"), lose, behind=True)
     ended = {"layout_changed", "lease_lost"}
     lead(bridge((moved, None), (other, None)), lambda _: not ended.isdisjoint(logged()))
     assert [each for each in logged() if each in {"layout_failed", *ended}] == ["layout_failed", "layout_changed"]

@@ -21,8 +21,8 @@ from mongo_celery.bridge.state.subscriptions import build_start_move
 from mongo_celery.bridge.window import Refusal
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
-from tests.integration.parking_rig import parking_on
-from tests.integration.partition_rig import VERSION, token
+from tests.rig.changes import TERM, token
+from tests.rig.worker import worker_on
 
 Document = dict[str, Any]
 Shape = dict[str, str]
@@ -163,7 +163,7 @@ def test_the_page_names_all_that_is_there_for_a_time(
     mongo_client: MongoClient[Document], mongo_url: str, state_database: str
 ) -> None:
     """A replay and a change that wait, a change that is refused, and history that was given up."""
-    with parking_on(mongo_client, mongo_url, state_database) as parking:
+    with worker_on(mongo_client, mongo_url, state_database, failure_policy="park_key") as parking:
         rig, database = parking.rig, mongo_client[state_database]
         replays, found = rig.store.replays, dict[str, Document]()
 
@@ -177,7 +177,7 @@ def test_the_page_names_all_that_is_there_for_a_time(
         (letter,) = parking.find().letters
         parking.request(letter)
         for starts in range(2):
-            claim = rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=VERSION)
+            claim = rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=TERM)
             assert claim is not None
             assert replays.start(claim, letter.document_id, starts) is not None
             if starts == 0:
@@ -190,7 +190,7 @@ def test_the_page_names_all_that_is_there_for_a_time(
         found["partitions: retry.waiting"] = rig.document["retry"]["waiting"]
         data = token(3)["_data"]
         refused = StoredChange(data, b"", refusal=Refusal.because("no key"), token={"_data": data})
-        rig.store.backlog.insert(rig.where, [refused], VERSION)
+        rig.store.backlog.insert(rig.where, [refused], TERM)
         found["backlog: refusal"] = read("backlog")["refusal"]
         database["handlers"].update_one({}, {"$set": {"startAtOperationTime": Timestamp(1, 1)}})
         database["handlers"].update_one({}, build_start_move(Timestamp(2, 1), "now"))

@@ -14,26 +14,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bson.int64 import Int64
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import read_token
-from mongo_celery.bridge.listener import storing
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.stream.items import ReadError
 from mongo_celery.bridge.worker.envelope import Run
-from mongo_celery.errors import LeaseLostError
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import token_data
-from tests.integration import storing_rig
-from tests.integration.storing_rig import PARTITIONS, Term, change, number_of, terms
+from tests.rig.storing import PARTITIONS, StoringTerm, change, number_of, terms
 
 Document = dict[str, Any]
-Begin = Callable[..., Term]
+Begin = Callable[..., StoringTerm]
 APP = "spilling"
 _SECOND = 1.1
 _BEGUN, _ENDED = 6.0, 0.3
@@ -46,7 +42,7 @@ def begin(make_client: MakeClient, state_database: str) -> Iterator[Begin]:
     yield from terms(make_client(appName=APP), state_database)
 
 
-def halted(term: Term, *numbers: int) -> None:
+def halted(term: StoringTerm, *numbers: int) -> None:
     """A partition that halts at the first of these changes, with the others behind it."""
     term.read(*numbers)
     (run,) = term.dispatch()
@@ -54,7 +50,7 @@ def halted(term: Term, *numbers: int) -> None:
     term.look()
 
 
-def next_run(term: Term) -> Run:
+def next_run(term: StoringTerm) -> Run:
     """The next run that is due."""
     runs: list[Run] = []
 
@@ -96,7 +92,7 @@ def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
     assert events(caplog).count("spill_begun") == events(caplog).count("spill_ended") == 1
 
 
-def test_what_comes_behind_stored_changes_is_stored_too(begin: Begin) -> None:
+def test_what_comes_behind_stored_changes_is_stored_too_once_a_second(begin: Begin) -> None:
     """P13: in the order of the stream, and the watermark goes on."""
     term = begin()
     halted(term, 1, 2)
@@ -185,51 +181,6 @@ def test_a_partition_that_a_transaction_has_locked_holds_up_no_other(
     assert term.flush() == token_data(5)
 
 
-def test_a_mark_that_is_passed_is_cleared_when_its_partition_is_free(
-    begin: Begin, mongo_client: MongoClient[Document]
-) -> None:
-    """P12: nor does clearing wait for a lock."""
-    term = begin(lease_ttl=600.0)
-    halted(term, 1, 2)
-    term.store()
-    term.retry()
-    term.work(until=2)
-    with mongo_client.start_session() as session, session.start_transaction():
-        partitions = mongo_client[term.rig.database.name]["partitions"]
-        partitions.update_one({"_id": term.partition_id()}, {"$set": {"was": "x"}}, session=session)
-        for _ in range(3):
-            term.turn(_SECOND)
-        assert term.marked() == token_data(2)
-        session.commit_transaction()
-    term.turn_until(lambda: term.marked() is None)
-
-
-def test_a_term_that_is_over_marks_nothing(begin: Begin) -> None:
-    """P13: its inserts are harmless, and its successor reads the changes again."""
-    old = begin()
-    halted(old, 1, 2)
-    new = begin()
-    with pytest.raises(LeaseLostError):
-        old.storing.store(old.led, old.led.partitions[0], "halted")
-    assert (new.marked(), old.watermark) == (None, None)
-    new.retry()
-    new.read(1, 2)
-    assert new.work(until=2) == [1, 2]
-
-
-def test_the_next_term_runs_what_is_stored(begin: Begin) -> None:
-    """P13: what lies at or below the watermark is not read again; it is there."""
-    old = begin()
-    halted(old, *range(1, 151))
-    old.store()
-    assert old.flush() == token_data(150)
-    new = begin()
-    assert new.watermark == token_data(150)
-    new.read(151)
-    new.retry()
-    assert new.work(until=151) == list(range(1, 152))
-
-
 def test_what_is_read_again_holds_what_is_stored_behind_it(begin: Begin) -> None:
     """P2, P13: a term whose handler matches more reads a change that was not stored, before one that was."""
     old = begin()
@@ -260,8 +211,8 @@ def test_a_handler_that_matches_less_still_gets_what_was_stored(begin: Begin) ->
     assert new.work(until=3) == [1, 2, 3]
 
 
-def test_what_a_crash_has_left_without_a_mark_is_found_and_removed(begin: Begin) -> None:
-    """The bound holds for it, and nothing else would ever remove it."""
+def test_changes_that_a_crash_has_left_without_a_mark_are_found_and_removed(begin: Begin) -> None:
+    """P13: the bound holds for them, and nothing else would ever remove them."""
     old = begin()
     halted(old, 1, 2)
     stored = [StoredChange(token_data(number), change(number).raw) for number in (1, 2)]
@@ -304,13 +255,13 @@ def test_at_the_bound_nothing_more_is_stored_and_it_says_what_waits(
     kept = term.stored()
     assert 20 < len(kept) < 60, "the longest prefix that has room"
     assert (term.marked(), term.watermark) == (token_data(kept[-1]), token_data(kept[-1]))
-    sentence = term.storing.report()["spillWaits"]
+    sentence = term.storing.report()["storingWaits"]
     assert all(word in sentence for word in (term.partition_id(), "bytes", "spill_bytes"))
     assert events(caplog).count("spill_full") == 1
     term.retry()
     assert term.work(until=60) == list(range(1, 61))
     term.turn(_SECOND)
-    assert term.storing.report()["spillWaits"] is None
+    assert term.storing.report()["storingWaits"] is None
 
 
 def test_an_undeliverable_change_is_stored_also_at_the_bound(begin: Begin) -> None:
@@ -323,7 +274,7 @@ def test_an_undeliverable_change_is_stored_also_at_the_bound(begin: Begin) -> No
     term.turn_until(lambda: term.marked() == token_data(2))
     assert term.stored() == [1, 2], "what is behind it has no room"
     assert {(run.index, run.first) for run in term.dispatch()} >= {(1, 1)}
-    assert term.storing.report()["spillWaits"] is None
+    assert term.storing.report()["storingWaits"] is None
 
 
 def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> None:
@@ -377,22 +328,6 @@ def test_a_large_change_that_cannot_be_stored_keeps_its_own_partition_waiting(
     assert term.storing.report()["notStored"] == []
 
 
-def test_a_large_change_that_is_done_otherwise_keeps_no_listener_busy(begin: Begin, failpoint: Failpoint) -> None:
-    """P12: somebody has skipped it, while it could not be stored."""
-    term = begin(max_message_bytes=2000)
-    term.read(1, padding=3000)
-    assert term.dispatch() == []
-    with failpoint(failCommands=["insert"], errorCode=14031, appName=APP):
-        term.turn()
-        assert term.dispatch() == []
-    skipped = {"committed": Int64(1), "resumeToken": {"_data": token_data(1)}}
-    term.rig.partitions.update_one({"_id": term.partition_id()}, {"$set": skipped, "$inc": {"fencingToken": 1}})
-    term.look()
-    assert (term.dispatch(), term.stored()) == ([], [])
-    term.turn(_BEGUN)
-    assert term.storing.next_turn_time() == math.inf
-
-
 def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -407,10 +342,22 @@ def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     new.retry()
     new.turn_until(lambda: "stored_changes_missing" in events(caplog))
     assert (new.dispatch(), new.marked()) == ([], token_data(2))
-    assert new.storing.report()["spillMissing"] == ["record/0"]
+    assert new.storing.report()["storedMissing"] == ["record/0"]
     new.documents.insert_many(saved)
     assert new.work(until=2) == [1, 2]
     assert new.marked() is None or not new.led.backlogs
+
+
+def test_stored_changes_that_are_gone_after_others_are_reported(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    """P16: also where the ones before them were in memory when they were looked for."""
+    term = begin(run_size=1)
+    halted(term, 1, 2, 3)
+    term.store()
+    assert term.documents.delete_one({"_id": {"$regex": token_data(3)}}).deleted_count == 1
+    term.retry()
+    assert term.work(until=2) == [1, 2]
+    term.turn_until(lambda: "stored_changes_missing" in events(caplog))
+    assert (term.dispatch(), term.marked()) == ([], token_data(3))
 
 
 def test_a_watermark_far_back_in_the_oplog_is_freed(begin: Begin) -> None:
@@ -446,7 +393,7 @@ def test_what_is_stored_takes_no_memory(begin: Begin) -> None:
     assert term.ran == list(range(1, last + 1))
 
 
-def refused(term: Term, number: int, *behind: int) -> None:
+def refused(term: StoringTerm, number: int, *behind: int) -> None:
     """A partition that halts at an undeliverable change, with others behind it; all of them are stored."""
     term.led.ingest_item(replace(change(number), read_error=ReadError("match fails on it")))
     term.read(*behind)
@@ -560,23 +507,6 @@ def test_a_change_that_was_undeliverable_and_is_done_is_not_run_where_the_correc
     new.turn_until(lambda: not new.stored())
 
 
-@pytest.mark.parametrize("is_read_again", [True, False], ids=["read again", "behind the watermark"])
-def test_a_change_that_was_read_with_less_stays_undeliverable_unless_it_is_read_again(
-    begin: Begin, *, is_read_again: bool
-) -> None:
-    """P16: its bytes are not what the handler asks for; those of a new reading replace them."""
-    old = begin()
-    refused(old, 1, 2, 3)
-    if not is_read_again:
-        assert old.flush() == token_data(3)
-    new = begin()
-    new.retry()
-    new.read(*((1, 2, 3) if is_read_again else ()))
-    new.pass_over(4)
-    run = next_run(new)
-    assert (run.first, run.refusal is None) == (1, is_read_again)
-
-
 def test_a_backlog_of_one_document_is_stored_for_two_buffers_a_minute_and_no_more(begin: Begin) -> None:
     """Most of a normal backlog is not stored: once it was read on in vain, for two buffers, it waits."""
     bound, turns = 50_000, 200
@@ -594,64 +524,6 @@ def test_a_backlog_of_one_document_is_stored_for_two_buffers_a_minute_and_no_mor
     assert bound / 2 < size <= bound * (3 + 2 * turns * _SECOND / 60)
 
 
-def test_a_full_buffer_is_stored_until_it_is_half_empty(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest first; the rest stays in memory, however many partitions have something."""
-    monkeypatch.setattr(storing_rig, "PARTITIONS", 3)
-    term = begin(run_size=1, buffer_bytes=50_000)
-    term.read(1, index=2)
-    term.work(until=1)
-    term.dispatch()
-    for number in range(2, 50):
-        term.read(number, index=0 if number < 45 else 1, padding=1500)
-    assert term.storing.is_full
-    for _ in range(4):
-        term.turn(_SECOND)
-    assert (bool(term.stored(0)), term.stored(1)) == (True, [])
-
-
-def test_an_idle_partition_that_takes_in_nothing_has_nothing_stored_for_it(begin: Begin) -> None:
-    """P12: it waits for its handler's new partitions, not for the stream."""
-    term = begin(run_size=1, buffer_bytes=50_000)
-    term.read(1, index=1)
-    term.work(until=1)
-    term.dispatch()
-    for number in range(2, 50):
-        term.read(number, padding=1500)
-    assert term.storing.is_full
-    term.led.is_draining = True
-    for _ in range(4):
-        term.turn(_SECOND)
-    assert not term.stored()
-    term.led.is_draining = False
-    term.turn_until(term.stored)
-
-
-def test_what_was_stored_before_with_other_bytes_runs_with_these(begin: Begin) -> None:
-    """P13: an event may have another look-up when it is read again; what was read first is as good."""
-    old = begin()
-    halted(old, 1, 2)
-    first = StoredChange(token_data(1), change(1, padding=9).raw)
-    old.rig.store.backlog.insert(old.partition_id(), [first], old.rig.version)
-    new = begin()
-    new.read(1, 2)
-    new.turn()
-    new.turn(_BEGUN)
-    new.retry()
-    assert next_run(new).changes[0] == first.raw
-
-
-def test_stored_changes_that_are_gone_behind_others_are_told(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
-    """P16: also where the ones before them were in memory when they were looked for."""
-    term = begin(run_size=1)
-    halted(term, 1, 2, 3)
-    term.store()
-    term.documents.delete_one({"_id": {"$regex": token_data(3)}})
-    term.retry()
-    assert term.work(until=2) == [1, 2]
-    term.turn_until(lambda: "stored_changes_missing" in events(caplog))
-    assert (term.dispatch(), term.marked()) == ([], token_data(3))
-
-
 def test_nothing_is_read_back_before_a_partition_was_seen(begin: Begin) -> None:
     """P13: a session that has seen nothing may be answered by a deposed primary, which has other changes, or none."""
     old = begin()
@@ -664,18 +536,3 @@ def test_nothing_is_read_back_before_a_partition_was_seen(begin: Begin) -> None:
     assert not new.in_memory()
     new.turn()
     assert len(new.in_memory()) == 2
-
-
-def test_at_the_bound_the_listener_is_not_kept_busy(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P12: however many partitions wait for room, they are judged once a round, and all others are dispatched."""
-    monkeypatch.setattr(storing, "_TURN_SECONDS", 0.0)
-    term = begin(spill_bytes=1)
-    for index in (0, 1):
-        halted(term, 1 + index) if index == 0 else term.read(2, index=1)
-    for run in term.dispatch():
-        term.halt(run)
-    term.look()
-    term.turn()
-    term.turn(_BEGUN)
-    assert term.storing.waits
-    assert term.storing.next_turn_time() == math.inf

@@ -16,16 +16,16 @@ from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.errors import LeaseLostError
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.samples import token_data
-from tests.integration.storing_rig import RefusedError, Term, terms
-from tests.integration.term_rig import KilledError, around
+from tests.rig.storing import RefusedError, StoringTerm, terms
+from tests.rig.term import KilledError, around
 
-Begin = Callable[..., Term]
+Begin = Callable[..., StoringTerm]
 STEPS: list[tuple[type, str]] = [
     (Backlog, "insert"),
-    (Partitions, "mark_spilled"),
+    (Partitions, "mark_stored"),
     (Subscriptions, "advance_all"),
     (Backlog, "outline"),
-    (Partitions, "clear_spilled"),
+    (Partitions, "clear_stored"),
 ]
 _NAMES = [name for _, name in STEPS]
 _FIRST, _LAST = 12, 20
@@ -57,13 +57,13 @@ class Life:
         term.halt(run)
         self.first = term
 
-    def next(self) -> Term:
+    def next(self) -> StoringTerm:
         """The next term, as it begins."""
         term = self._begin(run_size=5)
         term.ran = self.ran
         return term
 
-    def live(self, term: Term) -> None:
+    def live(self, term: StoringTerm) -> None:
         """Do in one term all that is left to be done: store, let it be retried, run, clear and remove."""
         self._store(term)
         term.look()
@@ -76,7 +76,7 @@ class Life:
         term.flush()
         term.look()
 
-    def _store(self, term: Term) -> None:
+    def _store(self, term: StoringTerm) -> None:
         seen = term.watermark or ""
         term.read(*[number for number in range(1, _FIRST + 1) if token_data(number) > max(seen, term.image().data)])
         term.turn()

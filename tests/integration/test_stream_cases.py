@@ -1,14 +1,14 @@
 """
 The cases of the drivers' change stream specification, as a bridge has to hold them.
 
-`docs/change-streams.md` lists them.
+`tests/change-stream-cases.md` lists them.
 
 A reader reads as a listener's does, and `Selector` and `Change` show what a handler would get.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import datetime
@@ -21,7 +21,6 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
-from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
 
 from mongo_celery.bridge.change import Change, decode_event
 from mongo_celery.bridge.partitioning import Partitioner, document_key
@@ -30,33 +29,14 @@ from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
 from mongo_celery.bridge.stream.reader import StreamReader
 from mongo_celery.bridge.stream.source import make_scope, resolve_selectors
 from tests.fixtures.process import wait_for
-from tests.integration.stream_rig import APP_NAME, Reading, now, selector_of
+from tests.rig.commands import CommandRecorder
+from tests.rig.stream import APP_NAME, StreamReading, now, selector_of
 
 Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
 
 
-class Commands(CommandListener):
-    """The commands that a stream sends, in their order."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, Mapping[str, Any]]] = []
-
-    def started(self, event: CommandStartedEvent) -> None:
-        self.sent.append((event.database_name, event.command))
-
-    def succeeded(self, event: CommandSucceededEvent) -> None:
-        pass
-
-    def failed(self, event: CommandFailedEvent) -> None:
-        pass
-
-    def of(self, name: str) -> list[tuple[str, Mapping[str, Any]]]:
-        """All commands of a name, with their database."""
-        return [(database, command) for database, command in self.sent if next(iter(command)) == name]
-
-
-class Watching(Reading):
+class Watching(StreamReading):
     """The stream of a bridge with one handler, from now on, and what the handler would get of it."""
 
     def __init__(
@@ -66,14 +46,13 @@ class Watching(Reading):
         *,
         operations: Any = None,
         comment: Any = "a test",
-        batch_size: int | None = None,
         pipeline: Sequence[Document] = (),
         **options: Any,
     ) -> None:
         client = collection.database.client
         asked = [selector_of(target or collection.full_name, operations=operations)]
         scope = replace(make_scope(asked, state_database="state_of_nobody", **options), last=tuple(pipeline))
-        self.commands = Commands()
+        self.commands = CommandRecorder()
         self._collection = collection
         (self.selector,) = resolve_selectors(asked, Bookkeeping())
         address = "{}:{}".format(*(client.address or ("", 0)))
@@ -83,8 +62,6 @@ class Watching(Reading):
             scope,
             now(client),
             deliver=self._take,
-            room=1000,
-            batch_size=batch_size,
             comment=comment,
         )
 
@@ -386,81 +363,3 @@ def test_images_come_as_they_are_asked_for(
 
 def _is_refusal(item: Item) -> bool:
     return isinstance(item, Failed) or (isinstance(item, ChangeEvent) and item.read_error is not None)
-
-
-# -- resuming ----------------------------------------------------------------------------------------
-
-RESUMABLE = {
-    "HostUnreachable": 6,
-    "HostNotFound": 7,
-    "NetworkTimeout": 89,
-    "ShutdownInProgress": 91,
-    "PrimarySteppedDown": 189,
-    "ExceededTimeLimit": 262,
-    "SocketException": 9001,
-    "NotWritablePrimary": 10107,
-    "InterruptedAtShutdown": 11600,
-    "InterruptedDueToReplStateChange": 11602,
-    "NotPrimaryNoSecondaryOk": 13435,
-    "NotPrimaryOrSecondary": 13436,
-    "StaleShardVersion": 63,
-    "StaleEpoch": 150,
-    "RetryChangeStream": 234,
-    "FailedToSatisfyReadPreference": 133,
-    "of unknown kind": 50,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("code", RESUMABLE.values(), ids=RESUMABLE.keys())
-@pytest.mark.parametrize("labels", [["ResumableChangeStreamError"], []], ids=["labelled", "bare"])
-def test_an_error_of_a_read_is_resumed_from(
-    orders: Collection[Document], failpoint: Failpoint, code: int, labels: list[str]
-) -> None:
-    """By its label or by its code; where a driver would raise, the bridge opens the stream again."""
-    _resume_after(orders, failpoint(**_A_READ, errorCode=code, errorLabels=labels))
-
-
-@pytest.mark.parametrize(
-    "failure",
-    [
-        {"errorCode": 6, "errorLabels": ["ResumableChangeStreamError"]},
-        {"errorCode": 6, "errorLabels": []},
-        {"errorCode": 43},
-        {"errorCode": 216},
-        {"closeConnection": True},
-    ],
-    ids=["labelled", "not labelled", "cursor not found", "election in progress", "network"],
-)
-def test_a_read_that_fails_is_resumed_from(
-    orders: Collection[Document], failpoint: Failpoint, failure: Document
-) -> None:
-    """One of each kind; where a driver would raise, the bridge opens the stream again."""
-    _resume_after(orders, failpoint(**_A_READ, **failure))
-
-
-_A_READ: Document = {"failCommands": ["getMore"], "appName": APP_NAME, "mode": {"times": 1}}
-
-
-def _resume_after(orders: Collection[Document], failure: AbstractContextManager[None]) -> None:
-    with failure, Watching(orders) as watching:
-        orders.insert_one({"_id": 1})
-        watching.wait_for_keys(1)
-        opened = wait_for(lambda: watching.commands.of("aggregate")[1:])
-        orders.insert_one({"_id": 2})
-        watching.wait_for_keys(1, 2)
-    begin = opened[-1][1]["pipeline"][0]["$changeStream"]
-    assert {"resumeAfter", "startAfter", "startAtOperationTime"} & set(begin)
-
-
-def test_reads_that_fail_one_after_the_other_repeat_and_lose_nothing(
-    orders: Collection[Document], failpoint: Failpoint
-) -> None:
-    """With few events a read, so that hardly one comes between the failures."""
-    cut = failpoint(failCommands=["getMore"], appName=APP_NAME, mode={"times": 2}, closeConnection=True)
-    with cut, Watching(orders, batch_size=1) as watching:
-        for number in range(3):
-            orders.insert_one({"_id": number})
-        watching.wait_for_keys(0, 1, 2)
-    assert watching.commands.of("aggregate")[0][1]["cursor"]["batchSize"] == 0, "opening alone reads nothing"
-    assert {read["batchSize"] for _, read in watching.commands.of("getMore")} == {1}

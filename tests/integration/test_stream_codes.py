@@ -16,13 +16,14 @@ import pytest
 from pymongo.collection import Collection
 from pymongo.database import Database
 
-from mongo_celery.bridge.stream.reactions import UNKNOWN_LIMIT
 from mongo_celery.bridge.stream.reader import PAUSES
+from mongo_celery.bridge.stream.verdicts import UNKNOWN_LIMIT
 from mongo_celery.errors import HistoryLostError, MongoCeleryError, StreamRefusedError
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import Code, Verdict
 from tests.fixtures.process import wait_for
-from tests.integration.stream_rig import APP_NAME, SHORT_PAUSES, Commands, Reading, now, scope_on
+from tests.rig.commands import CommandRecorder
+from tests.rig.stream import APP_NAME, SHORT_PAUSES, StreamReading, now, scope_on
 
 Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
@@ -45,18 +46,18 @@ def items(database: Database[Document]) -> Collection[Document]:
 
 
 @pytest.fixture
-def commands() -> Commands:
+def commands() -> CommandRecorder:
     """Give a list of what the reader's client sends."""
-    return Commands()
+    return CommandRecorder()
 
 
 @pytest.fixture
-def read(mongo_url: str, items: Collection[Document], commands: Commands) -> Callable[..., Reading]:
+def read(mongo_url: str, items: Collection[Document], commands: CommandRecorder) -> Callable[..., StreamReading]:
     """Give a reader of that collection from now on, to be started by `with`."""
 
-    def make(pauses: Pauses = SHORT_PAUSES) -> Reading:
+    def make(pauses: Pauses = SHORT_PAUSES) -> StreamReading:
         position = now(items.database.client)
-        return Reading(mongo_url, scope_on(items.full_name), position, pauses=pauses, commands=commands)
+        return StreamReading(mongo_url, scope_on(items.full_name), position, pauses=pauses, commands=commands)
 
     return make
 
@@ -74,9 +75,9 @@ def reopenings(caplog: pytest.LogCaptureFixture) -> list[Any]:
 )
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])
 def test_a_transient_error_is_resumed(
-    read: Callable[..., Reading],
+    read: Callable[..., StreamReading],
     items: Collection[Document],
-    commands: Commands,
+    commands: CommandRecorder,
     failpoint: Failpoint,
     caplog: pytest.LogCaptureFixture,
     command: str,
@@ -123,9 +124,9 @@ LASTING: dict[str, Document] = {
 
 @pytest.mark.parametrize("data", LASTING.values(), ids=LASTING.keys())
 def test_a_getmore_error_is_resumed(
-    read: Callable[..., Reading],
+    read: Callable[..., StreamReading],
     items: Collection[Document],
-    commands: Commands,
+    commands: CommandRecorder,
     failpoint: Failpoint,
     caplog: pytest.LogCaptureFixture,
     data: Document,
@@ -152,7 +153,10 @@ def test_a_getmore_error_is_resumed(
 
 
 def test_a_lasting_error_opens_the_stream_at_most_once_a_second(
-    read: Callable[..., Reading], failpoint: Failpoint, caplog: pytest.LogCaptureFixture, commands: Commands
+    read: Callable[..., StreamReading],
+    failpoint: Failpoint,
+    caplog: pytest.LogCaptureFixture,
+    commands: CommandRecorder,
 ) -> None:
     """P15: by the pauses that are the default, whatever chance takes away from them."""
     assert min(PAUSES.nth(count) for count in range(1000)) >= 1.0
@@ -170,11 +174,11 @@ def test_a_lasting_error_opens_the_stream_at_most_once_a_second(
 
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])
 def test_a_final_error_ends_with_code_name_and_cure(
-    read: Callable[..., Reading], commands: Commands, failpoint: Failpoint, command: str
+    read: Callable[..., StreamReading], commands: CommandRecorder, failpoint: Failpoint, command: str
 ) -> None:
     """P9: each of the codes; after a few openings at most, and whatever the error might be about."""
     for code in FINAL:
-        commands.names.clear()
+        commands.sent.clear()
         with failpoint(failCommands=[command], appName=APP_NAME, errorCode=code), read() as reading:
             error = reading.wait_for_failure()
         assert f"{code.name}, code {code.value}" in str(error), code
@@ -184,7 +188,7 @@ def test_a_final_error_ends_with_code_name_and_cure(
 
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])
 def test_an_aggregate_error_is_named_when_nobody_knows_it(
-    read: Callable[..., Reading], commands: Commands, failpoint: Failpoint, command: str
+    read: Callable[..., StreamReading], commands: CommandRecorder, failpoint: Failpoint, command: str
 ) -> None:
     """P9: an error of unknown kind is tried a few times, with pauses, and then ends with what is known of it."""
     with failpoint(failCommands=[command], appName=APP_NAME, errorCode=4711), read() as reading:
@@ -197,7 +201,7 @@ def test_an_aggregate_error_is_named_when_nobody_knows_it(
 
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])
 def test_a_token_that_is_never_found_is_tried_once_by_its_time(
-    read: Callable[..., Reading],
+    read: Callable[..., StreamReading],
     items: Collection[Document],
     failpoint: Failpoint,
     caplog: pytest.LogCaptureFixture,
@@ -230,7 +234,7 @@ def test_lost_history_that_is_lost_again_elsewhere_is_paced_across_readers(
     with failpoint(failCommands=["getMore"], appName=APP_NAME, errorCode=286):
         for number in range(3):
             scope, position = scope_on(items.full_name), now(items.database.client)
-            with Reading(mongo_url, scope, position, pauses=pauses, status=status) as reading:
+            with StreamReading(mongo_url, scope, position, pauses=pauses, status=status) as reading:
                 assert isinstance(reading.wait_for_failure(), HistoryLostError)
             status = replace(reading.reader.status)
             assert made == list(range(number))
@@ -238,7 +242,7 @@ def test_lost_history_that_is_lost_again_elsewhere_is_paced_across_readers(
 
 
 def test_a_token_that_is_found_later_loses_nothing(
-    read: Callable[..., Reading], items: Collection[Document], failpoint: Failpoint
+    read: Callable[..., StreamReading], items: Collection[Document], failpoint: Failpoint
 ) -> None:
     """P1: read by time, what was read before comes again and is known; the token is asked for behind it only."""
     with read() as reading:

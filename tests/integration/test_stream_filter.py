@@ -21,10 +21,9 @@ from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.filter import ALL, EXPANDED_OPERATIONS, MOVES
 from mongo_celery.bridge.stream.source import Selector, make_scope, resolve_selectors
 from mongo_celery.mongo.oplog import operation_time, time_of_token
-from tests.integration.stream_rig import Reading, now, scope_on, selector_of
+from tests.rig.stream import StreamReading, now, scope_on, selector_of
 
 Document = dict[str, Any]
-Events = Sequence[Mapping[str, Any]]
 
 _ODD = "päck.ed-^1 (x)"
 _CLASSIC = {"insert", "update", "replace", "delete", "drop", "rename", "dropDatabase"}
@@ -200,20 +199,6 @@ def test_every_event_that_passes_can_be_resumed_from(world: World, kind: str) ->
         assert _places(rest) == _places(found[place:])
 
 
-def test_changes_that_only_another_handler_wants_of_another_collection_do_not_pass(world: World) -> None:
-    """P12: the inserts of one and the updates of another, and of neither the rest."""
-    selectors = [
-        world.selector("A.orders", name="a", operations={"insert"}),
-        world.selector("A.invoices", name="b", operations={"update"}),
-    ]
-    scope = make_scope(selectors, state_database=world.names["STATE"])
-
-    found = world.read(scope.find_target(world.client), scope.pipeline, expanded=False)
-
-    kinds = {(event["ns"].get("coll"), event["operationType"]) for event in found}
-    assert {(name, kind) for name, kind in kinds if kind not in MOVES} == {("orders", "insert"), ("invoices", "update")}
-
-
 def test_a_match_is_computed_for_the_changes_of_its_own_handler_only(
     mongo_url: str, mongo_client: MongoClient[Document], database: Database[Document]
 ) -> None:
@@ -222,7 +207,7 @@ def test_a_match_is_computed_for_the_changes_of_its_own_handler_only(
     sums = selector_of(f"{database.name}.orders", name="sums", operations={"insert"}, match=match)
     others = selector_of(f"{database.name}.orders", f"{database.name}.names", name="others")
     scope = make_scope([sums, others], state_database="none")
-    with Reading(mongo_url, scope, now(mongo_client)) as reading:
+    with StreamReading(mongo_url, scope, now(mongo_client)) as reading:
         database["names"].insert_one({"_id": 1, "n": "a text, to which nothing can be added"})
         database["orders"].insert_one({"_id": 2, "n": 7})
         database["orders"].update_one({"_id": 2}, {"$set": {"n": "another text"}})
@@ -269,7 +254,7 @@ def test_a_dropped_database_of_which_single_collections_are_watched_is_read_on(
     scope = scope_on(f"{database.name}.orders", f"{database.name}.invoices")
     assert (scope.database, scope.collection) == (database.name, None)
     database["orders"].insert_one({"_id": 0})
-    with Reading(mongo_url, scope, now(mongo_client)) as reading:
+    with StreamReading(mongo_url, scope, now(mongo_client)) as reading:
         database["invoices"].insert_one({"_id": 1})
         mongo_client.drop_database(database)
         database["orders"].insert_one({"_id": 2})

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pymongo import monitoring
 from pymongo.errors import AutoReconnect, OperationFailure, PyMongoError
 
 from mongo_celery.mongo.table import Table
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
+from tests.rig.commands import CommandRecorder
 
 Document = dict[str, Any]
 APP = "table"
@@ -29,23 +29,6 @@ CALLS: dict[str, Callable[[Table], object]] = {
     "find_and_update_unretried": lambda table: table.find_and_update_unretried({"_id": 1}, {"$set": {"a": 1}}, {}),
 }
 RETRIED = {"update": True, "find_and_update": True, "update_unretried": False, "find_and_update_unretried": False}
-
-
-class Aggregations(monitoring.CommandListener):
-    """Notes for each aggregation whether it may use the disk. None where it says nothing of that."""
-
-    def __init__(self) -> None:
-        self.on_disk: list[bool | None] = []
-
-    def started(self, event: monitoring.CommandStartedEvent) -> None:
-        if event.command_name == "aggregate":
-            self.on_disk.append(event.command.get("allowDiskUse"))
-
-    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
-        """Nothing to note."""
-
-    def failed(self, event: monitoring.CommandFailedEvent) -> None:
-        """Nothing to note."""
 
 
 @pytest.fixture
@@ -120,8 +103,8 @@ def test_whether_a_guard_matched_is_told(make_table: Callable[[float], Table]) -
 
 def test_only_an_aggregation_that_sorts_asks_for_the_disk(make_client: MakeClient, database: Any) -> None:
     """Shared clusters of Atlas refuse whatever asks for it, by an error that looks like a refused login."""
-    asked = Aggregations()
+    asked = CommandRecorder()
     table = Table(make_client(event_listeners=[asked])[database.name]["rows"], 5)
     table.aggregate([{"$match": {}}, {"$set": {"a": 1}}])
     table.aggregate([{"$match": {}}, {"$sort": {"a": 1}}])
-    assert asked.on_disk == [None, True]
+    assert [each.get("allowDiskUse") for each in asked.named("aggregate")] == [None, True]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,18 +16,19 @@ from bson import Timestamp
 from bson.int64 import Int64
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure
-from pymongo.monitoring import CommandListener, CommandStartedEvent
 
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition
-from mongo_celery.bridge.listener.takeover import LockedPartitions, Takeover
+from mongo_celery.bridge.listener.poller import LockedPartitions
+from mongo_celery.bridge.listener.takeover import Takeover
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.claims import record_session
 from mongo_celery.mongo.table import Table
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
-from tests.integration.repartition_rig import NAME, Shop
-from tests.integration.term_rig import BRIDGE, TermRig, begin_term, mark_at
+from tests.rig.commands import CommandRecorder
+from tests.rig.repartitioning import NAME, TermsOfShop
+from tests.rig.term import BRIDGE, TermRig, begin_term, mark_at
 
 Document = dict[str, Any]
 
@@ -37,22 +37,6 @@ SLOW = "slow"
 _PLACE = mark_at(Timestamp(1000, 5))
 _LATER = mark_at(Timestamp(1000, 9))
 _PARTITIONS = 4
-
-
-class Calls(CommandListener):
-    """Counts the commands of a client."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def started(self, event: CommandStartedEvent) -> None:
-        self.count += event.command_name not in {"hello", "endSessions"}
-
-    def succeeded(self, event: object) -> None:
-        """Nothing to count."""
-
-    def failed(self, event: object) -> None:
-        """Nothing to count."""
 
 
 @contextmanager
@@ -87,16 +71,16 @@ def calls_of(make_client: MakeClient, state_database: str) -> Callable[[int, str
     """Give what counts the commands of each step of a term with so many handlers."""
 
     def count(handlers: int, step: str) -> dict[str, int]:
-        calls = Calls()
-        client = make_client(event_listeners=[calls])
+        commands = CommandRecorder()
+        client = make_client(event_listeners=[commands])
         names = names_of(handlers)
         found: dict[str, int] = {}
 
         @contextmanager
         def counted(name: str) -> Iterator[None]:
-            before = calls.count
+            before = len(commands.names)
             yield
-            found[name] = calls.count - before
+            found[name] = len(commands.names) - before
 
         database = f"{state_database}_{step}"
         try:
@@ -172,23 +156,6 @@ def test_many_locked_partitions_are_found_among_very_many(
     assert not _left(rig)
 
 
-def test_however_short_the_time_what_is_free_is_won_in_the_end(
-    begin: Callable[[], TermRig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P12: on a machine on which no more than a first attempt, with a lock in it, fits into the time."""
-    monkeypatch.setattr("mongo_celery.bridge.state.partitions._WINNING_SECONDS", 0.0)
-    begin().take_over()
-    rig = begin()
-    locked = {rig.partition_id("record", 0), rig.partition_id("audit", 2)}
-    with open_transaction(rig.database.client, rig.database.name, *locked):
-
-        def all_others_are_won() -> bool:
-            rig.store.partitions.win(_left(rig), rig.version)
-            return _left(rig) <= locked
-
-        wait_for(all_others_are_won)
-
-
 @pytest.fixture
 def slow(failpoint: Failpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
     """Give what makes every write longer than the short times, and far shorter than a call may take."""
@@ -197,32 +164,16 @@ def slow(failpoint: Failpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
     return lambda: failpoint(appName=SLOW, **writes)
 
 
-def test_a_server_that_is_slow_is_taken_for_no_lock(
+def test_a_slow_server_is_not_mistaken_for_locks(
     make_client: MakeClient, state_database: str, slow: Callable[[], AbstractContextManager[None]]
 ) -> None:
-    """P12: no write is as quick as one that meets no lock should be; all are mine after the take-over."""
+    """P12: no write is as quick as one that meets no lock should be; all partitions are won by the take-over."""
     client = make_client(appName=SLOW)
     begin_term(client, state_database, _PARTITIONS, names_of(_MANY)).take_over()
     rig = begin_term(client, state_database, _PARTITIONS, names_of(_MANY))
     with slow():
         rig.take_over()
     assert not _left(rig)
-
-
-def test_a_lock_is_gone_around_on_a_slow_server_too(
-    make_client: MakeClient, state_database: str, slow: Callable[[], AbstractContextManager[None]]
-) -> None:
-    """P12: not all at once, since each refusal takes its time; repeating it reaches everything that is free."""
-    client = make_client(appName=SLOW)
-    begin_term(client, state_database, _PARTITIONS).take_over()
-    rig = begin_term(client, state_database, _PARTITIONS)
-    with open_transaction(client, state_database, rig.partition_id("record", 2)), slow():
-
-        def all_others_are_won() -> bool:
-            rig.store.partitions.win(_left(rig), rig.version)
-            return _left(rig) == {rig.partition_id("record", 2)}
-
-        wait_for(all_others_are_won)
 
 
 def _left(rig: TermRig) -> set[str]:
@@ -310,28 +261,9 @@ def test_what_an_older_term_commits_in_a_locked_partition_counts(begin: Callable
     assert partition.next_sequence == 2
 
 
-def test_a_position_that_an_older_term_moves_is_seen_before_the_partition_is_won(begin: Callable[[], TermRig]) -> None:
-    """P5: the watermark may pass what is committed, whoever has committed it, and nothing else."""
-    before = begin()
-    before.take_over()
-    rig = begin()
-    with open_transaction(rig.database.client, rig.database.name, rig.partition_id("record", 0)):
-        takeover = rig.take_over()
-    subscription = next(each for each in rig.led(takeover, {}) if each.name == "record")
-    partition = subscription.partitions[0]
-    (image,) = rig.store.partitions.look([rig.partition_id("record", 0)])
-    assert subscription.observe(image, time.monotonic()).value == "wait"
-    moved = replace(image, committed=1, token=_PLACE.token, data=_PLACE.data)
-    assert subscription.observe(moved, time.monotonic()).value == "ended"
-    assert partition.in_flight is not None
-    assert partition.in_flight.first == 2
-    later = replace(moved, term=rig.version + 1)
-    assert subscription.observe(later, time.monotonic()).value == "superseded"
-
-
 def test_repartitioning_waits_for_a_locked_partition(mongo_client: MongoClient[Document], state_database: str) -> None:
     """P2, P16: what an older term may still commit there lies before the place at which the new partitions begin."""
-    shop = Shop(mongo_client, state_database)
+    shop = TermsOfShop(mongo_client, state_database)
     before = shop.begin(_PARTITIONS)
     with open_transaction(mongo_client, state_database, before.rig.partition_id(NAME, 0)):
         term = shop.begin(_PARTITIONS + 1)

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of `mongo_celery.testing` run as they are printed."""
+"""The examples in the docstrings of `mongo_celery.testing` and `mongo_celery.embedded` run as they are printed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery import testing
+from mongo_celery import embedded, testing
+
+PUBLIC = {name: getattr(module, name) for module in (testing, embedded) for name in module.__all__}
 
 SHOP = """
 import os
@@ -51,7 +53,7 @@ def move(session, *, order, status):
 
 def example_of(name: str) -> str:
     """Return the code of the first block in a docstring."""
-    text = f"{inspect.getdoc(getattr(testing, name))}\n"
+    text = f"{inspect.getdoc(PUBLIC[name])}\n"
     found = re.search(r"^::\n\n((?:(?:    .*)?\n)+)", text, re.MULTILINE)
     assert found, f"{name} has no example"
     return textwrap.dedent(found[1])
@@ -68,9 +70,8 @@ def shop(
     monkeypatch.setenv("MONGODB_URL", mongo_url)
     found = importlib.import_module("shop")
     try:
-        public = {name: getattr(testing, name) for name in testing.__all__}
-        yield {**vars(found), **public, "url": mongo_url, "broker_url": redis_url, "directory": tmp_path}
-        found.outbox.backing.close()
+        yield {**vars(found), **PUBLIC, "url": mongo_url, "broker_url": redis_url, "directory": tmp_path}
+        found.outbox.runtime.close()
         found.client.close()
         with MongoClient[dict[str, Any]](mongo_url) as client:
             client.drop_database(f"{database.name}_state")
@@ -78,7 +79,7 @@ def shop(
         del sys.modules["shop"]
 
 
-@pytest.mark.parametrize("name", testing.__all__)
+@pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_an_example_runs(name: str, shop: dict[str, Any]) -> None:
     """Every public name has one."""
     exec(compile(example_of(name), name, "exec"), shop)

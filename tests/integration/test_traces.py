@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,25 +18,18 @@ from opentelemetry.trace import SpanKind
 from pymongo.database import Database
 
 from mongo_celery import Event
-from mongo_celery.bridge.listener.dispatcher import Dispatch, Dispatcher
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.worker.envelope import Carrier, Run
-from mongo_celery.outbox.entries import FIELD
+from mongo_celery.outbox.pending import FIELD
 from tests.fixtures.messages import body_of
+from tests.fixtures.publishing import make_dispatch, make_publisher
 from tests.fixtures.redis import MakeRedis
 from tests.fixtures.samples import verify_run
-from tests.integration.outbox_rig import Message, Rig, opened, pending
+from tests.rig.outbox import Message, Rig, pending
 
 Document = dict[str, Any]
 
 _KEY = b"k" * 32
-
-
-@pytest.fixture
-def rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
-    with opened(database, redis_url) as made:
-        yield made
 
 
 def request() -> Any:
@@ -153,11 +145,12 @@ def dispatched(server: Any, run: Run, *, commits: bool = True) -> Message:
     """What a listener has sent for a run."""
     app = Celery("shop", broker=server.url, set_as_current=False)
     options = BridgeOptions(name="shop", partitions=4, queues=1)
-    dispatcher = Dispatcher(app, options, lambda: Sealing(_KEY, "here"), ["shop.0"])
-    done = dispatcher.publish([Dispatch(run, "shop.bill", 2, "(1)", "shop.0", commits=commits)])
-    dispatcher.close()
+    publisher = make_publisher(app, options, ["shop.0"], _KEY)
+    dispatch = make_dispatch(run, "shop.bill", "shop.0", commits=commits)
+    dispatch.partition.attempt = 2
+    assert publisher.publish([dispatch])
+    publisher.close()
     app.close()
-    assert (len(done.sent), done.failure) == (1, None)
     with redis.Redis.from_url(server.url) as client:
         raw: Any = client.rpop("shop.0")
     found = json.loads(raw)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -24,12 +25,11 @@ from pymongo.database import Database
 from pymongo.errors import InvalidOperation
 from pymongo.uri_parser import parse_uri
 
-from mongo_celery import OutboxCollection, TwoPhaseCommit
+from mongo_celery import OutboxCollection
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, current, transactional
 from mongo_celery.mongo.transaction import ending
 from mongo_celery.mongo.transaction.scopes import TransactionScope
-from mongo_celery.twophase.steps import STEP_TASK
 from tests.fixtures.forking import fork, holds_after_a_fork
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
@@ -69,33 +69,13 @@ def test_two_stacks_of_one_thread_may_be_left_in_any_order(notes: Collection[Doc
     """Each ends its own."""
     bad, good = ExitStack(), ExitStack()
     for stack, text in ((bad, "bad"), (good, "good")):
-        notes.insert_one({"text": text}, session=stack.enter_context(transactional(client, own=True)))
+        notes.insert_one({"text": text}, session=stack.enter_context(transactional(client, independent=True)))
     bad.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
     good.close()
     assert texts(notes) == ["good"]
 
 
 # -- parts that outlive the whole ------------------------------------------------------------------
-
-
-def test_two_generators_side_by_side_are_not_committed_by_half(notes: Collection[Document], client: Client) -> None:
-    """The second is a part of the first one's transaction, and goes on when that one ends."""
-
-    def work(text: str) -> Iterator[None]:
-        with transactional(client) as session:
-            notes.insert_one({"text": text}, session=session)
-            yield
-            notes.insert_one({"text": f"{text} later"}, session=session)
-
-    first, second = work("first"), work("second")
-    next(first)
-    next(second)
-    with pytest.raises(TransactionError, match="still running"):
-        next(first)
-    with pytest.raises(InvalidOperation):  # its session has ended
-        next(second)
-    assert texts(notes) == []
-    assert current(client) is None
 
 
 def test_a_body_that_leaves_a_part_behind_is_not_committed(notes: Collection[Document], client: Client) -> None:
@@ -162,7 +142,7 @@ def test_a_part_that_failed_and_has_ended_the_transaction_is_no_success(
     assert texts(notes) == []
 
 
-# -- other contexts and processes ------------------------------------------------------------------
+# -- other contexts --------------------------------------------------------------------------------
 
 
 def test_a_box_may_be_left_in_another_context(notes: Collection[Document], client: Client) -> None:
@@ -191,7 +171,7 @@ def test_a_callback_of_its_own_is_sent_though_the_one_around_is_aborted(
         after_commit(lambda: app.send_task("receipt", queue="receipts"))
 
     def body(_: ClientSession) -> None:
-        transactional(client, own=True).run(own)
+        transactional(client, independent=True).run(own)
         app.send_task("lost", queue="receipts")
         raise ZeroDivisionError
 
@@ -200,30 +180,6 @@ def test_a_callback_of_its_own_is_sent_though_the_one_around_is_aborted(
         with pytest.raises(ZeroDivisionError):
             outer.run(body)
         assert [queue.get(timeout=GENEROUS).headers["task"] for _ in range(len(queue))] == ["receipt"]
-
-
-def test_a_step_of_a_two_phase_commit_is_sent_after_the_commit(notes: Collection[Document], client: Client) -> None:
-    """Not by the box of the transaction; where that is aborted, nothing is queued and nothing sent."""
-    app = Celery("blocks", broker="memory://", set_as_current=False)
-    bank = TwoPhaseCommit(app, notes.database["transactions"])
-    app.finalize()
-    stored = bank.transfer("A", "B", 1, run=False)
-    outer = transactional(client, outbox=OutboxCollection(app, notes.database["box"], at_once=False, sweep_every=None))
-
-    def body(fails: bool) -> None:
-        bank.delay(stored)
-        if fails:
-            raise ZeroDivisionError
-
-    with app.connection_for_read() as connection, connection.SimpleQueue("celery") as queue:
-        queue.clear()
-        with pytest.raises(ZeroDivisionError):
-            outer.run(lambda _: body(fails=True))
-        assert "queuedAt" not in (bank.stored(stored) or {})
-        outer.run(lambda _: body(fails=False))
-        assert len(queue) == 1
-        assert queue.get(timeout=GENEROUS).headers["task"] == STEP_TASK
-    assert notes.database["box"].count_documents({}) == 0
 
 
 def test_a_part_that_fails_keeps_its_error_where_its_box_cannot_be_written(
@@ -262,7 +218,7 @@ def _ask_in_child(session: ClientSession, answers: Any) -> None:
 
 
 def test_a_process_that_is_forked_inside_is_in_no_transaction(client: Client) -> None:
-    """Its thread has the number of the parent's; statements of two processes in one transaction would be lost."""
+    """P18: its thread has the number of the parent's. Statements of two processes in one transaction would be lost."""
     fork = multiprocessing.get_context("fork")
     with transactional(client) as session:
         answers = fork.SimpleQueue()
@@ -276,11 +232,11 @@ def test_a_process_that_is_forked_inside_is_in_no_transaction(client: Client) ->
 
 
 def _is_left_to_the_parent(stack: ExitStack, error: BaseException | None) -> bool:
-    """Whether leaving a block in a forked child raises what it must: its own error, or that it is its parent's."""
+    """Return True if leaving a block in a forked child raises its own error, or that only its parent commits."""
     try:
         stack.__exit__(type(error) if error else None, error, None)
-    except TransactionError as told:
-        return error is None and "forked" in str(told)
+    except TransactionError as caught:
+        return error is None and "forked" in str(caught)
     return error is not None
 
 
@@ -288,7 +244,7 @@ def _is_left_to_the_parent(stack: ExitStack, error: BaseException | None) -> boo
 def test_a_forked_process_ends_no_block_of_its_parents(
     client: Client, notes: Collection[Document], error: BaseException | None
 ) -> None:
-    """It comes to the end, too, as a daemon does; to abort there, or to commit, would be its parent's."""
+    """P18: it reaches the end too, as a daemon does. Only its parent commits or aborts."""
     called: list[int] = []
     with ExitStack() as stack:
         session = stack.enter_context(transactional(client))
@@ -317,9 +273,9 @@ def test_a_forked_process_ends_no_transaction_of_its_parents(
 
     try:
         transactional(client).run(body)
-    except (TransactionError, ZeroDivisionError) as told:
+    except (TransactionError, ZeroDivisionError) as caught:
         if os.getpid() != parent:
-            os._exit(0 if told is error or "forked" in str(told) else 1)
+            os._exit(0 if caught is error or "forked" in str(caught) else 1)
         raise
     finally:
         if os.getpid() != parent:
@@ -332,19 +288,30 @@ def test_a_thread_that_stands_still_before_the_commit_is_told_that_the_time_is_u
     client: Client, notes: Collection[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit that has passed by then is none that PyMongo takes."""
-    check_time = ending.check_time
+    needs_commit = ending.needs_commit
 
-    def stand_still(scope: TransactionScope, session: ClientSession) -> None:
-        check_time(scope, session)
+    def stand_still(scope: TransactionScope, session: ClientSession) -> bool:
+        needs = needs_commit(scope, session)
         wait_for(lambda: scope.remaining < 0)
+        return needs
 
-    monkeypatch.setattr(ending, "check_time", stand_still)
+    monkeypatch.setattr(ending, "needs_commit", stand_still)
     block = transactional(client, timeout=1.0)
     with pytest.raises(TransactionTimeoutError) as caught, block as session:
         notes.insert_one({"text": "late"}, session=session)
     assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
     client.admin.command("killAllSessions", [])  # it was not sent, and nobody else ends it soon
     assert texts(notes) == []
+
+
+def test_a_block_without_a_limit_has_time_for_its_commit(client: Client, notes: Collection[Document]) -> None:
+    """A body of two minutes, an import say, is not thrown away at its end."""
+    block = transactional(client)
+    block._seconds, begun = SHORT, time.monotonic()  # `timeout=` would bound the body as well
+    with block as session:
+        notes.insert_one({"text": "long"}, session=session)
+        wait_for(lambda: time.monotonic() - begun > SHORT)
+    assert texts(notes) == ["long"]
 
 
 def test_the_write_of_a_box_ends_with_the_time_of_its_block(

@@ -6,14 +6,11 @@ Twins for asyncio are in `test_transaction_tasks.py`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from contextvars import copy_context
 from typing import Any
 
-import pymongo
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import MongoClient
@@ -27,10 +24,10 @@ from mongo_celery.errors import (
     DocumentLockedError,
     TopologyError,
     TransactionError,
-    TransactionTimeoutError,
 )
 from mongo_celery.locking import after_commit, current, select_for_update, transactional
-from tests.integration.locking_rig import Document, Sent, held
+from tests.integration.locking_rig import Document, held
+from tests.rig.commands import CommandRecorder
 
 Client = MongoClient[Document]
 MakeClient = Callable[..., Client]
@@ -49,13 +46,13 @@ GENEROUS = 30.0
 
 
 @pytest.fixture
-def sent() -> Sent:
+def sent() -> CommandRecorder:
     """Give what the client of `notes` has sent."""
-    return Sent()
+    return CommandRecorder()
 
 
 @pytest.fixture
-def notes(database: Database[Document], make_client: MakeClient, sent: Sent) -> Collection[Document]:
+def notes(database: Database[Document], make_client: MakeClient, sent: CommandRecorder) -> Collection[Document]:
     """Give an empty collection."""
     database.create_collection("notes")
     return make_client(appName=APP, event_listeners=[sent])[database.name]["notes"]
@@ -96,55 +93,6 @@ def as_block_or_function(client: Client, body: Callable[[ClientSession], Any], *
 # -- joining ---------------------------------------------------------------------------------------
 
 
-def test_a_call_inside_joins_without_being_handed_the_session(
-    notes: Collection[Document], client: Client, write: Write, sent: Sent
-) -> None:
-    """One transaction and one commit, however deep, as a function and as a block."""
-
-    @transactional(client)
-    def outer(*, session: ClientSession) -> None:
-        write("called")
-        with transactional(client) as inside:
-            assert inside is session
-            write("deep")
-        notes.insert_one({"text": "outer"}, session=session)
-        assert texts(notes) == []
-
-    outer()
-    assert texts(notes) == ["called", "deep", "outer"]
-    assert len(sent.named("commitTransaction")) == 1
-
-
-def test_a_call_inside_a_block_joins_it(notes: Collection[Document], client: Client, write: Write, sent: Sent) -> None:
-    """The session is the same."""
-    with transactional(client) as outer:
-        with transactional(client) as inner:
-            assert inner is outer
-            write("inner")
-        assert texts(notes) == []
-    assert texts(notes) == ["inner"]
-    assert len(sent.named("commitTransaction")) == 1
-
-
-def test_what_both_touch_is_no_conflict(notes: Collection[Document], client: Client) -> None:
-    """Nesting without `session=` used to wait for itself until the time was used up."""
-    notes.insert_one({"_id": 1, "n": 0})
-
-    @transactional(client, timeout=GENEROUS)
-    def increment(*, session: ClientSession) -> None:
-        select_for_update(notes, {"_id": 1}, session=session, nowait=True)
-        notes.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
-
-    @transactional(client, timeout=GENEROUS)
-    def twice(*, session: ClientSession) -> None:
-        select_for_update(notes, {"_id": 1}, session=session)
-        increment()
-        increment(session=session)
-
-    twice()
-    assert notes.find_one({"_id": 1}, {"n": 1}) == {"_id": 1, "n": 2}
-
-
 def test_a_conflict_in_a_part_repeats_the_whole(
     notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
 ) -> None:
@@ -176,7 +124,7 @@ def test_another_client_of_the_cluster_joins_nothing(
                 raise AssertionError
             with pytest.raises(ConfigurationError, match=r"session\.client"):
                 transactional(other, durable=True).run(print)
-            with transactional(other, own=True) as inner:
+            with transactional(other, independent=True) as inner:
                 assert (current(client), current(other)) == (outer, inner)
                 notes.insert_one({"text": "outer"}, session=outer)
                 other[notes.database.name]["notes"].insert_one({"text": "inner"}, session=inner)
@@ -212,7 +160,7 @@ def test_the_current_session_is_known_inside_only(client: Client) -> None:
 
 @pytest.mark.parametrize("as_block", [False, True])
 def test_a_part_that_fails_makes_the_whole_rollback_only_though_its_error_is_caught(
-    notes: Collection[Document], client: Client, write: Write, sent: Sent, as_block: bool
+    notes: Collection[Document], client: Client, write: Write, sent: CommandRecorder, as_block: bool
 ) -> None:
     """Its partial writes would be committed; what is written after it goes to nowhere either."""
 
@@ -223,34 +171,11 @@ def test_a_part_that_fails_makes_the_whole_rollback_only_though_its_error_is_cau
         after_commit(lambda: pytest.fail("it is not committed"))
         return "done"
 
-    with pytest.raises(TransactionError, match=r"own=True.*ZeroDivisionError: by nought") as caught:
+    with pytest.raises(TransactionError, match=r"independent=True.*ZeroDivisionError: by nought") as caught:
         as_block_or_function(client, body, as_block=as_block)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert texts(notes) == []
     assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (1, 0)
-
-
-def test_a_block_inside_that_fails_makes_the_whole_rollback_only(notes: Collection[Document], client: Client) -> None:
-    """As a call does; a body that answers with an error of its own ends with that."""
-
-    def caught() -> None:
-        with suppress(KeyError), transactional(client) as inner:
-            notes.insert_one({"text": "partial"}, session=inner)
-            raise KeyError("key")
-
-    def answered() -> None:
-        try:
-            caught()
-            with transactional(client):
-                raise KeyError("key")
-        except KeyError:
-            raise LookupError("mine") from None
-
-    with pytest.raises(TransactionError, match="KeyError"), transactional(client):
-        caught()
-    with pytest.raises(LookupError, match="mine"), transactional(client):
-        answered()
-    assert texts(notes) == []
 
 
 def test_a_lock_that_a_part_gave_up_ends_the_whole_with_its_own_error(
@@ -288,7 +213,7 @@ def test_a_part_that_ends_the_transaction_is_told_so(notes: Collection[Document]
         give_up()
         notes.insert_one({"text": "after"}, session=session)
 
-    with pytest.raises(TransactionError, match=r"own=True"):
+    with pytest.raises(TransactionError, match=r"independent=True"):
         transactional(client).run(body)
     assert texts(notes) == []
 
@@ -315,9 +240,11 @@ def test_the_next_attempt_is_not_rollback_only(
 # -- own and durable -------------------------------------------------------------------------------
 
 
-def test_one_of_its_own_is_committed_for_itself(notes: Collection[Document], client: Client, sent: Sent) -> None:
+def test_one_of_its_own_is_committed_for_itself(
+    notes: Collection[Document], client: Client, sent: CommandRecorder
+) -> None:
     """Its failure leaves the outer one alone; its success stays, whatever becomes of the outer one."""
-    own = transactional(client, own=True)
+    own = transactional(client, independent=True)
     noted: list[str] = []
 
     def note(text: str, *, error: Exception | None = None, session: ClientSession) -> None:
@@ -346,17 +273,6 @@ def test_one_of_its_own_is_committed_for_itself(notes: Collection[Document], cli
     assert len(sent.named("commitTransaction")) == 3
 
 
-def test_one_of_its_own_ends_by_the_deadline_around_it(notes: Collection[Document], client: Client) -> None:
-    """One deadline for all loops inside: it would repeat for its own time else, though no call could be answered."""
-    notes.insert_one({"_id": 1})
-    inner = transactional(client, own=True, timeout=600)
-    body = inner(lambda *, session: select_for_update(notes, {"_id": 1}, session=session))
-    began = time.monotonic()
-    with held(notes, 1), pytest.raises(TransactionTimeoutError):
-        transactional(client, timeout=SHORT).run(lambda _: body())
-    assert time.monotonic() - began < GENEROUS
-
-
 def test_a_durable_one_refuses_to_join(notes: Collection[Document], client: Client, write: Write) -> None:
     """As Django's: what it has written is committed when it returns."""
     durable = transactional(client, durable=True)
@@ -377,7 +293,7 @@ def test_a_durable_one_refuses_to_join(notes: Collection[Document], client: Clie
 def test_own_and_durable_exclude_each_other(client: Client) -> None:
     """One may stand inside, the other must not."""
     with pytest.raises(ConfigurationError, match="exclude each other"):
-        transactional(client, own=True, durable=True)
+        transactional(client, independent=True, durable=True)
 
 
 # -- callbacks -------------------------------------------------------------------------------------
@@ -475,38 +391,6 @@ def test_a_block_may_be_left_by_another_thread(notes: Collection[Document], clie
     assert texts(notes) == expected
 
 
-def test_a_thread_keeps_no_time_limit_of_a_block_that_was_left_elsewhere(
-    notes: Collection[Document], client: Client
-) -> None:
-    """PyMongo's limit would end all that the thread ever sends again."""
-    block = transactional(client)
-    with ThreadPoolExecutor(1) as entering, ThreadPoolExecutor(1) as leaving:
-        session = entering.submit(block.__enter__).result(GENEROUS)
-        notes.insert_one({"text": "inside"}, session=session)
-        leaving.submit(block.__exit__, None, None, None).result(GENEROUS)
-        assert entering.submit(pymongo._csot.get_timeout).result(GENEROUS) is None
-        assert entering.submit(lambda: current(client)).result(GENEROUS) is None
-    assert texts(notes) == ["inside"]
-
-
-def test_blocks_left_by_each_others_threads_commit_what_is_meant(notes: Collection[Document], client: Client) -> None:
-    """The body that has raised is aborted and the good one committed, though each thread has entered the other one."""
-
-    @contextmanager
-    def dependency() -> Iterator[ClientSession]:
-        with transactional(client) as session:
-            yield session
-
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        good, bad = dependency(), dependency()
-        for pool, block, text in ((one, good, "good"), (other, bad, "bad")):
-            session = pool.submit(block.__enter__).result(GENEROUS)
-            notes.insert_one({"text": text}, session=session)
-        assert not one.submit(bad.__exit__, ZeroDivisionError, ZeroDivisionError(), None).result(GENEROUS)
-        other.submit(good.__exit__, None, None, None).result(GENEROUS)
-    assert texts(notes) == ["good"]
-
-
 def test_an_object_serves_one_block_at_a_time(notes: Collection[Document], client: Client, write: Write) -> None:
     """Inside, in other threads and after a failure to begin; functions that it decorates are not concerned."""
     shared = transactional(client, durable=True)
@@ -525,24 +409,6 @@ def test_an_object_serves_one_block_at_a_time(notes: Collection[Document], clien
     with shared:
         write("last")
     assert texts(notes) == ["first", "function", "last"]
-
-
-def test_a_thread_with_a_copy_of_the_context_is_in_no_transaction(
-    notes: Collection[Document], client: Client, write: Write
-) -> None:
-    """As `asyncio.to_thread` has it: a session serves one at a time."""
-
-    def beside() -> None:
-        assert current(client) is None
-        write("beside")
-
-    with suppress(ZeroDivisionError), transactional(client) as session, ThreadPoolExecutor(1) as pool:
-        write("inside")
-        context = copy_context()
-        pool.submit(context.run, beside).result(GENEROUS)
-        assert current(client) is session
-        raise ZeroDivisionError
-    assert texts(notes) == ["beside"]
 
 
 def test_a_generator_that_is_thrown_away_aborts(notes: Collection[Document], client: Client) -> None:

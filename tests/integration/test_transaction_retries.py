@@ -14,7 +14,7 @@ from typing import Any
 
 import pymongo
 import pytest
-from pymongo import InsertOne, MongoClient, WriteConcern
+from pymongo import InsertOne, MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
@@ -24,7 +24,6 @@ from pymongo.errors import (
     DuplicateKeyError,
     OperationFailure,
     PyMongoError,
-    WriteConcernError,
 )
 from pymongo.read_concern import ReadConcern
 from pymongo.uri_parser import parse_uri
@@ -33,7 +32,8 @@ from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.locking import select_for_update, transactional
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Direction, Proxy
-from tests.integration.locking_rig import Document, Sent, beside, held
+from tests.integration.locking_rig import Document, beside, held
+from tests.rig.commands import CommandRecorder
 
 MakeClient = Callable[..., MongoClient[Document]]
 Failpoint = Callable[..., AbstractContextManager[None]]
@@ -64,7 +64,7 @@ REFUSED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 8
 class Counter:
     """A document that a transaction increments, and how often the body has run."""
 
-    def __init__(self, client: MongoClient[Document], data: Collection[Document], sent: Sent) -> None:
+    def __init__(self, client: MongoClient[Document], data: Collection[Document], sent: CommandRecorder) -> None:
         self.client = client
         self.things = client[data.database.name][data.name]
         self.sent = sent
@@ -95,7 +95,7 @@ class Counter:
 def counter(database: Database[Document], make_client: MakeClient) -> Iterator[Counter]:
     """Give the counter, at 0."""
     database["things"].insert_one({"_id": 1, "n": 0})
-    sent = Sent()
+    sent = CommandRecorder()
     client = make_client(appName=APP, event_listeners=[sent])
     client.admin.command("ping")
     yield Counter(client, database["things"], sent)
@@ -125,13 +125,6 @@ def test_it_reads_a_snapshot_and_is_committed_by_a_majority(counter: Counter) ->
     counter.run()
     assert counter.sent.named("update")[0]["readConcern"]["level"] == "snapshot"
     assert counter.sent.named("commitTransaction")[0]["writeConcern"] == {"w": "majority"}
-
-
-def test_other_concerns_are_sent_as_given(counter: Counter) -> None:
-    """For those who know why."""
-    counter.run(read_concern=ReadConcern("local"), write_concern=WriteConcern(1, j=True))
-    assert counter.sent.named("update")[0]["readConcern"]["level"] == "local"
-    assert counter.sent.named("commitTransaction")[0]["writeConcern"] == {"w": 1, "j": True}
 
 
 def test_a_custom_error_ends_the_transaction_and_passes_unchanged(counter: Counter) -> None:
@@ -176,10 +169,12 @@ def test_an_error_of_mongodb_without_a_label_passes_unchanged(counter: Counter) 
 
 
 def test_a_transient_error_repeats_the_whole_body(counter: Counter, failpoint: Failpoint) -> None:
-    """And only the run that was committed counts; the result is its own."""
+    """A conflict, and a lost connection: only the run that was committed counts, and the result is its own."""
     with failpoint(mode={"times": 2}, **CONFLICT):
         assert counter.run() == "run 3"
-    assert (counter.n, counter.commits) == (1, 1)
+    with failpoint(mode={"times": 1}, failCommands=["update"], appName=APP, closeConnection=True):
+        assert counter.run() == "run 5"
+    assert (counter.n, counter.commits) == (2, 2)
 
 
 def test_a_transient_error_of_a_bulk_write_repeats_the_body(counter: Counter, failpoint: Failpoint) -> None:
@@ -211,20 +206,6 @@ def test_a_transient_error_inside_a_clients_bulk_write_repeats_the_body(counter:
     assert (counter.n, counter.runs) == (1, 2)
 
 
-def test_a_lost_connection_in_the_body_repeats_it(counter: Counter, failpoint: Failpoint) -> None:
-    """The driver labels it; what the lost attempt wrote is gone."""
-    with failpoint(mode={"times": 1}, failCommands=["update"], appName=APP, closeConnection=True):
-        counter.run()
-    assert (counter.n, counter.runs) == (1, 2)
-
-
-def test_a_commit_that_finds_the_transaction_gone_repeats_the_body(counter: Counter, failpoint: Failpoint) -> None:
-    """Transient from the commit: certainly not committed."""
-    with failpoint(mode={"times": 2}, **NOT_COMMITTED):
-        assert counter.run() == "run 3"
-    assert (counter.n, counter.commits) == (1, 3)
-
-
 @pytest.mark.mongo_celery_sessionless
 def test_a_swallowed_conflict_is_not_taken_for_success(counter: Counter, database: Database[Document]) -> None:
     """The server has aborted the transaction, whatever the body thinks; its commit says so."""
@@ -243,59 +224,53 @@ def test_a_swallowed_conflict_is_not_taken_for_success(counter: Counter, databas
     assert (counter.n, counter.runs) == (11, 2)
 
 
-def test_an_unknown_result_repeats_the_commit_and_not_the_body(counter: Counter, failpoint: Failpoint) -> None:
-    """A cut connection says nothing about the commit; here it was not done, and so it is done later."""
-    with failpoint(mode={"times": 2}, **LOST):
-        assert counter.run() == "run 1"
-    assert (counter.n, counter.commits) == (1, 3)
-
-
-def test_a_commit_whose_write_concern_failed_is_repeated(counter: Counter, failpoint: Failpoint) -> None:
-    """It was done already: done once all the same."""
-    with failpoint(mode={"times": 2}, **APPLIED):
-        assert counter.run() == "run 1"
-    assert (counter.n, counter.commits) == (1, 3)
-
-
-def test_a_commit_whose_wait_for_a_majority_is_ended_is_repeated(counter: Counter, failpoint: Failpoint) -> None:
-    """Interrupted (by killOp or killSessions) beside a commit that is done: PyMongo does not call that unknown."""
-    interrupted = {**APPLIED, "writeConcernError": {"code": 11601, "errmsg": "operation was interrupted"}}
-    with failpoint(mode={"times": 1}, **interrupted):
-        assert counter.run() == "run 1"
-    with failpoint(mode={"times": 1}, **interrupted), transactional(counter.client) as session:
-        counter.increment(session)
-    assert (counter.n, counter.commits) == (2, 4)
-
-
-@pytest.mark.parametrize("code", [79, 100])
-def test_a_write_concern_that_no_member_can_meet_is_no_reason_to_repeat(
-    counter: Counter, failpoint: Failpoint, code: int
+@pytest.mark.parametrize("as_block", [False, True])
+@pytest.mark.parametrize(
+    "unknown",
+    [LOST, APPLIED, {**APPLIED, "writeConcernError": {"code": 11601, "errmsg": "operation was interrupted"}}],
+    ids=["not done", "done", "done, its wait for a majority is ended"],
+)
+def test_an_unknown_result_repeats_the_commit_and_not_the_body(
+    counter: Counter, failpoint: Failpoint, unknown: Document, as_block: bool
 ) -> None:
-    """UnknownReplWriteConcern and UnsatisfiableWriteConcern: it is committed, and stays unconfirmed for ever."""
-    unmet = {**APPLIED, "writeConcernError": {"code": code, "errmsg": "no such members"}}
-    with failpoint(mode={"times": 1}, **unmet), pytest.raises(WriteConcernError) as caught:
-        counter.run()
-    assert caught.value.code == code
-    assert (counter.runs, counter.commits) == (1, 1)
-    wait_for(lambda: counter.n == 1, message="the commit, which nobody has waited for")
+    """The last is no unknown result to PyMongo: killOp or killSessions beside a commit that is done."""
+    with failpoint(mode={"times": 2}, **unknown):
+        if as_block:
+            with transactional(counter.client) as session:
+                counter.increment(session)
+        else:
+            assert counter.run() == "run 1"
+    assert (counter.n, counter.runs, counter.commits) == (1, 1, 3)
 
 
 @pytest.mark.parametrize("code", [24, 112, 246, 251])
-def test_transient_codes_of_the_commit_repeat_the_body(counter: Counter, failpoint: Failpoint, code: int) -> None:
+def test_a_commit_that_finds_the_transaction_gone_repeats_the_body(
+    counter: Counter, failpoint: Failpoint, code: int
+) -> None:
     """LockTimeout, WriteConflict, SnapshotUnavailable, NoSuchTransaction, with the labels of the server's own."""
-    failing = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": code}
-    with failpoint(mode={"times": 1}, **failing):
-        assert counter.run() == "run 2"
-    assert (counter.n, counter.commits) == (1, 2)
+    with failpoint(mode={"times": 2}, failCommands=["commitTransaction"], appName=APP, errorCode=code):
+        assert counter.run() == "run 3"
+    assert (counter.n, counter.commits) == (1, 3)
 
 
-def test_a_commit_is_repeated_by_a_majority(counter: Counter, failpoint: Failpoint) -> None:
-    """Whatever the first one asked for; its other wishes stay."""
-    with failpoint(mode={"times": 1}, **LOST):
-        counter.run(write_concern=WriteConcern(1, j=True))
-    first, second = counter.sent.named("commitTransaction")
-    assert first["writeConcern"] == {"w": 1, "j": True}
-    assert (second["writeConcern"]["w"], second["writeConcern"]["j"]) == ("majority", True)
+@pytest.mark.parametrize(
+    ("refusal", "code", "n"),
+    [
+        (REFUSED, 8000, 0),
+        ({**APPLIED, "writeConcernError": {"code": 79, "errmsg": "no such members"}}, 79, 1),
+        ({**APPLIED, "writeConcernError": {"code": 100, "errmsg": "no such members"}}, 100, 1),
+    ],
+    ids=["without a label", "UnknownReplWriteConcern", "UnsatisfiableWriteConcern"],
+)
+def test_a_refused_commit_is_no_reason_to_repeat(
+    counter: Counter, failpoint: Failpoint, refusal: Document, code: int, n: int
+) -> None:
+    """Its error passes unchanged. What no member can confirm is committed, and stays unconfirmed."""
+    with failpoint(mode={"times": 1}, **refusal), pytest.raises(OperationFailure) as caught:
+        counter.run()
+    assert caught.value.code == code
+    assert (counter.runs, counter.commits) == (1, 1)
+    wait_for(lambda: counter.n == n, message="the commit, which nobody has waited for")
 
 
 def test_a_lost_answer_of_the_commit_takes_effect_once(counter: Counter, behind_proxy: BehindProxy) -> None:
@@ -317,14 +292,6 @@ def test_a_lost_answer_of_the_commit_takes_effect_once(counter: Counter, behind_
         proxy.reset()
         running.result(30)
     assert (counter.n, counter.runs) == (1, 1)
-
-
-def test_an_error_of_the_commit_without_a_label_passes_unchanged(counter: Counter, failpoint: Failpoint) -> None:
-    """Neither commit nor body are repeated."""
-    with failpoint(mode={"times": 1}, **REFUSED), pytest.raises(OperationFailure) as caught:
-        counter.run()
-    assert caught.value.code == 8000
-    assert (counter.runs, counter.commits) == (1, 1)
 
 
 def test_a_commit_whose_time_has_passed_is_not_repeated(counter: Counter, failpoint: Failpoint) -> None:
@@ -471,13 +438,6 @@ def test_as_a_context_a_transient_error_passes_with_its_label(counter: Counter, 
         counter.increment(session)
     assert caught.value.has_error_label(TRANSIENT)
     assert counter.runs == 1
-
-
-def test_as_a_context_an_unknown_result_repeats_the_commit(counter: Counter, failpoint: Failpoint) -> None:
-    """That needs no body."""
-    with failpoint(mode={"times": 2}, **LOST), transactional(counter.client) as session:
-        counter.increment(session)
-    assert (counter.n, counter.commits) == (1, 3)
 
 
 def test_as_a_context_the_time_limits_the_commit(counter: Counter, failpoint: Failpoint) -> None:

@@ -27,7 +27,6 @@ from pymongo.uri_parser import parse_uri
 from mongo_celery.errors import (
     ConfigurationError,
     DocumentLockedError,
-    TopologyError,
     TransactionError,
     TransactionRequiredError,
     TransactionTimeoutError,
@@ -35,7 +34,8 @@ from mongo_celery.errors import (
 from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Direction, Proxy
-from tests.integration.locking_rig import Document, Sent, held
+from tests.integration.locking_rig import Document, held
+from tests.rig.commands import CommandRecorder
 
 Failpoint = Callable[..., AbstractContextManager[None]]
 Client = AsyncMongoClient[Document]
@@ -47,16 +47,17 @@ TRANSIENT = "TransientTransactionError"
 CONFLICT = {"failCommands": ["insert"], "appName": APP, "errorCode": 112, "errorLabels": [TRANSIENT]}
 SHORT = 1.5
 GENEROUS = 30.0
+NOWHERE = "mongodb://127.0.0.1:1"
 
 
 @pytest.fixture
-def sent() -> Sent:
+def sent() -> CommandRecorder:
     """Give what the client of `on_loop` has sent."""
-    return Sent()
+    return CommandRecorder()
 
 
 @pytest.fixture
-def on_loop(database: Database[Document], mongo_url: str, sent: Sent) -> Iterator[OnLoop]:
+def on_loop(database: Database[Document], mongo_url: str, sent: CommandRecorder) -> Iterator[OnLoop]:
     """Give a function that runs work with the notes of an async client, on an event loop."""
     database.create_collection("notes")
 
@@ -119,7 +120,7 @@ def test_a_coroutine_function_is_run_and_repeated(on_loop: OnLoop, texts: Texts,
 
 
 def test_the_commit_is_repeated_while_its_result_is_unknown(
-    on_loop: OnLoop, texts: Texts, sent: Sent, failpoint: Failpoint
+    on_loop: OnLoop, texts: Texts, sent: CommandRecorder, failpoint: Failpoint
 ) -> None:
     """And the body is not; where the transaction is gone, the body is."""
     lost = {"failCommands": ["commitTransaction"], "appName": APP, "closeConnection": True}
@@ -139,7 +140,7 @@ def test_the_commit_is_repeated_while_its_result_is_unknown(
     assert len(sent.named("insert")) == 4
 
 
-def test_errors_of_the_body_abort_and_pass(on_loop: OnLoop, texts: Texts, sent: Sent) -> None:
+def test_errors_of_the_body_abort_and_pass(on_loop: OnLoop, texts: Texts, sent: CommandRecorder) -> None:
     """From calls and from blocks; a transient one passes from a block with its label."""
 
     async def work(notes: AsyncCollection[Document]) -> None:
@@ -204,23 +205,10 @@ def test_a_server_that_hangs_in_the_body_does_not_hold_the_task(
     assert texts() == []
 
 
-def test_a_standalone_server_is_named_as_the_cause(on_loop: Any, standalone_url: str) -> None:
-    """By calls and blocks."""
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        with pytest.raises(TopologyError, match="replSet"):
-            await write(notes, "a")
-        with pytest.raises(TopologyError, match="replSet"):
-            async with transactional(notes.database.client) as session:
-                await notes.insert_one({"text": "b"}, session=session)
-
-    on_loop(work, standalone_url)
-
-
 # -- parts -----------------------------------------------------------------------------------------
 
 
-def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Texts, sent: Sent) -> None:
+def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Texts, sent: CommandRecorder) -> None:
     """As with threads: without being handed the session, as calls and as blocks."""
 
     async def work(notes: AsyncCollection[Document]) -> None:
@@ -238,37 +226,15 @@ def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Tex
             with suppress(ZeroDivisionError):
                 await write(notes, "partial", ZeroDivisionError())
 
-        with pytest.raises(TransactionError, match="own=True"):
+        with pytest.raises(TransactionError, match="independent=True"):
             await transactional(client).arun(caught)
-        with pytest.raises(TransactionError, match="own=True"):
+        with pytest.raises(TransactionError, match="independent=True"):
             async with transactional(client) as session:
                 await caught(session)
 
     on_loop(work)
     assert texts() == ["called", "outer"]
     assert (len(sent.named("commitTransaction")), len(sent.named("abortTransaction"))) == (1, 2)
-
-
-def test_one_of_its_own_is_committed_for_itself(on_loop: OnLoop, texts: Texts) -> None:
-    """Its failure touches nothing around it."""
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        own = transactional(notes.database.client, own=True)
-
-        async def body(session: AsyncClientSession) -> None:
-            await own.arun(lambda inner: notes.insert_one({"text": "own"}, session=inner))
-            with suppress(ZeroDivisionError):
-                async with own as inner:
-                    await notes.insert_one({"text": "refused"}, session=inner)
-                    raise ZeroDivisionError
-            await notes.insert_one({"text": "outer"}, session=session)
-            raise LookupError
-
-        with pytest.raises(LookupError):
-            await transactional(notes.database.client).arun(body)
-
-    on_loop(work)
-    assert texts() == ["own"]
 
 
 def test_two_tasks_have_a_transaction_each(on_loop: OnLoop, texts: Texts) -> None:
@@ -301,64 +267,6 @@ def test_two_tasks_have_a_transaction_each(on_loop: OnLoop, texts: Texts) -> Non
 
     on_loop(work)
     assert texts() == ["good", "good part", "stacked"]
-
-
-def test_an_object_serves_one_block_at_a_time(on_loop: OnLoop, texts: Texts) -> None:
-    """Also one that another task has entered; afterwards it is free again."""
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        shared = transactional(notes.database.client)
-
-        async def use(text: str) -> None:
-            async with shared as session:
-                await notes.insert_one({"text": text}, session=session)
-
-        async with shared:
-            with pytest.raises(ConfigurationError, match=r"with transactional\(client\)"):
-                await asyncio.create_task(use("refused"))
-        await use("free")
-
-    on_loop(work)
-    assert texts() == ["free"]
-
-
-def test_two_tasks_with_blocks_of_threads_have_a_transaction_each(
-    on_loop: OnLoop, texts: Texts, database: Database[Document], mongo_client: MongoClient[Document]
-) -> None:
-    """`with` over a plain client in async code: it blocks the loop, and is right all the same."""
-    plain = database["notes"]
-
-    async def work(_: AsyncCollection[Document]) -> None:
-        both = asyncio.Barrier(2)
-
-        async def one(text: str, error: Exception | None) -> None:
-            with suppress(ZeroDivisionError), transactional(mongo_client) as session:
-                plain.insert_one({"text": text}, session=session)
-                await both.wait()
-                if error is not None:
-                    raise error
-
-        await asyncio.wait_for(asyncio.gather(one("bad", ZeroDivisionError()), one("good", None)), GENEROUS)
-
-    on_loop(work)
-    assert texts() == ["good"]
-
-
-def test_a_task_that_the_body_starts_is_in_no_transaction(on_loop: OnLoop, texts: Texts) -> None:
-    """It may go on when the transaction has ended, and a session serves one at a time."""
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        async def inside() -> None:
-            async with transactional(notes.database.client) as session:
-                await notes.insert_one({"text": "inside"}, session=session)
-                await asyncio.create_task(write(notes, "beside"))
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await inside()
-
-    on_loop(work)
-    assert texts() == ["beside"]
 
 
 def test_a_dependency_is_joined_by_what_it_serves(on_loop: OnLoop, texts: Texts) -> None:
@@ -409,7 +317,7 @@ def test_callbacks_are_awaited_after_the_commit(on_loop: OnLoop, texts: Texts) -
     assert seen == [["a"], "function", ["a", "a"], "function"]
 
 
-def test_a_cancel_in_the_body_aborts(on_loop: OnLoop, texts: Texts, sent: Sent) -> None:
+def test_a_cancel_in_the_body_aborts(on_loop: OnLoop, texts: Texts, sent: CommandRecorder) -> None:
     """What it had locked is free at once."""
 
     async def work(notes: AsyncCollection[Document]) -> None:
@@ -572,7 +480,7 @@ class Driven:
 
 @pytest.mark.parametrize("way", ["arun", "block", "manager"])
 def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
-    on_loop: OnLoop, texts: Texts, sent: Sent, way: str
+    on_loop: OnLoop, texts: Texts, sent: CommandRecorder, way: str
 ) -> None:
     """By a task of its own; else Python would say that it has ignored its end."""
 
@@ -685,26 +593,6 @@ def test_an_async_lock_with_nowait_gives_up(on_loop: OnLoop, database: Database[
     on_loop(work)
 
 
-def test_tasks_that_count_under_a_lock_lose_nothing(on_loop: OnLoop, database: Database[Document]) -> None:
-    """Eight at a time, one event loop."""
-    database["notes"].insert_one({"_id": 1, "n": 0})
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        @transactional(notes.database.client)
-        async def count(*, session: AsyncClientSession) -> None:
-            found = await asynchronous.select_for_update(notes, {"_id": 1}, session=session)
-            await notes.update_one({"_id": 1}, {"$set": {"n": found["n"] + 1}}, session=session)
-
-        async def repeatedly() -> None:
-            for _ in range(5):
-                await count()
-
-        await asyncio.gather(*(repeatedly() for _ in range(8)))
-
-    on_loop(work)
-    assert database["notes"].find_one({}, {"n": 1}) == {"_id": 1, "n": 40}
-
-
 # -- the two kinds ---------------------------------------------------------------------------------
 
 
@@ -745,3 +633,21 @@ def test_the_outbox_of_threads_is_refused_in_async_code(on_loop: OnLoop) -> None
                 pytest.fail("not run")
 
     on_loop(work)
+
+
+def test_a_collection_of_the_other_kind_is_refused() -> None:
+    """Before anything is sent: its session is of another client, too."""
+    with MongoClient[Any](NOWHERE, connect=False) as client, client.start_session() as session:
+        session.start_transaction()
+        theirs: Any = AsyncMongoClient[Any](NOWHERE, connect=False)["shop"]["seats"]
+        with pytest.raises(ConfigurationError, match="locks in a Collection, as its session's client has, not Async"):
+            select_for_update(theirs, {}, session=session)
+
+    async def main() -> None:
+        async with AsyncMongoClient[Any](NOWHERE, connect=False) as client, client.start_session() as session:
+            await session.start_transaction()
+            ours: Any = MongoClient[Any](NOWHERE, connect=False)["shop"]["seats"]
+            with pytest.raises(ConfigurationError, match="asynchronous locks in an AsyncCollection"):
+                await asynchronous.select_for_update(ours, {}, session=session)
+
+    asyncio.run(main())

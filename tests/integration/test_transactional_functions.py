@@ -18,8 +18,10 @@ from pymongo.database import Database
 
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
-from mongo_celery.mongo.transaction.scopes import TransactionScope, get_owner
-from tests.integration.locking_rig import Document, Sent, held
+from mongo_celery.mongo.transaction import ending
+from mongo_celery.mongo.transaction.scopes import TransactionScope
+from tests.integration.locking_rig import Document, held
+from tests.rig.commands import CommandRecorder
 
 Client = MongoClient[Document]
 MakeClient = Callable[..., Client]
@@ -35,13 +37,13 @@ CONFLICT = {
 
 
 @pytest.fixture
-def sent() -> Sent:
+def sent() -> CommandRecorder:
     """Give what the client of `notes` has sent."""
-    return Sent()
+    return CommandRecorder()
 
 
 @pytest.fixture
-def notes(database: Database[Document], make_client: MakeClient, sent: Sent) -> Collection[Document]:
+def notes(database: Database[Document], make_client: MakeClient, sent: CommandRecorder) -> Collection[Document]:
     """Give an empty collection."""
     database.create_collection("notes")
     return make_client(appName=APP, event_listeners=[sent])[database.name]["notes"]
@@ -117,39 +119,6 @@ def test_one_decorated_function_serves_many_threads(notes: Collection[Document])
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: count(), range(40)))
     assert texts(notes) == [40]
-
-
-def test_a_call_with_the_session_of_a_transaction_joins_it(notes: Collection[Document], sent: Sent) -> None:
-    """One transaction, one commit, and an error ends both."""
-    write = writer(notes)
-
-    @transactional(notes.database.client)
-    def both(*, fail: bool, session: ClientSession) -> None:
-        write("inner", session=session)
-        notes.insert_one({"text": "outer"}, session=session)
-        if fail:
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        both(fail=True)
-    assert texts(notes) == []
-    both(fail=False)
-    assert texts(notes) == ["inner", "outer"]
-    assert len(sent.named("commitTransaction")) == 1
-
-
-def test_a_conflict_in_a_joined_call_repeats_the_outer_body(notes: Collection[Document], failpoint: Failpoint) -> None:
-    """The inner one has no transaction of its own that it could repeat."""
-    write, runs = writer(notes), []
-
-    @transactional(notes.database.client)
-    def outer(*, session: ClientSession) -> None:
-        runs.append(1)
-        write("inner", session=session)
-
-    with failpoint(mode={"times": 1}, **CONFLICT):
-        outer()
-    assert (len(runs), texts(notes)) == (2, ["inner"])
 
 
 def test_a_session_without_a_transaction_is_used_for_one(notes: Collection[Document]) -> None:
@@ -271,24 +240,6 @@ def test_a_tasks_own_retry_aborts_and_passes(notes: Collection[Document], app: C
     assert texts(notes) == ["retry 1"]
 
 
-def test_a_callback_runs_once_after_the_commit(notes: Collection[Document], failpoint: Failpoint) -> None:
-    """Registered by each attempt, called for the one that was committed, when others can see its writes."""
-    seen: list[Any] = []
-
-    @transactional(notes.database.client)
-    def body(*, session: ClientSession) -> None:
-        assert after_commit(lambda: seen.append(texts(notes)), session)
-        notes.insert_one({"text": "a"}, session=session)
-
-    with failpoint(mode={"times": 2}, **CONFLICT):
-        body()
-    assert seen == [["a"]]
-    with transactional(notes.database.client) as session:
-        body(session=session)
-        assert len(seen) == 1
-    assert seen == [["a"], ["a", "a"]]
-
-
 def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Collection[Document]) -> None:
     """By an error, by the end of the time, and by a body that ends the transaction itself."""
     called: list[int] = []
@@ -344,28 +295,9 @@ def test_a_session_that_transactional_does_not_run_takes_no_callback(notes: Coll
 
 def test_pauses_grow_up_to_a_bound_and_differ() -> None:
     """Full jitter; also after so many attempts that the power would be too large for a number."""
-
-    def scope(pauses: int) -> TransactionScope:
-        return TransactionScope(client=None, reference=None, deadline=0.0, owner=get_owner(), pauses=pauses)  # type: ignore[arg-type]
-
-    early = [scope(0).next_pause() for _ in range(50)]
+    early = [ending._PAUSES.nth(0) for _ in range(50)]
     assert max(early) <= 0.005
-    late = [scope(10_000).next_pause() for _ in range(200)]
+    late = [ending._PAUSES.nth(10_000) for _ in range(200)]
     assert 0.25 < max(late) <= 0.5
     assert min(late) < 0.25
     assert len(set(late)) > 100
-
-
-@pytest.mark.mongo_celery_sessionless
-def test_an_operation_without_the_session_is_outside(notes: Collection[Document]) -> None:
-    """What a body forgets to pass the session to stays, whatever becomes of the transaction."""
-
-    @transactional(notes.database.client)
-    def body(*, session: ClientSession) -> float:
-        notes.insert_one({"text": "outside"})
-        notes.insert_one({"text": "inside"}, session=session)
-        return 1 // 0
-
-    with pytest.raises(ZeroDivisionError):
-        body()
-    assert texts(notes) == ["outside"]

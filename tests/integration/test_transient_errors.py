@@ -12,12 +12,13 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
+from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.mongo.oplog import operation_time
-from mongo_celery.testing.term import SteppedTerm, has_read_to
+from mongo_celery.testing.term import SteppedTerm, has_read_until
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
-from tests.integration.term_rig import around
+from tests.rig.term import around
 
 Document = dict[str, Any]
 APP = "transient"
@@ -54,11 +55,11 @@ def turn_until(term: SteppedTerm, condition: Callable[[], object]) -> None:
     wait_for(turned, message=lambda: str(term.leader.report()))
 
 
-def failing_once(client: MongoClient[Document]) -> Callable[[], None]:
-    """Return what lets the next write of a term fail."""
+def failing_once(client: MongoClient[Document], write: str = "update") -> Callable[[], None]:
+    """Return what lets the next write of a kind fail in a term."""
 
     def arm() -> None:
-        data = {"failCommands": ["update"], "errorCode": 50, "appName": APP}
+        data = {"failCommands": [write], "errorCode": 50, "appName": APP}
         client.admin.command("configureFailPoint", "failCommand", mode={"times": 1}, data=data)
 
     return arm
@@ -80,7 +81,7 @@ def test_lost_history_is_settled_after_an_error(
     term = make(on_history_lost="oldest")
     with term.led():
         led = term.leader.subscriptions["note"]
-        turn_until(term, lambda: has_read_to(term.leader, operation_time(mongo_client)))
+        turn_until(term, lambda: has_read_until(term.leader, operation_time(mongo_client)))
         around(monkeypatch, (Subscriptions, "move_start"), failing_once(mongo_client))
         with failpoint(**HISTORY_LOST):
             turn_until(term, lambda: "history_unsettled" in events(caplog))
@@ -101,10 +102,10 @@ def test_a_new_layout_is_prepared_after_an_error(
     caplog.set_level(logging.WARNING)
     before = make(partitions=1)
     with before.led():
-        turn_until(before, lambda: has_read_to(before.leader, operation_time(mongo_client)))
+        turn_until(before, lambda: has_read_until(before.leader, operation_time(mongo_client)))
     term = make(partitions=2)
     with failpoint(failCommands=["ping"], appName=APP), term.led():
-        around(monkeypatch, (Subscriptions, "activate_layout"), failing_once(mongo_client))
+        around(monkeypatch, (Partitions, "replace"), failing_once(mongo_client, "insert"))
         turn_until(term, lambda: "layout_failed" in events(caplog))
         database["orders"].insert_one({"_id": 1})
         turn_until(term, lambda: term.leader.subscriptions["note"].window.count == 1)
@@ -121,9 +122,9 @@ def test_a_reader_that_was_stopped_is_asked_nothing(
         database["orders"].insert_one({"_id": 1})
         turn_until(term, lambda: led.window.count == 1)
         place = operation_time(mongo_client)
-        turn_until(term, lambda: has_read_to(term.leader, place))
+        turn_until(term, lambda: has_read_until(term.leader, place))
         with failpoint(**HISTORY_LOST):
             turn_until(term, lambda: led.lost)
         assert led.window.count == 1, "it runs, since it was read"
-        assert not has_read_to(term.leader, place)
+        assert not has_read_until(term.leader, place)
         assert term.leader.report()["unreadSeconds"] == 0

@@ -6,25 +6,24 @@ import threading
 from typing import Any
 
 import pytest
-from pymongo import MongoClient, monitoring
+from pymongo import MongoClient
 from pymongo.database import Database
 from pymongo.errors import WriteError
 
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError
-from mongo_celery.twophase import coordinator as coordinators
 from mongo_celery.twophase import documents
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
 from tests.fixtures.process import wait_for
 from tests.integration.twophase_rig import (
     Gate,
-    Tutorial,
     balances,
     coordinator,
     held_coordinator,
     make_accounts,
     markers,
 )
+from tests.rig.commands import CommandRecorder
 
 Document = dict[str, Any]
 
@@ -61,24 +60,6 @@ def test_a_driver_sends_as_many_commands_as_these_tests_hold(
         assert gate.count == commands
 
 
-def test_the_tutorials_own_driver_applies_twice_when_it_was_overtaken(accounts: Database[Document]) -> None:
-    """The hole as it stands in the tutorial: 800 and 1200 instead of 900 and 1100."""
-    sleeper = rescuer = Tutorial(accounts)
-    sleeper.begin(1, "A", "B", 100)
-    sleeper.start(1)
-    # The sleeper has read "pending" and is paused before it applies; the rescuer does it all.
-    rescuer.apply(1, "A", -100)
-    rescuer.apply(1, "B", 100)
-    rescuer.applied(1)
-    rescuer.pull(1, "A")
-    rescuer.pull(1, "B")
-    rescuer.done(1)
-    sleeper.apply(1, "A", -100)
-    sleeper.apply(1, "B", 100)
-
-    assert balances(accounts) == {"A": 800, "B": 1200}
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("number", range(1, COMMANDS + 1))
 def test_a_driver_that_was_overtaken_by_recovery_applies_nothing_again(
@@ -93,7 +74,7 @@ def test_a_driver_that_was_overtaken_by_recovery_applies_nothing_again(
         rescuer.recover(0)
 
     assert errors == []
-    assert rescuer.log.get(identity).state == "done"
+    assert rescuer.read(identity).state == "done"
     assert balances(accounts) == {"A": 900, "B": 1100}
     assert markers(accounts) == []
 
@@ -117,11 +98,11 @@ def test_a_driver_whose_transaction_was_canceled_leaves_nothing_half_applied(
 
     if refused is None:
         assert [type(error) for error in errors] == [TransactionCanceledError]
-        assert rescuer.log.get(identity).state == "canceled"
+        assert rescuer.read(identity).state == "canceled"
         assert balances(accounts) == {"A": 1000, "B": 1000}
     else:
         assert errors == []
-        assert rescuer.log.get(identity).state == "done"
+        assert rescuer.read(identity).state == "done"
         assert balances(accounts) == {"A": 900, "B": 1100}
     assert markers(accounts) == []
 
@@ -152,75 +133,6 @@ def test_without_the_fence_the_same_schedule_applies_twice(
     assert balances(accounts) != {"A": 900, "B": 1100}
 
 
-def test_an_undo_that_leaves_the_fence_alone_would_let_a_late_driver_apply(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Why a version is renewed also where nothing is undone: here it is not, and what was canceled is half applied."""
-
-    def marked_only(collection: Any, part: Any, transaction_id: Any, _incarnation: Any) -> documents.Undone:
-        guard = {"_id": part.id, MARKERS: transaction_id}
-        collection.update_one(guard, {**part.revert, "$pull": {MARKERS: transaction_id}})
-        return documents.Undone.UNDONE
-
-    monkeypatch.setattr(documents, "undo", marked_only)
-    gate = Gate(hold_before=FIRST_APPLY)
-    identity = rescuer.transfer("A", "B", 100, run=False)
-
-    with held_coordinator(mongo_url, accounts.name, identity, gate):
-        assert gate.held.wait(60)
-        rescuer.cancel(identity)
-
-    assert rescuer.log.get(identity).state == "canceled"
-    assert balances(accounts) != {"A": 1000, "B": 1000}
-
-
-@pytest.mark.parametrize("how", ["replaced", "inserted"])
-def test_a_participant_that_was_made_anew_does_not_begin_with_an_old_fence(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, how: str
-) -> None:
-    """What a paused coordinator has seen in a document's predecessor is nothing that its successor can have."""
-    gate = Gate(hold_before=FIRST_APPLY)
-    identity = rescuer.transfer("A", "B", 100, run=False)
-    anew = {"_id": "A", "balance": 900, "pendingTransactions": []}
-
-    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(60)
-        rescuer.recover(0)
-        if how == "replaced":
-            accounts["accounts"].replace_one({"_id": "A"}, anew)
-        else:
-            accounts["accounts"].delete_one({"_id": "A"})
-            accounts["accounts"].insert_one(anew)
-
-    assert errors == []
-    assert balances(accounts) == {"A": 900, "B": 1100}
-
-
-def test_a_fence_that_may_be_missing_would_let_a_late_driver_apply(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Why a look gives a document its version: without one, whoever settles leaves none."""
-
-    def version_or_none(collection: Any, part: Any, transaction_id: Any, participant_version: Any) -> bool:
-        guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}, PARTICIPANT_VERSION: participant_version}
-        return bool(collection.update_one(guard, {**part.apply, "$push": {MARKERS: transaction_id}}).matched_count)
-
-    def look_only(collection: Any, part: Any, transaction_id: Any, **_: Any) -> documents.View:
-        return documents._seen(collection, part, transaction_id)
-
-    monkeypatch.setattr(documents, "look", look_only)
-    monkeypatch.setattr(coordinators, "_known", lambda *_: None)
-    monkeypatch.setattr(documents, "apply", version_or_none)
-    gate = Gate(hold_before=5)  # read, look at both, claim
-    identity = rescuer.transfer("A", "B", 100, run=False)
-
-    with held_coordinator(mongo_url, accounts.name, identity, gate):
-        assert gate.held.wait(60)
-        rescuer.recover(0)
-
-    assert balances(accounts) == {"A": 800, "B": 1200}
-
-
 def test_a_value_that_somebody_left_in_the_versions_place_is_replaced(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
 ) -> None:
@@ -237,39 +149,23 @@ def test_a_value_that_somebody_left_in_the_versions_place_is_replaced(
     assert all(list(each[PARTICIPANT_VERSION]) == ["of", "at"] for each in accounts["accounts"].find())
 
 
-class Statements(monitoring.CommandListener):
-    """The statements of a client's updates, in the order in which they were sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[Document] = []
-
-    def started(self, event: monitoring.CommandStartedEvent) -> None:
-        if event.command_name == "update":
-            self.sent += event.command["updates"]
-
-    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
-        """Nothing."""
-
-    def failed(self, event: monitoring.CommandFailedEvent) -> None:
-        """Nothing."""
-
-
 def test_a_version_that_is_given_between_two_statements_leaves_no_marker(
     accounts: Database[Document], mongo_url: str
 ) -> None:
     """A participant of the tutorial's own code has none, and may be given one at any moment while it is settled."""
     part = Part(None, accounts["accounts"].full_name, "A", {}, {}, {}, {})
-    statements = Statements()
-    with MongoClient[Document](mongo_url, event_listeners=[statements]) as client:
+    recorder = CommandRecorder()
+    with MongoClient[Document](mongo_url, event_listeners=[recorder]) as client:
         documents.settle(client[accounts.name]["accounts"], [part], "ours")
 
-    for count in range(len(statements.sent) + 1):
+    statements = [each for update in recorder.named("update") for each in update["updates"]]
+    for count in range(len(statements) + 1):
         accounts["accounts"].update_one({"_id": "A"}, {"$set": {MARKERS: ["ours"]}, "$unset": {PARTICIPANT_VERSION: 1}})
-        for number, each in enumerate(statements.sent):
+        for number, each in enumerate(statements):
             if number == count:
                 documents.look(accounts["accounts"], part, "other")
             accounts.command({"update": "accounts", "updates": [each]})
-        assert markers(accounts) == [], f"{count} of {len(statements.sent)} statements had been executed"
+        assert markers(accounts) == [], f"{count} of {len(statements)} statements had been executed"
 
 
 @pytest.mark.parametrize("version", [{}, {PARTICIPANT_VERSION: {"of": 1, "at": 1}}], ids=["without", "with"])

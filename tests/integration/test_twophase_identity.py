@@ -68,7 +68,7 @@ def test_what_can_be_no_id_is_refused_before_anything_is_written(
 def test_a_condition_finds_no_transaction(bank: TwoPhaseCommit, database: Database[Document]) -> None:
     """Nor does one that other code has stored as a participant's id find a participant."""
     bank.transfer("A", "B", 100, run=False)
-    for act in (bank.run, bank.cancel, bank.compensate, bank.log.get):
+    for act in (bank.run, bank.cancel, bank.compensate, bank.read):
         with pytest.raises(TransactionStateError, match="no transaction"):
             act({"$ne": None})
     database["transactions"].insert_one(
@@ -145,18 +145,12 @@ def test_one_document_through_two_clients_of_one_server_is_found_in_time(
     assert (database["stock"].find_one() or {})["n"] == 0
 
 
-def test_without_markers_one_document_may_take_part_twice(
-    database: Database[Document], make_client: Callable[..., MongoClient[Document]]
-) -> None:
-    """In MongoDB transactions both changes are made once, also where only the server knows that they meet."""
-    other = make_client()
-    bank = TwoPhaseCommit(None, database["transactions"], application="bank", clients={"warehouse": other})
-    database["stock"].insert_many([{"_id": "x", "n": 0}, {"_id": 1, "n": 0}])
-
+def test_without_markers_one_document_may_take_part_twice(database: Database[Document]) -> None:
+    """In a MongoDB transaction both changes are made once, also where only the server knows that they meet."""
+    bank = TwoPhaseCommit(None, database["transactions"], application="bank")
+    database["stock"].insert_one({"_id": 1, "n": 0})
     bank.run(bank.begin([adding(database, 1), adding(database, 1.0, 10)]))
-    bank.run(bank.begin([adding(database, "x"), adding(other[database.name], "x", 10)]))
-
-    assert [each["n"] for each in database["stock"].find()] == [11, 11]
+    assert [each["n"] for each in database["stock"].find()] == [11]
 
 
 def test_one_document_that_was_changed_already_is_left_to_people(
@@ -169,7 +163,7 @@ def test_one_document_that_was_changed_already_is_left_to_people(
 
     report = bank.recover(0)
     assert [each.after for each in report] == ["pending"]
-    assert "by hand" in (report[0].error or "")
+    assert "manually" in (report[0].error or "")
     assert (database["accounts"].find_one({"_id": 1}) or {})["balance"] == 6
 
 
@@ -203,6 +197,8 @@ def test_an_operator_that_does_nothing_here_is_refused(
 @pytest.mark.parametrize(
     "rule",
     [
+        {"sku": {"$regex": "^L"}},
+        {"sku": {"$regex": "^l", "$options": "i"}},
         {"sku": {"$regex": "^L", "$nin": ["Lamp"]}},
         {"sku": {"$numberInt": "5"}},
         {"sku": {"$oid": "zz"}},
@@ -224,10 +220,8 @@ def test_a_rule_that_would_be_another_one_after_it_was_stored_is_refused(
 @pytest.mark.parametrize(
     "rule",
     [
-        {"sku": {"$regex": "^L"}},
-        {"sku": {"$regex": "^l", "$options": "i"}},
-        {"$and": [{"sku": {"$regex": "^L"}}, {"sku": {"$nin": ["Desk"]}}]},
         {"sku": re.compile("^l", re.IGNORECASE)},
+        {"$and": [{"sku": re.compile("^L")}, {"sku": {"$nin": ["Desk"]}}]},
         {"at": TIME},
         {"sku": {"$in": ("Lamp", "Desk")}},
         {"u": Binary.from_uuid(UUID_ID)},

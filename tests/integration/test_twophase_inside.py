@@ -8,19 +8,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pymongo
 import pytest
 from celery import Celery
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.database import Database
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Participant, TwoPhaseCommit, transactional
+from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionError, TransactionStateError
 from mongo_celery.locking import after_commit
+from mongo_celery.twophase.twophase import get_engine
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import Processes
-from tests.integration.twophase_rig import balances, coordinator, make_accounts
+from tests.fixtures.proxy import Proxy
+from tests.integration.twophase_rig import advance, balances, coordinator, make_accounts
 
 Document = dict[str, Any]
+NO_SUCH_TRANSACTION = 251
 
 
 @pytest.fixture
@@ -49,7 +56,7 @@ def test_what_is_refused_or_canceled_inside_fails_nothing_else(
         bank.transfer("A", "B", 5000, id="canceled")
     bank.transfer("A", "B", 10, id="initial", run=False)
     markers = coordinator(client, database.name)
-    markers.step(markers.transfer("A", "B", 7, id="pending", run=False), None)
+    advance(markers, markers.transfer("A", "B", 7, id="pending", run=False))
     database["orders"].insert_one({"_id": 1})
 
     def body(session: ClientSession) -> None:
@@ -134,6 +141,82 @@ def test_a_transaction_of_the_drivers_is_joined_by_its_session(
     assert sorted(each["state"] for each in database["transactions"].find()) == ["canceled", "done", "initial"]
 
 
+@pytest.mark.parametrize("lost", [["update"], ["update", "abortTransaction"]])
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_an_error_of_a_payment_that_is_caught_fails_the_drivers_own_transaction(
+    bank: TwoPhaseCommit,
+    client: MongoClient[Document],
+    database: Database[Document],
+    failpoint: Any,
+    lost: list[str],
+    is_stored: bool,
+    skipped: int,
+) -> None:
+    """P18: neither `done` without the money is committed, nor half of it, also if no abort reaches the server."""
+    database["more"].insert_one({"_id": "C", "balance": 0})
+    paid, got = database["accounts"], database["more"]
+    parts = [
+        Participant(f"{paid.database.name}.{name}", each, {"$inc": {"balance": by}})
+        for name, each, by in ((paid.name, "A", -100), (got.name, "C", 100))
+    ]
+    if is_stored:
+        bank.begin(parts, id="pay")
+    else:
+        get_engine(bank).log.prepare()
+
+    def pay(session: ClientSession) -> object:
+        if is_stored:
+            return bank.run("pay", session=session)
+        return bank.begin(parts, id="pay", run=True, session=session)
+
+    def pay_and_commit(session: ClientSession) -> None:
+        with session.start_transaction():
+            client[database.name]["orders"].insert_one({"_id": 1}, session=session)
+            with failpoint(mode={"skip": skipped}, **closes), pytest.raises(PyMongoError):
+                pay(session)
+
+    closes = {"failCommands": lost, "closeConnection": True}
+    with client.start_session() as session, pytest.raises(OperationFailure) as refused:
+        pay_and_commit(session)
+    client.admin.command("killAllSessions", [])  # else what no abort has reached locks the collections for a minute
+    assert refused.value.code == NO_SUCH_TRANSACTION
+    assert [*balances(database).values(), (got.find_one() or {})["balance"]] == [1000, 1000, 0]
+    assert [each["state"] for each in database["transactions"].find()] == ["initial"] * is_stored
+    assert orders(bank) == []
+
+
+def test_a_payment_that_reaches_no_server_fails_the_drivers_own_transaction(
+    database: Database[Document],
+    replica_set: MongoReplicaSet,
+    make_proxy: Callable[[int], Proxy],
+    make_client: MakeClient,
+) -> None:
+    """P18: the payment would have begun the transaction. What follows it must not begin another one without it."""
+    make_accounts(database, A=1000, B=1000)
+    database.create_collection("orders")
+    proxy = make_proxy(replica_set.primary.port)
+    client = make_client(proxy.mongo_url)
+    bank = TwoPhaseCommit(None, client[database.name]["transactions"], application="bank", recover_every=None)
+    get_engine(bank).log.prepare()
+
+    def pay_and_commit(session: ClientSession, *, orders: int) -> None:
+        with session.start_transaction():
+            proxy.refuse()
+            with pytest.raises(PyMongoError), pymongo.timeout(0.5):
+                bank.transfer("A", "B", 10, session=session)
+            proxy.pass_through()
+            for number in range(orders):
+                client[database.name]["orders"].insert_one({"_id": number}, session=session)
+
+    for orders in (0, 1):
+        with client.start_session() as session, pytest.raises(OperationFailure) as refused:
+            pay_and_commit(session, orders=orders)
+        assert refused.value.code == NO_SUCH_TRANSACTION
+    assert database["orders"].find_one() is None
+    assert balances(database) == {"A": 1000, "B": 1000}
+
+
 def test_a_thread_of_the_body_pays_with_its_session_or_not_at_all(
     bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
 ) -> None:
@@ -173,7 +256,14 @@ def test_a_payment_joins_the_innermost_transaction_or_none(
 
     with transactional(client) as outer:
         for each in (make_client(), client):
-            transactional(each, own=True).run(inner)
+            transactional(each, independent=True).run(inner)
+
+    def repeated(_: ClientSession) -> None:
+        with pytest.raises(ConfigurationError, match="innermost"):
+            bank.transfer("A", "B", 10, session=drivers)
+
+    with client.start_session() as drivers, drivers.start_transaction():
+        transactional(make_client(), independent=True).run(repeated)
     assert balances(database) == {"A": 990, "B": 1010}
 
 
@@ -202,7 +292,7 @@ def test_a_coroutines_transaction_is_no_place_to_pay(
 
     calls: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
         (bank.transfer, ("A", "B", 10)),
-        (bank.begin, ([Participant(bank.accounts, "A", {"$inc": {"balance": -10}})],)),
+        (bank.begin, ([Participant(bank._accounts, "A", {"$inc": {"balance": -10}})],)),
         *((each, (1,)) for each in (bank.compensate, bank.delay, bank.cancel, bank.run)),
     ]
     asyncio.run(run())
@@ -216,7 +306,7 @@ def test_a_transaction_of_another_cluster_cannot_have_a_payment_in_it(
     with MongoClient[Document](standalone_url) as elsewhere, transactional(elsewhere):
         with pytest.raises(ConfigurationError, match="after_commit"):
             bank.transfer("A", "B", 10)
-        transactional(client, own=True).run(lambda _: bank.transfer("A", "B", 10))
+        transactional(client, independent=True).run(lambda _: bank.transfer("A", "B", 10))
         after_commit(lambda: bank.transfer("A", "B", 100))
         assert balances(database) == {"A": 990, "B": 1010}
     assert balances(database) == {"A": 890, "B": 1110}
@@ -238,8 +328,8 @@ from celery import Celery
 from django.db import connection, models
 from django_mongodb_backend import transaction
 from pymongo import MongoClient
-from pymongo.errors import OperationFailure
-from mongo_celery import OutboxCollection, TwoPhaseCommit
+from pymongo.errors import OperationFailure, PyMongoError
+from mongo_celery import OutboxCollection, Participant, TwoPhaseCommit
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.contrib.django import transactional
 
@@ -291,12 +381,39 @@ assert states == ["done"] * 4 + ["initial"] * 4, states
 assert connection.get_collection("accounts").find_one({"_id": "A"})["balance"] == 960
 with app.connection_for_read() as broker, broker.SimpleQueue("celery") as queue:
     assert len(queue) == 4, len(queue)
+
+accounts, more = connection.get_collection("accounts"), connection.get_collection("more")
+more.insert_one({"_id": "C", "balance": 0})
+parts = [Participant(accounts, "A", {"$inc": {"balance": -10}}), Participant(more, "C", {"$inc": {"balance": 10}})]
+lost = {"failCommands": ["update", "abortTransaction"], "closeConnection": True}
+admin = accounts.database.client.admin
+try:
+    with transaction.atomic():
+        Seat.objects.create(number=4)
+        # The first participant is changed, and no abort reaches the server.
+        admin.command("configureFailPoint", "failCommand", mode={"skip": 1}, data=lost)
+        try:
+            bank.begin(parts, run=True)
+        except PyMongoError:
+            runs.append(4)
+        finally:
+            admin.command("configureFailPoint", "failCommand", mode="off")
+    runs.append("committed")
+except OperationFailure as error:
+    assert error.code == 251, error
+admin.command("killAllSessions", [])  # else what no abort has reached locks the collections for a minute
+assert runs[8:] == [4], runs
+assert [each.find_one()["balance"] for each in (accounts, more)] == [960, 0]
 """
 
 
 def test_djangos_transactions_have_payments_in_them(
     processes: Processes, database: Database[Document], mongo_url: str
 ) -> None:
-    """Its own `atomic`, that of an outbox, and a function that is repeated; another client is refused."""
+    """
+    Its own `atomic`, that of an outbox, and a function that is repeated; another client is refused.
+
+    P18: an `atomic` whose payment has failed cannot be committed, also if no abort reaches the server.
+    """
     sold = processes.python("django", "-c", DJANGO, mongo_url, database.name)
     assert sold.wait() == 0, sold.text

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -13,7 +11,6 @@ from typing import Any
 from uuid import uuid4
 
 import pytest
-from bson import ObjectId
 from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from prometheus_client import CollectorRegistry
@@ -33,15 +30,16 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
 )
 from mongo_celery.outbox.sweep import SWEEP_TASK
-from mongo_celery.twophase import final, recovery
-from mongo_celery.twophase.across import plan_for
+from mongo_celery.twophase import State, recovery
 from mongo_celery.twophase.prometheus import TransactionCollector
-from mongo_celery.twophase.purge import Purge
 from mongo_celery.twophase.recoveries import recovery_watch
-from mongo_celery.twophase.steps import RECOVER_TASK
+from mongo_celery.twophase.tasks import RECOVER_TASK
+from mongo_celery.twophase.twophase import get_engine, get_recoveries
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
-from tests.integration.receipts_rig import START, Clusters
-from tests.integration.twophase_rig import make_accounts
+from tests.integration.clusters_rig import START, Clusters
+from tests.integration.twophase_rig import Tutorial, advance, balances, make_accounts
+from tests.rig.commands import CommandRecorder
 
 Document = dict[str, Any]
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
@@ -76,7 +74,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_those_of_a_cluster_that_is_away_keep_nobody_from_the_turn(
     clusters: Clusters, other_cluster: MongoReplicaSet
 ) -> None:
-    """They are older, and more than recovery takes or reads at once; none is tried, and they stay as they are."""
+    """They are older, and more than recovery takes or reads at once. None is tried, and they stay as they are."""
     across = clusters.begin("own", "east", value=1)
     template = clusters.log.find_one({"_id": across})
     clusters.log.insert_many([{**template, "_id": number, "queuedAt": LONG_AGO} for number in range(450)])
@@ -87,7 +85,7 @@ def test_those_of_a_cluster_that_is_away_keep_nobody_from_the_turn(
     other_cluster.pause()
     try:
         report = clusters.coordinator(clients).recover(0, limit=100)
-        last = clusters.bank.recoveries.last()
+        last = get_recoveries(clusters.bank).last()
     finally:
         other_cluster.resume()
         clients["east"].close()
@@ -103,61 +101,33 @@ def test_those_of_a_cluster_that_is_away_keep_nobody_from_the_turn(
     assert clusters.balances() == {"own": START - 3, "east": START, "west": START + 3}
 
 
-@pytest.mark.slow
-def test_a_thousand_beside_a_dead_cluster_do_not_wait_for_it(
-    clusters: Clusters, other_cluster: MongoReplicaSet, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """They are done sooner than one call to it would end; what the figure is here is printed."""
-    clusters.accounts("own").update_one({}, {"$set": {"balance": 10_000}})
-    dead = [clusters.begin("own", "east", value=1) for _ in range(300)]
-    near = [clusters.begin("own", "west", value=1) for _ in range(1000)]
-    for identity in dead + near:
-        clusters.bank.step(identity, None)
-    clusters.log.update_many({"_id": {"$in": near}}, {"$set": {"lastModified": LONG_AGO + timedelta(days=1)}})
-    clusters.log.update_many({"_id": {"$in": dead}}, {"$set": {"lastModified": LONG_AGO}})
-    clients = {**clusters.clients, "east": MongoClient[Document](other_cluster.url)}
-    other_cluster.pause()
-    try:
-        began = time.monotonic()
-        report = clusters.coordinator(clients, timeout=60).recover(3600)
-        seconds = time.monotonic() - began
-    finally:
-        other_cluster.resume()
-        clients["east"].close()
-
-    with capsys.disabled():
-        sys.stderr.write(f"\na thousand beside a dead cluster: {seconds:.1f} s\n")
-    assert {each.error for each in report if each.id in near} == {None}
-    assert {each.id for each in report if each.after == "done"} == set(near)
-    assert seconds < 60
-
-
-@pytest.mark.parametrize("states", [(), ("done",), ("done", "initial")])
+@pytest.mark.parametrize("states", [tuple(State), ("done",), ("done", "initial")])
 def test_looking_at_what_is_final_reads_no_more_than_is_shown(database: Database[Document], states: Any) -> None:
-    """There is no index on the last step of those; what is not final comes first, the oldest step at the front."""
+    """The oldest step comes first."""
     moments = [LONG_AGO + timedelta(days=1000 - each) for each in range(1000)]
     done = [{"_id": each, "state": "done", "lastModified": moment} for each, moment in enumerate(moments)]
     database["transactions"].insert_many(done)
     bank = TwoPhaseCommit(None, database["transactions"], application="bank")
-    two = [bank.begin([Participant(database["x"], 1, {"$inc": {"n": 1}})], id=each) for each in ("a", "b")]
+    for each in ("a", "b"):
+        bank.begin([Participant(database["x"], 1, {"$inc": {"n": 1}})], id=each)
     database.command("profile", 2)
-    found = [each["_id"] for each in bank.found(states, limit=5)]
+    found = [each["_id"] for each in bank.find(states, limit=5)]
     database.command("profile", 0)
 
-    assert found == ([*two, 0, 1, 2] if "initial" in states else [0, 1, 2, 3, 4])
+    assert found == [999, 998, 997, 996, 995]
     reads = list(database["system.profile"].find({"op": "query", "ns": database["transactions"].full_name}))
     assert reads
-    assert all(each["docsExamined"] <= 5 and not each.get("hasSortStage") for each in reads)
+    assert all(each["docsExamined"] <= 6 and not each.get("hasSortStage") for each in reads)
 
 
 def test_looking_ends_with_the_time_too(other_cluster: MongoReplicaSet) -> None:
     """What commands and pages show: nobody waits for a log that does not answer."""
     with MongoClient[Document](other_cluster.url) as client:
         bank = TwoPhaseCommit(None, client["looks"]["transactions"], application="bank", timeout=0.5)
-        assert bank.found(["pending"], 60, limit=1) == []
+        assert bank.find(["pending"], limit=1) == []
         other_cluster.pause()
         try:
-            for look in (bank.found, partial(bank.stored, 1), bank.abandoned):
+            for look in (bank.find, partial(bank.read, 1)):
                 with pytest.raises((PyMongoError, TransactionTimeoutError)):
                     look()
         finally:
@@ -167,19 +137,18 @@ def test_looking_ends_with_the_time_too(other_cluster: MongoReplicaSet) -> None:
 def test_what_has_passed_its_deadline_need_not_be_old(clusters: Clusters) -> None:
     """Nobody's money is kept for as long as a coordinator might sleep."""
     identity = clusters.begin("own", "west")
-    clusters.bank.step(identity, None)
+    advance(clusters.bank, identity)
     moment = datetime.now(UTC) - timedelta(minutes=2)
     clusters.log.update_one({"_id": identity}, {"$set": {"lastModified": moment}})
     assert clusters.bank.recover() == []
     clusters.log.update_one({"_id": identity}, {"$set": {"deadline": moment + timedelta(minutes=1)}})
-    assert [each["_id"] for each in clusters.bank.abandoned()] == [identity]
     (became,) = clusters.bank.recover()
 
-    assert (became.after, became.outcome) == ("canceled", "overdue")
+    assert became.outcome == "canceled"
     assert clusters.balances()["own"] == START
-    last = clusters.bank.recoveries.last()
+    last = get_recoveries(clusters.bank).last()
     assert last is not None
-    assert last.outcomes == {"done": 0, "canceled": 0, "overdue": 1}
+    assert last.outcomes == {"done": 0, "canceled": 1}
 
 
 def test_what_is_owed_beside_a_dead_cluster_comes_back_at_once(
@@ -187,13 +156,11 @@ def test_what_is_owed_beside_a_dead_cluster_comes_back_at_once(
 ) -> None:
     """All of it, and nobody waits for the cluster: of that nothing is asked."""
     count = 6
-    owed = [clusters.begin("west", "east", "own", value=1) for _ in range(count)]
+    owed = [clusters.begin("west", "own", "east", value=1) for _ in range(count)]
     for identity in owed:
-        clusters.bank.step(identity, None)
-        read = clusters.bank.read(identity)
-        clusters.bank._completion._across._receipts.apply(
-            read, plan_for(read).remote[0], time.monotonic() + clusters.bank._options.timeout
-        )
+        clusters.advance(identity)
+        marker = {"$push": {"pendingTransactions": identity}}
+        clusters.accounts("west").update_one({}, {"$inc": {"balance": -2}, **marker})
     paid = {"own": START, "east": START, "west": START - 2 * count}
     assert clusters.balances() == paid
     clusters.log.update_many({}, {"$set": {"deadline": LONG_AGO, "lastModified": LONG_AGO}})
@@ -213,53 +180,13 @@ def test_what_is_owed_beside_a_dead_cluster_comes_back_at_once(
     assert clusters.balances() == {"own": START, "east": START, "west": START}
 
 
-def test_what_is_owed_comes_back_where_another_cluster_than_the_dead_one_decides(
-    clusters: Clusters, other_cluster: MongoReplicaSet, mongo_url: str
-) -> None:
-    """The last one says that nothing is done; so the first has back what it has paid, whatever stands between them."""
-    north = MongoClient[Document](mongo_url)
-    clients = {**clusters.clients, "north": north}
-    paying = north[f"{clusters.name}_own"]["paying"]
-    paying.insert_one({"_id": "A", "balance": START})
-    change = {"$inc": {"balance": 1}}
-    bank = clusters.coordinator(clients)
-    identity = bank.begin(
-        [
-            Participant(paying, "A", {"$inc": {"balance": -2}}),
-            Participant(clusters.accounts("east"), "A", change),
-            Participant(clusters.accounts("west"), "A", change),
-        ]
-    )
-    bank.step(identity, None)
-    read = bank.read(identity)
-    bank._completion._across._receipts.apply(read, plan_for(read).remote[0], time.monotonic() + 30)
-    assert paying.find_one() == {"_id": "A", "balance": START - 2}
-    clusters.log.update_many({}, {"$set": {"deadline": LONG_AGO, "lastModified": LONG_AGO}})
-    other_cluster.pause()
-    try:
-        blind = clusters.coordinator({**clients, "east": MongoClient[Document](other_cluster.url)})
-        (became,) = blind.recover()
-    finally:
-        other_cluster.resume()
-        blind._clusters.client("east").close()
-
-    assert (became.before, became.after) == ("pending", "canceling")
-    assert paying.find_one() == {"_id": "A", "balance": START}
-    assert [each.after for each in bank.recover(0)] == ["canceled"]
-    assert (paying.find_one(), clusters.balances()) == (
-        {"_id": "A", "balance": START},
-        dict.fromkeys(("own", "east", "west"), START),
-    )
-    north.close()
-
-
 def test_a_lost_answer_puts_off_none_of_many(clusters: Clusters) -> None:
-    """They are known by who has taken them."""
+    """A step whose answer was lost is recognised by its coordinator."""
     identities = [clusters.begin("own", "west", value=1) for _ in range(5)]
     for identity in identities:
-        clusters.bank.step(identity, None)
+        advance(clusters.bank, identity)
     clusters.log.update_many({}, {"$set": {"lastModified": LONG_AGO}})
-    lose = {"failCommands": ["update"], "writeConcernError": {"code": 262, "errmsg": "too long"}}
+    lose = {"failCommands": ["findAndModify"], "writeConcernError": {"code": 262, "errmsg": "too long"}}
     clusters.clients["own"].admin.command({"configureFailPoint": "failCommand", "mode": {"times": 1}, "data": lose})
     report = clusters.bank.recover(60)
 
@@ -329,7 +256,7 @@ def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
 ) -> None:
     """What is one MongoDB transaction needs no recovery, and asks for none."""
     looked = threading.Event()
-    watch = clusters.bank._watch = recovery_watch("bank", lambda: clusters.bank.recoveries, 0.0)
+    watch = clusters.bank._watch = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 0.0)
     look = watch.look
 
     def noted() -> None:
@@ -344,10 +271,10 @@ def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
     clusters.bank.run(clusters.begin("own", "east"))
     assert looked.wait(60)
     assert said(caplog) == ["nobody_recovers"]
-    assert "no recovery has noted itself yet" in caplog.text
+    assert "no recovery has run yet" in caplog.text
 
     clusters.bank.recover()
-    patient = recovery_watch("bank", lambda: clusters.bank.recoveries, 600.0)
+    patient = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 600.0)
     assert patient.look() is True
     assert said(caplog) == ["nobody_recovers"]
 
@@ -355,39 +282,46 @@ def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
 def test_a_recovery_that_lasts_is_one_all_the_same(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so while it goes on, and what it has done is noted also where a time limit ends it."""
     seen: list[tuple[bool | None, float]] = []
-    watch = recovery_watch("bank", lambda: clusters.bank.recoveries, 600.0)
+    watch = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 600.0)
 
-    def ended(*_: object) -> None:
-        last = clusters.bank.recoveries.last()
+    read_pages = recovery.Recoverer._read_pages
+
+    def first_page(recoverer: recovery.Recoverer, limit: int) -> Iterator[Any]:
+        yield next(iter(read_pages(recoverer, limit)))
+        last = get_recoveries(clusters.bank).last()
         assert last is not None
-        seen.append((watch.look(), last.sign_seconds))
+        seen.append((watch.look(), last.seconds))
         raise SoftTimeLimitExceeded
 
     identity = clusters.begin("own", "west", value=1)
     clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
-    monkeypatch.setattr(recovery.Recoverer, "_give_back", ended)
+    monkeypatch.setattr(recovery.Recoverer, "_read_pages", first_page)
     with pytest.raises(SoftTimeLimitExceeded):
         clusters.bank.recover()
 
     ((is_recovered, sign),) = seen
     assert is_recovered
     assert 0 <= sign < 600
-    last = clusters.bank.recoveries.last()
+    last = get_recoveries(clusters.bank).last()
     assert last is not None
-    assert last.outcomes == {"done": 1, "canceled": 0, "overdue": 0}
+    assert last.outcomes == {"done": 1, "canceled": 0}
 
 
 def test_a_recovery_that_may_not_note_itself_says_so_once(
     bank: TwoPhaseCommit, failpoint: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Else who begins transactions would say that nobody recovers them, and nobody why."""
-    refused = {"failCommands": ["update"], "namespace": bank.recoveries.full_name, "errorCode": 13}
+    refused = {
+        "failCommands": ["findAndModify"],
+        "namespace": get_recoveries(bank).collection.full_name,
+        "errorCode": 13,
+    }
     with failpoint(mode="alwaysOn", **refused):
         for _ in range(2):
             assert bank.recover() == []
     events = [getattr(each, "event", "") for each in caplog.records]
     assert events.count("recovery_unnoted") == 1
-    assert bank.recoveries.last() is None
+    assert get_recoveries(bank).last() is None
 
 
 def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCommit) -> None:
@@ -414,63 +348,38 @@ def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCom
 
 def test_a_scrape_reads_only_what_is_open(bank: TwoPhaseCommit) -> None:
     """Whatever there has been."""
-    bank.log.prepare()
+    get_engine(bank).log.prepare()
     bank.transactions.insert_many([{"state": "done", "lastModified": LONG_AGO} for _ in range(200)])
     profiled = bank.transactions.database
     profiled.command({"profile": 2})
-    bank.log.standing()
+    get_engine(bank).log.count_states()
     profiled.command({"profile": 0})
 
     found = list(profiled["system.profile"].find({"command.aggregate": "transactions"}))
-    assert len(found) == 4
-    assert [each["docsExamined"] for each in found] == [0, 0, 0, 0]
+    assert [each["docsExamined"] for each in found] == [0]
+
+
+def test_a_recovery_finishes_what_was_left_before_it_creates_indexes(
+    database: Database[Document], make_client: MakeClient
+) -> None:
+    """On a large log that takes minutes, and until then others see that a recovery ran."""
+    make_accounts(database, A=1000, B=1000)
+    counting = CommandRecorder()
+    log = make_client(event_listeners=[counting])[database.name]["transactions"]
+    bank = TwoPhaseCommit(None, log, application="bank", protocol="documents")
+    advance(bank, bank.transfer("A", "B", 100, run=False))
+    log.drop_indexes()
+    later = TwoPhaseCommit(None, log, application="bank", protocol="documents")
+    counting.sent.clear()
+    (became,) = later.recover(0)
+
+    assert became.after == "done"
+    noted = len(counting.names) - counting.names[::-1].index("findAndModify")
+    assert noted <= counting.names.index("createIndexes")
+    assert len(log.index_information()) == 3
 
 
 # -- what is removed -------------------------------------------------------------------------------
-
-
-def test_only_what_is_final_and_old_enough_is_removed(bank: TwoPhaseCommit) -> None:
-    """However it is spelled, whatever its id; of others only where that is asked for; nothing by a trial."""
-    collection = bank.transactions
-    kinds: list[tuple[Any, str]] = [
-        (1, "done"),
-        ("a", "canceled"),
-        (2.5, "cancelled"),
-        ("p", "pending"),
-        ("i", "initial"),
-    ]
-    queued = bank.transfer("A", "B", 1, run=False)
-    bank.log.queue(queued)
-    collection.update_one({"_id": queued}, {"$set": {"lastModified": LONG_AGO}})
-    collection.insert_many([{"_id": each, "state": state, "lastModified": LONG_AGO} for each, state in kinds])
-    collection.insert_one({"_id": "other", "state": "done", "lastModified": LONG_AGO, "application": "App2"})
-    young = bank.transfer("A", "B", 1)
-    tried = bank.purge(3600, dry_run=True)
-    assert tried == Purge(done=1, canceled=2, initial=1, kept=0)
-    assert collection.count_documents({}) == 8
-
-    assert bank.purge(3600) == tried
-    assert {each["_id"] for each in collection.find()} == {"p", "other", young, queued}
-    assert bank.purge(timedelta(hours=1), all=True) == Purge(done=1, canceled=0, initial=0, kept=0)
-    with pytest.raises(ConfigurationError, match="less than the deadline of 600 s"):
-        bank.purge(60)
-
-
-def test_a_compensation_stays_with_what_it_takes_back(bank: TwoPhaseCommit) -> None:
-    """Else it could be done again, or never; and it goes with it."""
-    first = bank.transfer("A", "B", 100)
-    second = bank.compensate(first)
-    bank.compensate(second)
-    aged = {"$set": {"lastModified": LONG_AGO}}
-    bank.transactions.update_many({"_id": {"$ne": first}}, aged)
-    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=0, canceled=0, initial=0, kept=2)
-    assert bank.compensate(first) == second
-
-    bank.transactions.update_many({}, aged)
-    assert bank.purge(3600, dry_run=True) == Purge(done=3, canceled=0, initial=0, kept=0)
-    assert bank.purge(3600) == Purge(done=3, canceled=0, initial=0, kept=0)
-    with pytest.raises(TransactionStateError, match="there is no transaction"):
-        bank.compensate(first)
 
 
 @pytest.mark.parametrize("is_run", [True, False])
@@ -482,53 +391,37 @@ def test_an_id_that_is_used_again_has_a_compensation_of_its_own(bank: TwoPhaseCo
 
     bank.transfer("B", "A", 7, id="order")
     second = bank.compensate("order")
-    assert second == bank.compensate("order") == {"compensates": "order", "attempt": 2}
+    assert second == bank.compensate("order") != first
     bank.run(first)
-    assert {each["_id"]: each["balance"] for each in bank.accounts.find()} == {"A": 1000, "B": 1000}
+    assert balances(bank.transactions.database) == {"A": 1000, "B": 1000}
 
 
-def test_what_is_being_compensated_is_not_purged(bank: TwoPhaseCommit) -> None:
-    """Its compensation may yet be canceled: then there has to be another attempt."""
+def test_a_successor_of_the_same_id_is_not_noted_as_compensated(
+    bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction expires in the middle of the call, and its id is used again."""
+    bank.transfer("A", "B", 100, id="order")
+    log = get_engine(bank).log
+    prepare = log.prepare
+
+    def replace() -> None:
+        monkeypatch.setattr(log, "prepare", prepare)
+        bank.transactions.delete_one({"_id": "order"})
+        bank.transfer("A", "B", 7, id="order")
+
+    monkeypatch.setattr(log, "prepare", replace)
+    taken_back = bank.compensate("order")
+    assert taken_back["of"] == bank.read("order").coordinator
+    assert balances(bank.transactions.database) == {"A": 900, "B": 1100}
+
+
+def test_a_compensation_that_was_removed_is_not_made_again(bank: TwoPhaseCommit) -> None:
+    """As when the retention is shorter by now: nobody can know if it was done."""
     done = bank.transfer("A", "B", 100)
-    compensation = bank.compensate(done, run=False)
-    bank.transactions.update_many({}, {"$set": {"lastModified": LONG_AGO}})
-    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=0, canceled=0, initial=0, kept=0)
-    bank.cancel(compensation)
-    second = bank.compensate(done)
-    assert second == {"compensates": done, "attempt": 2}
-    bank.transactions.update_many({}, {"$set": {"lastModified": LONG_AGO}})
-    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=2, canceled=1, initial=0, kept=0)
-
-
-def test_a_purge_leaves_what_has_several_states(bank: TwoPhaseCommit) -> None:
-    """Whatever has made a list of it: one of them is not final."""
-    states: list[Any] = [["pending", "done"], ["done"], "done"]
-    bank.transactions.insert_many(
-        [{"_id": number, "state": state, "lastModified": LONG_AGO} for number, state in enumerate(states)]
-    )
-    assert bank.purge(3600, dry_run=True) == bank.purge(3600) == Purge(done=1, canceled=0, initial=0, kept=0)
-    assert [each["_id"] for each in bank.transactions.find().sort("_id", 1)] == [0, 1]
-
-
-@pytest.mark.needs_mongodb(5, 0)
-def test_a_purge_reads_a_bounded_number_at_once(bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many there are that stay, of whatever type their ids are; else a call of a large log ends by its time."""
-    monkeypatch.setattr(final, "_READ_AT_ONCE", 50)
-    old = {"state": "done", "lastModified": LONG_AGO}
-    ids: list[Any] = [*range(120), *map(str, range(120)), *(ObjectId() for _ in range(120)), {"compensates": "gone"}]
-    bank.transactions.insert_many([{"_id": each, "state": "done", "lastModified": "young"} for each in ids[:300]])
-    bank.transactions.update_many({}, {"$currentDate": {"lastModified": True}})
-    bank.transactions.insert_many([{"_id": each, **old} for each in ids[300:]])
-    profiled = bank.transactions.database
-    profiled.command({"profile": 2})
-    assert bank.purge(3600) == Purge(done=61, canceled=0, initial=0, kept=0)
-    profiled.command({"profile": 0})
-
-    assert bank.transactions.count_documents({}) == 300
-    pages = list(profiled["system.profile"].find({"command.find": "transactions"}))
-    assert len(pages) >= 2 * 2 * 300 / 50
-    assert max(each["docsExamined"] for each in pages) <= 51
-    assert max(each["keysExamined"] for each in pages) <= 2 * 51
+    bank.transactions.delete_one({"_id": bank.compensate(done)})
+    with pytest.raises(TransactionStateError, match="not compensated again"):
+        bank.compensate(done)
+    assert balances(bank.transactions.database) == {"A": 1000, "B": 1000}
 
 
 @pytest.mark.parametrize("options", [{"retention": 3600}, {}, {"retention": None}])
@@ -550,49 +443,43 @@ def test_what_is_final_expires_by_default_and_a_compensation_after_what_it_takes
     wanted = timedelta(seconds=options["retention"]) if options.get("retention") else timedelta(days=90)
     assert kept == ({} if options == {"retention": None} else {"done": wanted, "canceled": wanted})
     first, second = database["transactions"].find({"state": "done"}).sort("lastModified", 1)
-    assert (first["_id"], second["_id"]) == (done, {"compensates": done})
+    assert (first["_id"], second["_id"]["compensates"]) == (done, done)
     assert first.get("expiresAt", 0) <= second.get("expiresAt", 0)
 
 
 def test_what_nobody_begins_expires(bank: TwoPhaseCommit, database: Database[Document]) -> None:
-    """Recovery cancels it with a reason after the retention; what was queued, or is younger, is somebody's."""
+    """Recovery cancels it after the retention of who has stored it; what was queued, or is younger, is somebody's."""
     keeping = TwoPhaseCommit(
         Celery("bank", broker="memory://"), database["transactions"], retention=3600, older_than=0.001
     )
     for identity in ("old", "queued", "young"):
         bank.transfer("A", "B", 1, id=identity, run=False)
+    Tutorial(database).begin("tutorial", "A", "B", 1)
+    forever = TwoPhaseCommit(None, database["transactions"], application="long", retention=None)
+    forever.transfer("A", "B", 1, id="kept", run=False)
     keeping.delay("queued")
     aged = datetime.now(UTC) - timedelta(hours=2)
-    database["transactions"].update_many({"_id": {"$ne": "young"}}, {"$set": {"lastModified": aged}})
+    database["transactions"].update_many({}, {"$set": {"lastModified": aged}})  # the others' retention is 90 days
+    database["transactions"].update_many({"_id": {"$in": ["old", "queued"]}}, {"$set": {"beginBy": aged}})
 
-    assert {each["_id"] for each in keeping.abandoned()} == {"old", "queued"}
-    assert {each["_id"] for each in bank.abandoned(0)} == {"queued"}
     assert {each.id: (each.before, each.after) for each in keeping.recover()} == {
         "old": ("initial", "canceled"),
+        "tutorial": ("initial", "canceled"),
         "queued": ("initial", "done"),
     }
     with pytest.raises(TransactionCanceledError, match="nobody has begun it"):
         bank.transfer("A", "B", 1, id="old")
-    assert (bank.stored("old") or {})["expiresAt"] > datetime.now(UTC)
+    expired = database["transactions"].find_one({"_id": "old"}) or {}
+    assert expired["expiresAt"].replace(tzinfo=UTC) > datetime.now(UTC)
     assert bank.run("young").state == "done"
-    assert {each["_id"]: each["balance"] for each in bank.accounts.find()} == {"A": 998, "B": 1002}
+    assert balances(bank.transactions.database) == {"A": 998, "B": 1002}
 
 
 def test_a_retention_below_the_deadline_is_refused(database: Database[Document]) -> None:
     with pytest.raises(ConfigurationError, match="retention=60 is less than the deadline"):
         TwoPhaseCommit(None, database["transactions"], application="bank", retention=60)
-
-
-def test_a_participant_of_clusters_is_left_by_a_process_that_cannot_reach_it(clusters: Clusters) -> None:
-    """It is no cluster that does not answer; the transaction says what is missing."""
-    identity = clusters.bank.begin([Participant(clusters.accounts("east"), "A", {"$inc": {"balance": 1}})])
-    clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
-    blind = clusters.coordinator({"own": clusters.clients["own"]})
-    (became,) = blind.recover()
-    assert "which this process does not know" in (became.error or "")
-    last = blind.recoveries.last()
-    assert last is not None
-    assert last.silent == ()
+    with pytest.raises(ConfigurationError, match="retention=5 is less than the timeout"):
+        TwoPhaseCommit(None, database["transactions"], application="bank", retention=5, deadline=2)
 
 
 @pytest.mark.parametrize("call", ["recover", "cancel"])
@@ -602,7 +489,7 @@ def test_whoever_cannot_reach_a_participant_takes_nothing_from_those_who_can(
     """Also where it may take another application's: theirs would be looked after by nobody any more."""
     two = [clusters.begin("own", "east", value=1) for _ in range(2)]
     for identity in two:
-        clusters.stepped(identity, 1)
+        clusters.advance(identity)
     clusters.log.update_many({}, {"$set": {"lastModified": LONG_AGO}})
     blind = clusters.coordinator({"own": clusters.clients["own"]}, application="App2")
     if call == "cancel":

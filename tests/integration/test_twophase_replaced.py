@@ -11,8 +11,9 @@ from pymongo.database import Database
 
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError
-from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
-from tests.integration.twophase_rig import Gate, balances, coordinator, held_coordinator, make_accounts
+from mongo_celery.twophase import documents
+from mongo_celery.twophase.participants import MARKERS
+from tests.integration.twophase_rig import Gate, advance, balances, coordinator, held_coordinator, make_accounts
 
 Document = dict[str, Any]
 COMMANDS = 13
@@ -48,8 +49,11 @@ def test_a_participant_that_is_written_back_whole_is_changed_once_or_stops_it_lo
         stopped = [each.error for each in rescuer.recover(0) if each.error is not None]
         let_go(accounts, identity, stopped)
 
-    stopped += [str(error) for error in errors if isinstance(error, TransactionStateError)]
-    state, found = rescuer.log.get(identity).state, balances(accounts)
+    for error in errors:
+        if isinstance(error, TransactionStateError):
+            assert vars(error)["state"] != "initial"
+            stopped.append(str(error))
+    state, found = rescuer.read(identity).state, balances(accounts)
     if stopped:
         assert "written back as a whole" in stopped[0]
         assert found["A"] in {900, 1000}
@@ -64,24 +68,33 @@ def let_go(accounts: Database[Document], identity: Any, stopped: list[str]) -> N
         accounts["transactions"].update_one({"_id": identity}, {"$set": {"state": "canceled"}})
 
 
-def test_what_a_person_puts_right_goes_on(accounts: Database[Document], mongo_client: MongoClient[Document]) -> None:
-    """The error says what to write: the marker if the change is there, and the version in either case."""
+@pytest.mark.parametrize("has_change", [True, False])
+def test_what_a_person_puts_right_goes_on_and_nothing_else_does(
+    accounts: Database[Document], mongo_client: MongoClient[Document], has_change: bool
+) -> None:
+    """The error says what to write. Another transaction that was stopped there stays stopped."""
     rescuer = coordinator(mongo_client, accounts.name)
-    identity = rescuer.transfer("A", "B", 100, run=False)
-    rescuer.step(identity, None)
-    begun = rescuer.log.get(identity)
-    assert begun.incarnations is not None
+    first, other = (rescuer.transfer("A", "B", 100, run=False) for _ in range(2))
+    for identity in (first, other):
+        advance(rescuer, identity)
+    if has_change:
+        for identity in (first, other):
+            accounts["accounts"].update_one({"_id": "A"}, {"$inc": {"balance": -100}, "$push": {MARKERS: identity}})
     write_back(accounts, "A")
+    for act in (rescuer.run, rescuer.cancel):
+        with pytest.raises(TransactionStateError, match="written back as a whole"):
+            act(first)
     with pytest.raises(TransactionStateError, match="written back as a whole"):
-        rescuer.run(identity)
-    with pytest.raises(TransactionStateError, match="written back as a whole"):
-        rescuer.cancel(identity)
+        rescuer.run(other)
 
-    version = {"of": begun.incarnations[0], "at": ObjectId()}
-    accounts["accounts"].update_one({"_id": "A"}, {"$set": {PARTICIPANT_VERSION: version}})
+    if has_change:
+        accounts["accounts"].update_one({"_id": "A"}, {"$push": {MARKERS: first}})
+    else:
+        accounts["transactions"].update_one({"_id": first}, {"$set": {"incarnations.0": None}})
 
-    assert rescuer.recover(0)[0].after == "canceled"
-    assert balances(accounts) == {"A": 1000, "B": 1000}
+    report = {each.id: (each.after, each.stopped) for each in rescuer.recover(0)}
+    assert report == {first: ("canceled", False), other: ("pending", True)}
+    assert balances(accounts) == {"A": 900 if has_change else 1000, "B": 1000}
 
 
 def test_the_look_of_another_transaction_does_not_reopen_the_hole(
@@ -106,7 +119,14 @@ def test_the_look_of_another_transaction_does_not_reopen_the_hole(
 
 def test_transactions_of_the_tutorials_own_code_are_finished_as_they_were_begun(accounts: Database[Document]) -> None:
     """They have recorded nothing, and their participants have no versions."""
-    shape = {"source": "A", "destination": "B", "value": 100, "version": 1, "driver": ObjectId(), "application": "bank"}
+    shape = {
+        "source": "A",
+        "destination": "B",
+        "value": 100,
+        "version": 1,
+        "coordinator": ObjectId(),
+        "application": "bank",
+    }
     accounts["transactions"].insert_many(
         [{"_id": state, "state": state, **shape} for state in ("pending", "applied", "canceling")]
     )
@@ -122,3 +142,22 @@ def test_transactions_of_the_tutorials_own_code_are_finished_as_they_were_begun(
     assert became == {"pending": "done", "applied": "done", "canceling": "canceled"}
     assert balances(accounts) == {"A": 800, "B": 1200}
     assert [each.get(MARKERS) for each in accounts["accounts"].find()] == [[], []]
+
+
+def test_a_transaction_that_stops_when_it_is_begun_says_so_at_once(
+    accounts: Database[Document], mongo_client: MongoClient[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its error has the state that is stored, and `stoppedBy` is there before any recovery."""
+    bank = coordinator(mongo_client, accounts.name)
+    apply = documents.apply
+
+    def replace(*given: Any) -> bool:
+        write_back(accounts, "B")
+        return apply(*given)
+
+    monkeypatch.setattr(documents, "apply", replace)
+    with pytest.raises(TransactionStateError, match="written back as a whole") as stopped:
+        bank.transfer("A", "B", 100, id="pay")
+    found = accounts["transactions"].find_one({"_id": "pay"}) or {}
+    assert vars(stopped.value)["state"] == found["state"] == "pending"
+    assert "written back as a whole" in found["stoppedBy"]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime, timedelta, timezone
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import bson
 import pytest
-from bson.datetime_ms import DatetimeMS
 from bson.raw_bson import RawBSONDocument
-from celery.utils.time import maybe_make_aware
 from pymongo import MongoClient
 
 from mongo_celery.bridge.worker.outcome import retry_time
 from mongo_celery.errors import HandlerUsageError
 from mongo_celery.mongo.expressions import LONGEST_SECONDS
-from tests.integration.partition_rig import SUBSCRIPTION, VERSION, Rig, rig_of, token
+from tests.rig.changes import token
+from tests.rig.partition import PartitionRig, make_partition
 
 Document = dict[str, Any]
 
@@ -26,9 +25,9 @@ WEST, EAST = timezone(timedelta(hours=-12)), timezone(timedelta(hours=14))
 
 
 @pytest.fixture
-def rig(mongo_client: MongoClient[Document], state_database: str) -> Rig:
+def rig(mongo_client: MongoClient[Document], state_database: str) -> PartitionRig:
     """Give one partition that flows and that nobody has claimed."""
-    return rig_of(mongo_client, state_database)
+    return make_partition(mongo_client, state_database)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def rig(mongo_client: MongoClient[Document], state_database: str) -> Rig:
         datetime(9999, 1, 1, tzinfo=EAST),
     ],
 )
-def test_a_retry_beyond_all_bounds_can_be_read_and_undone(rig: Rig, when: Any) -> None:
+def test_a_retry_beyond_all_bounds_can_be_read_and_undone(rig: PartitionRig, when: Any) -> None:
     """Listener and commands go on; `retry` ends the wait."""
     claim = rig.claim()
     not_before, delay = retry_time(when)
@@ -51,27 +50,20 @@ def test_a_retry_beyond_all_bounds_can_be_read_and_undone(rig: Rig, when: Any) -
     assert image.parked
     assert 0.9 * LONGEST_SECONDS < image.due_in <= LONGEST_SECONDS
     assert rig.document["retry"]["notBefore"].year < 2300
-    assert rig.partitions.retry(image, 0)
+    assert rig.partitions.retry(image)
     assert rig.try_claim(owner="again") is not None
 
 
 @pytest.mark.parametrize(
     "when", [None, 0, -1e300, -math.inf, datetime(1, 1, 1), datetime.min.replace(tzinfo=EAST), datetime(1969, 1, 1)]
 )
-def test_a_retry_before_now_is_due(rig: Rig, when: Any) -> None:
+def test_a_retry_before_now_is_due(rig: PartitionRig, when: Any) -> None:
     """Also one before the epoch."""
     claim = rig.claim()
     not_before, delay = retry_time(when)
     assert rig.claims.park(claim, not_before=not_before, delay=delay, error="as asked")
     assert not rig.image.parked
     assert rig.try_claim(owner="again") is not None
-
-
-def test_an_ordinary_retry_is_what_was_asked_for() -> None:
-    """Bounds change nothing within them."""
-    soon = datetime(2031, 2, 3, tzinfo=UTC)
-    assert (retry_time(3), retry_time(2.5), retry_time(soon)) == ((None, 3.0), (None, 2.5), (soon, None))
-    assert retry_time(soon.replace(tzinfo=None)) == (maybe_make_aware(soon.replace(tzinfo=None)), None)
 
 
 @pytest.mark.parametrize("when", [math.nan, "tomorrow", timedelta(days=1), [1], {"a": 1}], ids=repr)
@@ -81,18 +73,7 @@ def test_what_is_no_time_is_an_error_of_the_handler(when: Any) -> None:
         retry_time(when)
 
 
-@pytest.mark.parametrize("millis", [253_402_300_800_000, (1 << 63) - 1])
-def test_a_date_that_an_older_version_has_stored_ends_nobody(rig: Rig, millis: int) -> None:
-    """The state of the version before this one, with `self.retry(countdown=1.7e12)`."""
-    rig.spoil(retry={"count": 1, "crashes": 0, "notBefore": DatetimeMS(millis), "error": "x"})
-    image = rig.image
-    assert image.due_in == LONGEST_SECONDS
-    assert [each.index for each in rig.partitions.take_over({SUBSCRIPTION: 0}, VERSION)] == [0]
-    assert rig.partitions.retry(image, 0)
-    assert rig.try_claim() is not None
-
-
-def test_text_that_is_no_utf8_in_the_state_ends_nobody(rig: Rig) -> None:
+def test_text_that_is_no_utf8_in_the_state_ends_nobody(rig: PartitionRig) -> None:
     """Tokens carry the `_id` of documents, and old versions have stored what they were given."""
     raw = bson.encode({"$set": {"retry": {"error": "bad ????"}, "halted": {"resumeToken": token(1), "key": "????"}}})
     rig.documents.update_one({"_id": rig.where}, RawBSONDocument(raw.replace(b"????", b"\xff\xfe\x80\xff")))

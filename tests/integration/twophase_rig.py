@@ -11,6 +11,8 @@ from pymongo import MongoClient, monitoring
 from pymongo.database import Database
 
 from mongo_celery import TwoPhaseCommit
+from mongo_celery.twophase.transaction import Transaction
+from mongo_celery.twophase.twophase import get_engine
 
 Document = dict[str, Any]
 HELD_SECONDS_MAX = 120.0
@@ -51,22 +53,6 @@ class Gate(monitoring.CommandListener):
         assert self.released.wait(HELD_SECONDS_MAX), "nobody let the held coordinator go on"
 
 
-class Counting(monitoring.CommandListener):
-    """The commands of a client, or of several."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def started(self, event: monitoring.CommandStartedEvent) -> None:
-        self.names.append(event.command_name)
-
-    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
-        """Nothing."""
-
-    def failed(self, event: monitoring.CommandFailedEvent) -> None:
-        """Nothing."""
-
-
 def make_accounts(database: Database[Document], **balances: int) -> None:
     """Accounts as the tutorial has them."""
     database["accounts"].insert_many(
@@ -89,27 +75,52 @@ def coordinator(client: MongoClient[Document], name: str, **options: Any) -> Two
     )
 
 
+def advance(bank: TwoPhaseCommit, identity: Any) -> Transaction:
+    """Begin a transaction and no more: it is pending."""
+    engine = get_engine(bank)
+    with engine.limit_calls():
+        return engine.make_coordinator().begin(engine.log.get(identity))[0]
+
+
+def step(bank: TwoPhaseCommit, identity: Any) -> Transaction:
+    """Take a transaction over, and perform one step."""
+    engine = get_engine(bank)
+    coordinator = engine.make_coordinator()
+    with engine.limit_calls():
+        taken = engine.log.take_over(engine.log.get(identity), coordinator.identity)
+        assert taken is not None
+        return coordinator.step(taken)
+
+
 @contextmanager
 def held_coordinator(url: str, name: str, transaction_id: Any, gate: Gate) -> Iterator[list[BaseException]]:
-    """A coordinator in a thread, waiting at its gate; afterwards it has gone on and ended."""
+    """Hold a coordinator of one cluster at its gate, as `held_run` does."""
+    with (
+        MongoClient[Document](url, event_listeners=[gate]) as client,
+        held_run(coordinator(client, name), transaction_id, gate.released) as errors,
+    ):
+        yield errors
+
+
+@contextmanager
+def held_run(bank: TwoPhaseCommit, transaction_id: Any, released: threading.Event) -> Iterator[list[BaseException]]:
+    """Run a transaction in a thread that waits at a gate. Release it at the end, and wait until it has ended."""
     errors: list[BaseException] = []
-    with MongoClient[Document](url, event_listeners=[gate]) as client:
-        held = coordinator(client, name)
 
-        def run() -> None:
-            try:
-                held.run(transaction_id)
-            except BaseException as error:  # noqa: BLE001 - the test judges it
-                errors.append(error)
-
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
+    def run() -> None:
         try:
-            yield errors
-        finally:
-            gate.released.set()
-            thread.join(HELD_SECONDS_MAX)
-            assert not thread.is_alive()
+            bank.run(transaction_id)
+        except BaseException as error:  # noqa: BLE001 - the test judges it
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield errors
+    finally:
+        released.set()
+        thread.join(HELD_SECONDS_MAX)
+        assert not thread.is_alive()
 
 
 class Tutorial:

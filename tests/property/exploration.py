@@ -1,4 +1,4 @@
-"""The search over every interleaving of a finite machine, breadth first, up to the first violation.
+"""A finite machine, its oracles, and the search over every interleaving, breadth first, up to the first violation.
 
 A state is quiescent when only unfair steps (faults, take-overs without need, operators) could still change it. A
 machine whose fair steps make no circle comes to rest in a quiescent state, whatever the order; so to judge these is
@@ -9,35 +9,46 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+Item = TypeVar("Item")
 
 
-class AnyStep(Protocol):
-    """What the search needs to know of a step; its text is a line of the trace."""
+class AnyWorld(Protocol):
+    """What is known here of a scenario: its name, and the rule that is left out."""
 
     @property
-    def fair(self) -> bool:
-        """Whether it happens sooner or later; other steps may or may not happen."""
+    def name(self) -> str:
+        """A sentence for reports."""
+
+    @property
+    def broken(self) -> object:
+        """The rule left out."""
 
 
+WorldT = TypeVar("WorldT", bound=AnyWorld)
 StateT = TypeVar("StateT", bound=Hashable)
-StepT = TypeVar("StepT", bound=AnyStep)
 
 
-class Machine(NamedTuple, Generic[StateT, StepT]):
-    """What is searched.
+class Step(NamedTuple):
+    """A transition: who did what. ``fair`` steps happen sooner or later; the others may or may not happen."""
 
-    Args:
-        start: The first state.
-        steps: Every step that a state allows, with the state it leads to.
-        judge: What the oracles say about a step, by invariant; empty when all is well.
-        undone: What they say about a state at which everything has come to rest, by invariant.
-    """
+    kind: str
+    who: Any = None
+    fair: bool = True
 
-    start: StateT
-    steps: Callable[[StateT], Iterator[tuple[StepT, StateT]]]
-    judge: Callable[[StateT, StepT, StateT], Mapping[str, str]]
-    undone: Callable[[StateT], Mapping[str, str]]
+    def __str__(self) -> str:
+        """Return the step as a line of a trace."""
+        return self.kind if self.who is None else f"{self.kind}: {self.who}"
+
+
+class Move(NamedTuple, Generic[WorldT, StateT]):
+    """One step as the oracles see it."""
+
+    world: WorldT
+    before: StateT
+    step: Step
+    after: StateT
 
 
 class Finding(NamedTuple):
@@ -61,37 +72,63 @@ class Search(NamedTuple):
     finding: Finding | None
 
 
-def explore(machine: Machine[StateT, StepT], *, name: str, limit: int) -> Search:
-    """Explore every interleaving, breadth first, up to the first violation.
+class Model(NamedTuple, Generic[WorldT, StateT]):
+    """What is searched.
 
     Args:
-        machine: What is searched.
-        name: What to call it when it is too large.
-        limit: The largest number of states; more is an error of the scenario, never a silent cut.
+        initial: The first state of a scenario.
+        steps: Every step that a state allows, with the state it leads to.
+        oracles: What judges a step, by invariant; they say nothing when all is well.
+        at_rest: What judges a state at which everything has come to rest, by invariant.
     """
-    parents: dict[StateT, tuple[StateT, StepT] | None] = {machine.start: None}
-    queue, quiescent = deque([machine.start]), 0
-    while queue:
-        before = queue.popleft()
-        at_rest = True
-        for step, after in machine.steps(before):
-            at_rest = at_rest and not step.fair
-            said = machine.judge(before, step, after)
-            if said:
-                return Search(len(parents), quiescent, finding(said, [*way_to(parents, before), str(step)]))
-            if after not in parents:
-                parents[after] = (before, step)
-                queue.append(after)
-        if at_rest:
-            quiescent += 1
-            said = machine.undone(before)
-            if said:
-                return Search(len(parents), quiescent, finding(said, way_to(parents, before)))
-        assert len(parents) <= limit, f"{name}: more than {limit} states"
-    return Search(len(parents), quiescent, None)
+
+    initial: Callable[[WorldT], StateT]
+    steps: Callable[[WorldT, StateT], Iterator[tuple[Step, StateT]]]
+    oracles: Mapping[str, Iterable[Callable[[Move[WorldT, StateT]], Iterator[str]]]]
+    at_rest: Mapping[str, Callable[[WorldT, StateT], Iterator[str]]]
+
+    @property
+    def invariants(self) -> frozenset[str]:
+        """Everything that is judged."""
+        return frozenset({*self.oracles, *self.at_rest})
+
+    def search(self, world: WorldT, *, watched: frozenset[str] | None = None, limit: int = 500_000) -> Search:
+        """Explore every interleaving of a scenario, breadth first, up to the first violation.
+
+        Args:
+            world: The scenario.
+            watched: The invariants to judge; all if left out.
+            limit: The largest number of states; more is an error of the scenario, never a silent cut.
+        """
+        judged = self.invariants if watched is None else watched
+        oracles = [(name, oracle) for name, found in self.oracles.items() if name in judged for oracle in found]
+        at_rest = {name: oracle for name, oracle in self.at_rest.items() if name in judged}
+        start = self.initial(world)
+        parents: dict[StateT, tuple[StateT, Step] | None] = {start: None}
+        queue, quiescent = deque([start]), 0
+        while queue:
+            before = queue.popleft()
+            rests = True
+            for step, after in self.steps(world, before):
+                rests = rests and not step.fair
+                move = Move(world, before, step, after)
+                said = {name: complaint for name, oracle in oracles for complaint in oracle(move)}
+                if said:
+                    return Search(len(parents), quiescent, finding(said, [*way_to(parents, before), str(step)]))
+                if after not in parents:
+                    parents[after] = (before, step)
+                    queue.append(after)
+            if rests:
+                quiescent += 1
+                texts = {name: "; ".join(oracle(world, before)) for name, oracle in at_rest.items()}
+                said = {name: text for name, text in texts.items() if text}
+                if said:
+                    return Search(len(parents), quiescent, finding(said, way_to(parents, before)))
+            assert len(parents) <= limit, f"{world.name}: more than {limit} states"
+        return Search(len(parents), quiescent, None)
 
 
-def way_to(parents: Mapping[StateT, tuple[StateT, StepT] | None], state: StateT) -> list[str]:
+def way_to(parents: Mapping[StateT, tuple[StateT, Step] | None], state: StateT) -> list[str]:
     """Return the steps that lead to a state, first to last."""
     trace = []
     link = parents[state]
@@ -105,3 +142,28 @@ def way_to(parents: Mapping[StateT, tuple[StateT, StepT] | None], state: StateT)
 def finding(said: Mapping[str, str], trace: Iterable[str]) -> Finding:
     """Return what was said about the end of a trace."""
     return Finding(frozenset(said), tuple(said.values()), tuple(trace))
+
+
+def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
+    """Return the tuple with one item replaced."""
+    return (*items[:index], item, *items[index + 1 :])
+
+
+def changed(before: tuple[Item, ...], after: tuple[Item, ...]) -> list[tuple[Item, Item]]:
+    """Return the items that a step has replaced, old and new."""
+    if before is after:
+        return []
+    return [(old, new) for old, new in zip(before, after, strict=True) if old is not new]
+
+
+def passed(old: int, new: int, index: int, is_owed: Callable[[int], bool]) -> Iterator[str]:
+    """P1: a position of a partition never passes a change that is owed there."""
+    for token in range(old + 1, new + 1):
+        if is_owed(token):
+            yield f"partition {index} has passed change {token}, which nobody handled"
+
+
+def gone_back(what: str, old: Any, new: Any) -> Iterator[str]:
+    """P4: what is stored never goes back."""
+    if new < old:
+        yield f"{what} has gone back from {old} to {new}"

@@ -1,7 +1,8 @@
-"""What may go wrong at any moment, what a person does with letters, and the listener that withdraws requests."""
+"""What may go wrong at any moment, and what a person does with letters."""
 
 from __future__ import annotations
 
+from tests.property.exploration import Step
 from tests.property.park_model import (
     PARTITION,
     Actor,
@@ -14,9 +15,7 @@ from tests.property.park_model import (
     Order,
     Patch,
     Phase,
-    Request,
     State,
-    Step,
     Steps,
     Transaction,
     World,
@@ -74,7 +73,7 @@ def misfortune(world: World, state: State, run: Execution) -> Steps:
         asked = with_actor(state, run, run._replace(phase=Phase.RETRYING))
         if not run.letter:
             asked = without(asked, run._replace(phase=Phase.RETRYING))
-            asked = relinquished(world, asked, run) if owns(state.stored.partition, run) else asked
+            asked = relinquished(asked, run) if owns(state.stored.partition, run) else asked
         yield Step("retry", run, fair=False), hit(world, asked, run)
 
 
@@ -92,7 +91,7 @@ def remove_by_hand(world: World, state: State) -> Steps:
         if any(each != letter and world.key(each.number) == world.key(letter.number) for each in state.stored.letters):
             draft = Draft(state.stored)
             del draft.letters[letter.number]
-            after = written(world, state, draft.patch())
+            after = written(state, draft.patch())
             ended = after._replace(budget=state.budget - 1, discarded=after.discarded | {letter.number})
             yield Step("remove by hand", letter, fair=False), ended
 
@@ -172,7 +171,7 @@ def _gone_on(state: State, given: Order, then: tuple[Actor, ...]) -> State:
 def _ask(draft: Draft, number: int) -> bool:
     """The letter is written too: who discards it at the same time is in conflict with this."""
     there = draft.requests.get(number)
-    if number not in draft.letters or (there is not None and not there.failed):
+    if number not in draft.letters or there is not None:
         return False
     draft.ask(number)
     draft.write(("letter", number))
@@ -182,7 +181,7 @@ def _ask(draft: Draft, number: int) -> bool:
 def _discard(world: World, draft: Draft, number: int) -> tuple[Actor, ...] | None:
     """Remove a letter and its request; None where it is gone, or its replay is running."""
     request, claim, key = draft.requests.get(number), draft.partition.claim, world.key(number)
-    if request is not None and request.fence and not request.failed and claim is not None:
+    if request is not None and request.fence and claim is not None:
         is_mine = draft.partition.fence == request.fence and claim.letter == number
         if is_mine and claim.live and world.broken is not Broken.DISCARD_IGNORES_CLAIM:
             return None
@@ -195,54 +194,11 @@ def _discard(world: World, draft: Draft, number: int) -> tuple[Actor, ...] | Non
     return removed(world, draft, number, asks=asks and world.broken is not Broken.DISCARD_ASKS_NOBODY)
 
 
-def commit_of_ask(state: State, world: World, number: int) -> State:
-    """Return the state in which the replay of a letter is owed, unless one before it has failed and may take it."""
-    key = world.key(number)
-    is_spoilt = any(each.failed and each.number < number and world.key(each.number) == key
-                    for each in state.stored.requests)  # fmt: skip
-    return state if is_spoilt else state._replace(owed=state.owed | {number})
-
-
 # -- the listener ---------------------------------------------------------------------------------------------------
 
 
-def look(world: World, state: State) -> Steps:
-    """A listener reads the requests: what has failed, and what waits behind it, will be withdrawn."""
-    requests = state.stored.requests
-    failed = [each for each in requests if each.failed]
-    seen = frozenset(
-        each
-        for each in requests
-        if each.failed
-        or any(each.number > first.number and world.key(each.number) == world.key(first.number) for first in failed)
-    )
-    if failed and not seen <= state.withdrawals:
-        yield Step("look"), state._replace(withdrawals=state.withdrawals | seen)
-
-
-def withdraw(world: World, state: State) -> Steps:
-    """What a listener has seen goes, if it is as it was seen; what has failed goes last."""
-    for seen in state.withdrawals:
-        behind = (each for each in state.withdrawals if not each.failed)
-        if seen.failed and any(world.key(each.number) == world.key(seen.number) for each in behind):
-            continue
-        draft = Draft(state.stored)
-        if draft.requests.get(seen.number) == _unstarted(seen):
-            del draft.requests[seen.number]
-        after = written(world, state, draft.patch())
-        yield Step("withdraw", seen), after._replace(withdrawals=after.withdrawals - {seen})
-
-
-def _unstarted(seen: Request) -> Request:
-    """Return the request that the guard matches: one that is started is left alone."""
-    return seen._replace(fence=0)
-
-
 def take_over(world: World, state: State) -> Steps:
-    """A listener dies before it has withdrawn what it has read, and the next one writes the partition."""
+    """A listener takes over, and writes the partition."""
     if possible(world, state, Fault.TAKE_OVER):
-        partition = state.stored.partition
-        touched = Patch(frozenset({(PARTITION, partition)}))
-        for left in (frozenset[Request](), state.withdrawals) if state.withdrawals else (frozenset[Request](),):
-            after = written(world, state, touched)._replace(withdrawals=left, budget=state.budget - 1)
-            yield Step("take-over", fair=False), after
+        touched = Patch(frozenset({(PARTITION, state.stored.partition)}))
+        yield Step("take-over", fair=False), written(state, touched)._replace(budget=state.budget - 1)

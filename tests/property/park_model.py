@@ -8,14 +8,13 @@ As ``protocol_model``, it imports nothing from the package. What it models, in `
 | ``set_aside`` | `Claims.set_aside`, of the one that parks and of those behind (`RunSubject.fail`, `RunSubject.load`) |
 | ``start``, ``load`` | `Replays.start`, `ReplaySubject.load` |
 | ``succeed``, ``fail``, ``redirect``, ``postpone`` | `Replays.succeed`, `fail`, `redirect`, `retry_later` |
-| ``ask``, ``discard`` | `Replays.request`, `Replays.discard`, and `letter_commands.discard` of several |
-| ``look``, ``withdraw`` | `Replaying._chosen` and `Replays.withdraw` |
+| ``ask``, ``discard`` | `Replays.request`, `Replays.discard`, and `dead_letter_commands.discard` of several |
 
 What stands behind its shape:
 
 - *One partition*, with changes of several keys: partitions share no document but the letters, which are found by key.
 - *A message may be delivered at any moment*, once or often: whatever could be claimed may be. So the listener, its
-  terms and the broker have no rule here but one: it withdraws requests, some time after it has read them.
+  terms and the broker have no rule here.
 - *A transaction* has two steps. The first reads everything, and fixes what will be written; the second writes it. If
   one of its documents is written in between, it begins anew: what it has only read may be old.
 - *A run has one change or two.* Its mark `handled` and the commit of that are one step (``protocol_model`` has two).
@@ -32,6 +31,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
+
+from tests.property.exploration import Step
 
 KEPT_FREE = 8
 """Fencing tokens for the replays of a letter; more than any scenario uses."""
@@ -58,7 +59,6 @@ class Broken(StrEnum):
     DISCARD_IGNORES_CLAIM = "a letter is discarded while its replay is running"
     REDIRECT_AS_READ = "the first letter is asked for as it was read before the transaction"
     STARTS_FORGOTTEN = "starts are counted in the request alone, which may go"
-    WITHDRAWN_AS_SEEN = "a withdrawal does not see that its letter was asked for once more"
 
 
 class Fault(StrEnum):
@@ -67,7 +67,7 @@ class Fault(StrEnum):
     CRASH = "a worker dies"
     LAPSE = "a claim lapses while its handler runs"
     RETRY = "a handler asks for a retry"
-    TAKE_OVER = "a listener dies between reading and withdrawing, and another takes over"
+    TAKE_OVER = "a listener takes over"
     HAND = "somebody removes a letter by hand that is not the only one of its key"
 
 
@@ -140,7 +140,6 @@ class Request(NamedTuple):
     number: int
     starts: int = 0
     fence: int = 0
-    failed: bool = False
 
 
 class Stored(NamedTuple):
@@ -219,10 +218,9 @@ PARTITION: Document = ("partition", 0)
 
 
 class Patch(NamedTuple):
-    """What is written: documents with their new values, None where one goes; ``asked``: letters asked for by it."""
+    """What is written: documents with their new values, None where one goes."""
 
     documents: frozenset[tuple[Document, Partition | Letter | Request | None]]
-    asked: frozenset[int] = frozenset()
 
 
 class Transaction(NamedTuple):
@@ -249,15 +247,13 @@ class Target(NamedTuple):
 class State(NamedTuple):
     """Everything: the documents, who is at work, the targets, what may still happen, and the ghosts.
 
-    ``withdrawals``: requests as a listener has read them, which it will withdraw. Ghosts: ``done`` and ``discarded``
-    changes; ``starts`` of each one's handler, and how many of these are ``justified``; ``owed``: letters for whose
-    replay a person has asked, and that have not ended.
+    Ghosts: ``done`` and ``discarded`` changes; ``starts`` of each one's handler, and how many of these are
+    ``justified``; ``owed``: letters for whose replay a person has asked, and that have not ended.
     """
 
     stored: Stored
     actors: frozenset[Actor]
     transactions: frozenset[Transaction]
-    withdrawals: frozenset[Request]
     targets: tuple[Target, ...]
     failures: int
     commands: int
@@ -269,18 +265,6 @@ class State(NamedTuple):
     owed: frozenset[int]
 
 
-class Step(NamedTuple):
-    """A transition: who did what. ``fair`` steps happen sooner or later; the others may or may not happen."""
-
-    kind: str
-    who: NamedTuple | None = None
-    fair: bool = True
-
-    def __str__(self) -> str:
-        """Return the step as a line of a trace."""
-        return f"{self.kind}: {self.who}" if self.who else self.kind
-
-
 Steps = Iterator[tuple[Step, State]]
 
 
@@ -288,7 +272,7 @@ def initial(world: World) -> State:
     """Return the state before the first change."""
     count = len(world.keys)
     return State(
-        stored=Stored(), actors=frozenset(), transactions=frozenset(), withdrawals=frozenset(),
+        stored=Stored(), actors=frozenset(), transactions=frozenset(),
         targets=(Target(),) * (max(world.keys) + 1),
         failures=world.failures, commands=world.commands, budget=world.budget,
         done=frozenset(), discarded=frozenset(), starts=(0,) * count, justified=(1,) * count, owed=frozenset(),
@@ -303,7 +287,6 @@ class Draft:
         self.partition = stored.partition
         self.letters = {each.number: each for each in stored.letters}
         self.requests = {each.number: each for each in stored.requests}
-        self._asked: set[int] = set()
         self._written: set[Document] = set()
         self._before = stored
 
@@ -321,13 +304,10 @@ class Draft:
         return self.letters.pop(number, None)
 
     def ask(self, number: int) -> None:
-        """Ask for a letter, once more where somebody has done so."""
-        there = self.requests.get(number)
-        if there is None or there.failed:
+        """Ask for a letter, unless somebody has done so."""
+        if number not in self.requests:
             letter = self.letters.get(number)
             self.requests[number] = Request(number, letter.replays if letter else 0)
-        self._asked.add(number)
-        self.write(("request", number))
 
     def end_claim(self) -> None:
         """End the claim of the partition."""
@@ -337,7 +317,7 @@ class Draft:
         """Return what is to be written."""
         old, new = _documents(self._before), _documents(self.stored())
         names = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)} | self._written
-        return Patch(frozenset((name, new.get(name)) for name in names), frozenset(self._asked))
+        return Patch(frozenset((name, new.get(name)) for name in names))
 
     def stored(self) -> Stored:
         """Return the documents as they will be."""
@@ -353,7 +333,7 @@ def _documents(stored: Stored) -> dict[Document, Partition | Letter | Request]:
     }
 
 
-def written(world: World, state: State, patch: Patch) -> State:
+def written(state: State, patch: Patch) -> State:
     """Return the state after a write; transactions that would write one of its documents begin anew."""
     found = {**_documents(state.stored), **dict(patch.documents)}
     letters = [found[name] for name in sorted(found) if name[0] == "letter"]
@@ -367,11 +347,8 @@ def written(world: World, state: State, patch: Patch) -> State:
     )
     names = {name for name, _ in patch.documents}
     kept = frozenset(each for each in state.transactions if names.isdisjoint(name for name, _ in each.patch.documents))
-    seen = state.withdrawals
-    if world.broken is not Broken.WITHDRAWN_AS_SEEN:
-        seen = frozenset(each for each in seen if each.number not in patch.asked)
     there = frozenset(each.number for each in stored.letters)
-    return state._replace(stored=stored, transactions=kept, withdrawals=seen, owed=state.owed & there)
+    return state._replace(stored=stored, transactions=kept, owed=state.owed & there)
 
 
 def without(state: State, *actors: Actor) -> State:

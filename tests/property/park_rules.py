@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.property.exploration import Step
 from tests.property.park_model import (
     KEPT_FREE,
     PARTITION,
@@ -14,7 +15,6 @@ from tests.property.park_model import (
     Letter,
     Phase,
     State,
-    Step,
     Steps,
     Target,
     Transaction,
@@ -43,27 +43,26 @@ def claim(world: World, state: State) -> Steps:
     is_behind = world.key(number) in partition.parked
     phase = Phase.BEHIND if is_behind else Phase.RUNNING
     run = Execution(owner, number, number, phase, parked=partition.parked, token=owner)
-    after = claimed(world, state, run)
+    after = claimed(state, run)
     yield Step("claim", run), after if is_behind else begun(after, number)
 
 
-def claim_for_replay(world: World, state: State) -> Steps:
+def claim_for_replay(state: State) -> Steps:
     """An execution claims the partition for a letter that is asked for, in whatever order messages come."""
     partition = state.stored.partition
     if not is_free(state):
         return
     for request in state.stored.requests:
-        if not request.failed:
-            owner, number = partition.fence + 1, request.number
-            run = Execution(owner, partition.committed + 1, number, Phase.CLAIMED, letter=number, starts=request.starts)
-            yield Step("claim for a replay", run), claimed(world, state, run)
+        owner, number = partition.fence + 1, request.number
+        run = Execution(owner, partition.committed + 1, number, Phase.CLAIMED, letter=number, starts=request.starts)
+        yield Step("claim for a replay", run), claimed(state, run)
 
 
-def claimed(world: World, state: State, run: Execution) -> State:
+def claimed(state: State, run: Execution) -> State:
     """Return the state in which an execution has the claim."""
     draft = Draft(state.stored)
     draft.partition = draft.partition._replace(fence=run.owner, claim=Claim(run.owner, letter=run.letter))
-    after = written(world, state, draft.patch())
+    after = written(state, draft.patch())
     return after._replace(actors=after.actors | {run})
 
 
@@ -82,7 +81,7 @@ def execute(world: World, state: State, run: Execution) -> Steps:
         case Phase.RUNNING:
             yield from take_effect(world, state, run)
         case Phase.DONE if not run.letter:
-            yield from handle(world, state, run)
+            yield from handle(state, run)
             yield from go_on(world, state, run)
         case _:
             yield from begin(world, state, run)
@@ -92,14 +91,14 @@ def start(world: World, state: State, run: Execution) -> Steps:
     """Record a start, in the letter too; who finds nothing to start, or another start, ends its claim."""
     draft = Draft(state.stored)
     request = draft.requests.get(run.letter)
-    if request is None or request.failed or request.starts != run.starts:
-        yield Step("nothing to start", run), relinquished(world, state, run)
+    if request is None or request.starts != run.starts:
+        yield Step("nothing to start", run), relinquished(state, run)
         return
     draft.requests[run.letter] = request._replace(starts=request.starts + 1, fence=run.owner)
     letter = draft.letters.get(run.letter)
     if letter is not None and world.broken is not Broken.STARTS_FORGOTTEN:
         draft.letters[run.letter] = letter._replace(replays=request.starts + 1)
-    after = written(world, state, draft.patch())
+    after = written(state, draft.patch())
     recorded = run._replace(phase=Phase.STARTED, starts=request.starts + 1)
     yield Step("start", run), with_actor(after, run, recorded)
 
@@ -110,8 +109,8 @@ def load(world: World, state: State, run: Execution) -> Steps:
     letter = draft.letters.get(run.letter)
     if letter is None:
         draft.requests.pop(run.letter, None)
-        forgotten = written(world, state, draft.patch())
-        yield Step("forget", run), relinquished(world, forgotten, run)
+        forgotten = written(state, draft.patch())
+        yield Step("forget", run), relinquished(forgotten, run)
         return
     first = draft.first_of(world, world.key(run.letter))
     if first != run.letter and world.broken is not Broken.START_UNCHECKED:
@@ -134,19 +133,19 @@ def take_effect(world: World, state: State, run: Execution) -> Steps:
     yield Step("effect", run), with_actor(state, run, run._replace(phase=Phase.DONE))._replace(targets=targets)
 
 
-def handle(world: World, state: State, run: Execution) -> Steps:
+def handle(state: State, run: Execution) -> Steps:
     """Everything up to the execution's change is done; who was replaced writes nothing."""
     if not owns(state.stored.partition, run):
         yield Step("superseded", run), without(state, run)
         return
-    yield Step("handled", run), without(handled(world, state, run, run.number), run)
+    yield Step("handled", run), without(handled(state, run, run.number), run)
 
 
-def handled(world: World, state: State, run: Execution, last: int) -> State:
+def handled(state: State, run: Execution, last: int) -> State:
     """Return the state in which a run is committed up to a change."""
     draft = Draft(state.stored)
     draft.partition = draft.partition._replace(committed=last, claim=None)
-    after = written(world, state, draft.patch())
+    after = written(state, draft.patch())
     return after._replace(done=after.done | frozenset(range(run.first, last + 1)))
 
 
@@ -161,12 +160,12 @@ def go_on(world: World, state: State, run: Execution) -> Steps:
     yield Step("next of the run", following), begun(with_actor(state, run, following), number)
 
 
-def relinquished(world: World, state: State, run: Execution) -> State:
+def relinquished(state: State, run: Execution) -> State:
     """Return the state in which an execution has ended without an outcome, and its claim with it."""
     draft = Draft(state.stored)
     if draft.partition.claim is not None and draft.partition.claim.owner == run.owner:
         draft.end_claim()
-    return without(written(world, state, draft.patch()), run)
+    return without(written(state, draft.patch()), run)
 
 
 # -- transactions ---------------------------------------------------------------------------------------------------
@@ -180,11 +179,11 @@ def begin(world: World, state: State, run: Execution) -> Steps:
         yield Step("superseded", run), without(state, run)
         return
     if run.phase is Phase.FAILED and run.number > run.first and not run.letter:
-        yield Step("handled before", run), without(handled(world, state, run, run.number - 1), run)
+        yield Step("handled before", run), without(handled(state, run, run.number - 1), run)
         return
     draft = Draft(state.stored)
     if run.phase is Phase.BEHIND and not _may_wait(world, draft, run):
-        yield Step("released meanwhile", run), relinquished(world, state, run)
+        yield Step("released meanwhile", run), relinquished(state, run)
         return
     then = outcome(world, draft, run)
     opened = Transaction(run, kind_of(run), draft.patch(), then)
@@ -216,7 +215,7 @@ def outcome(world: World, draft: Draft, run: Execution) -> tuple[Actor, ...]:
         case Phase.DONE:
             return succeed(world, draft, run)
         case Phase.FAILED:
-            fail(draft, run)
+            fail(world, draft, run)
         case Phase.LATER:
             redirect(world, draft, run)
         case _:
@@ -278,13 +277,13 @@ def count(world: World, draft: Draft, key: int, by: int) -> int:
     return counts[key]
 
 
-def fail(draft: Draft, run: Execution) -> None:
-    """Leave a letter with its new error; its request stays, as failed, until a listener has taken notice."""
-    letter, request = draft.letters.get(run.letter), draft.requests.get(run.letter)
+def fail(world: World, draft: Draft, run: Execution) -> None:
+    """Leave a letter with its new error; its request goes, with those after it of its key."""
+    letter, key = draft.letters.get(run.letter), world.key(run.letter)
     if letter is not None:
         draft.letters[run.letter] = letter._replace(failed=True, replays=run.starts)
-    if request is not None:
-        draft.requests[run.letter] = request._replace(failed=True, fence=0)
+    for number in [each for each in draft.requests if each >= run.letter and world.key(each) == key]:
+        del draft.requests[number]
 
 
 def redirect(world: World, draft: Draft, run: Execution) -> None:
@@ -321,10 +320,10 @@ def commit(world: World, state: State, transaction: Transaction) -> Steps:
         key = world.key(who.letter)
         failed = frozenset(each for each in after.owed if each >= who.letter and world.key(each) == key)
         after = after._replace(owed=after.owed - failed)
-    yield Step("commit", transaction), written(world, after, transaction.patch)
+    yield Step("commit", transaction), written(after, transaction.patch)
 
 
-def add(world: World, state: State, addition: Addition) -> Steps:
+def add(state: State, addition: Addition) -> Steps:
     """A write that a broken rule makes on its own."""
     draft = Draft(state.stored)
     partition, key = draft.partition, addition.which
@@ -337,4 +336,4 @@ def add(world: World, state: State, addition: Addition) -> Steps:
         draft.partition = partition._replace(parked=partition.parked | {key})
     else:
         draft.partition = partition._replace(parked=partition.parked - {key})
-    yield Step("write", addition), without(written(world, state, draft.patch()), addition)
+    yield Step("write", addition), without(written(state, draft.patch()), addition)

@@ -6,21 +6,18 @@ failed itself, and says why, and nothing that a person has asked for is left.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from tests.property.exploration import Machine, Search, explore
+from tests.property import exploration
+from tests.property.exploration import Model
 from tests.property.park_faults import (
-    commit_of_ask,
     crash_between,
     lapse,
-    look,
     misfortune,
     obey,
     order,
     remove_by_hand,
     take_over,
-    withdraw,
 )
 from tests.property.park_model import (
     Addition,
@@ -29,7 +26,6 @@ from tests.property.park_model import (
     Fault,
     Order,
     State,
-    Step,
     Steps,
     Transaction,
     World,
@@ -38,17 +34,7 @@ from tests.property.park_model import (
 )
 from tests.property.park_rules import add, claim, claim_for_replay, commit, execute
 
-
-class Move(NamedTuple):
-    """One step as the oracles see it."""
-
-    world: World
-    before: State
-    step: Step
-    after: State
-
-
-Judgement = Callable[[Move], Iterator[str]]
+Move = exploration.Move[World, State]
 
 
 def _ended(state: State) -> frozenset[int]:
@@ -121,19 +107,10 @@ def left_undone(world: World, state: State) -> Iterator[str]:
         yield f"the request for letter {request.number} is left"
 
 
-ORACLES: dict[str, Judgement] = {"P1": no_loss, "P2": in_order, "P3": fenced, "P6": no_more_starts}
-INVARIANTS = frozenset({*ORACLES, "P12"})
-
-
-def judged(move: Move, watched: frozenset[str]) -> dict[str, str]:
-    """Return what the watched oracles say about a step, by invariant."""
-    return {name: complaint for name in ORACLES.keys() & watched for complaint in ORACLES[name](move)}
-
-
 def steps(world: World, state: State) -> Steps:
     """Yield every step that a state allows."""
     yield from claim(world, state)
-    yield from claim_for_replay(world, state)
+    yield from claim_for_replay(state)
     yield from lapse(world, state)
     for actor in state.actors:
         if isinstance(actor, Execution):
@@ -142,37 +119,21 @@ def steps(world: World, state: State) -> Steps:
         elif isinstance(actor, Order):
             yield from obey(world, state, actor)
         elif isinstance(actor, Addition):
-            yield from add(world, state, actor)
+            yield from add(state, actor)
             yield from crash_between(world, state, actor)
     for transaction in state.transactions:
         for step, after in commit(world, state, transaction):
             who = transaction.who
             asks = transaction.kind == "ask" and isinstance(who, Order)
-            yield step, commit_of_ask(after, world, who.numbers[0]) if asks and isinstance(who, Order) else after
+            yield step, after._replace(owed=after.owed | {who.numbers[0]}) if asks and isinstance(who, Order) else after
     yield from order(world, state)
-    yield from look(world, state)
-    yield from withdraw(world, state)
     yield from take_over(world, state)
     yield from remove_by_hand(world, state)
 
 
-def search(world: World, *, watched: frozenset[str] = INVARIANTS, limit: int = 500_000) -> Search:
-    """Explore every interleaving of a scenario, breadth first, up to the first violation.
-
-    Args:
-        world: The scenario.
-        watched: The invariants to judge; the others are let pass.
-        limit: The largest number of states; more is an error of the scenario, never a silent cut.
-    """
-
-    def at_rest(state: State) -> dict[str, str]:
-        said = list(left_undone(world, state)) if "P12" in watched else []
-        return {"P12": "; ".join(said)} if said else {}
-
-    machine = Machine(
-        start=initial(world),
-        steps=lambda state: steps(world, state),
-        judge=lambda before, step, after: judged(Move(world, before, step, after), watched),
-        undone=at_rest,
-    )
-    return explore(machine, name=world.name, limit=limit)
+PARK_MODEL = Model(
+    initial=initial,
+    steps=steps,
+    oracles={"P1": (no_loss,), "P2": (in_order,), "P3": (fenced,), "P6": (no_more_starts,)},
+    at_rest={"P12": left_undone},
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.property.exploration import Step, put
 from tests.property.protocol_model import (
     Broken,
     Fault,
@@ -12,14 +13,12 @@ from tests.property.protocol_model import (
     Rewind,
     Run,
     State,
-    Step,
     Steps,
     World,
     owns,
-    put,
-    with_partition,
 )
-from tests.property.protocol_rules import moved
+from tests.property.protocol_rules import committed, moved
+from tests.property.stores import can, spent, with_partition
 
 
 def lapse(world: World, state: State) -> Steps:
@@ -32,40 +31,35 @@ def lapse(world: World, state: State) -> Steps:
         lapsed = partition._replace(claim=claim._replace(live=False))
         if (index, claim.owner) not in owners:
             yield Step("lapse", claim), with_partition(state, index, lapsed)
-        elif possible(world, state, Fault.LAPSE):
+        elif can(world, state, Fault.LAPSE):
             yield Step("lapse", claim, fair=False), hit(with_partition(state, index, lapsed), index)
-
-
-def possible(world: World, state: State, fault: Fault) -> bool:
-    """Tell whether a fault may still happen."""
-    return state.budget > 0 and fault in world.faults
 
 
 def hit(state: State, index: int) -> State:
     """Return the state with one fault less to come and one more counted for a partition."""
     partition = state.partitions[index]
     counted = with_partition(state, index, partition._replace(faults=partition.faults + 1))
-    return counted._replace(budget=state.budget - 1)
+    return spent(counted)
 
 
 def misfortune_of_runs(world: World, state: State, run: Run) -> Steps:
     """An execution dies, asks for a retry, or fails for good; its outcome is guarded like every other."""
     others = state._replace(runs=state.runs - {run})
     partition = state.partitions[run.partition]
-    if possible(world, state, Fault.CRASH):
+    if can(world, state, Fault.CRASH):
         yield Step("crash", run, fair=False), hit(others, run.partition)
     guarded = owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE
-    if run.done and world.broken is Broken.FAILURE_CUTS_RUN and guarded and possible(world, state, Fault.RETRY):
+    if run.done and world.broken is Broken.FAILURE_CUTS_RUN and guarded and can(world, state, Fault.RETRY):
         *also, last = run.done
         done = Handled(run.first + len(also), last, run.config, tuple(also))
         cut = with_partition(others, run.partition, partition._replace(handled=done))
         yield Step("cut", run, fair=False), cut._replace(budget=cut.budget - 1)
     if run.done and world.broken is not Broken.FAILURE_BEFORE_PROGRESS:
         return
-    if guarded and possible(world, state, Fault.RETRY):
+    if guarded and can(world, state, Fault.RETRY):
         retried = with_partition(others, run.partition, partition._replace(claim=None))
         yield Step("retry", run, fair=False), answered(retried, run)
-    if guarded and possible(world, state, Fault.FAILURE):
+    if guarded and can(world, state, Fault.FAILURE):
         yield Step(world.policy, run, fair=False), answered(given_up(world, others, run), run)
 
 
@@ -86,9 +80,9 @@ def given_up(world: World, state: State, run: Run) -> State:
 def misfortune_of_stores(world: World, state: State) -> Steps:
     """A failover takes back what no majority has; the broker loses a message that still could claim."""
     for index, partition in enumerate(state.partitions):
-        if partition.before is not None and possible(world, state, Fault.ROLLBACK):
+        if partition.before is not None and can(world, state, Fault.ROLLBACK):
             yield Step("rollback", fair=False), hit(rolled_back(state, index), index)
-    if possible(world, state, Fault.LOSS):
+    if can(world, state, Fault.LOSS):
         for message in state.messages:
             if message.term == state.partitions[message.partition].epoch:
                 after = state._replace(messages=state.messages - {message}, budget=state.budget - 1)
@@ -105,7 +99,7 @@ def rolled_back(state: State, index: int) -> State:
 def reopen(world: World, state: State, which: int) -> Steps:
     """The stream breaks: the listener opens it again at the watermark and forgets what it had read."""
     listener = state.listeners[which]
-    if listener.cursor > state.watermark and possible(world, state, Fault.REOPEN):
+    if listener.cursor > state.watermark and can(world, state, Fault.REOPEN):
         again = listener._replace(opened=state.watermark, cursor=state.watermark)
         after = state._replace(listeners=put(state.listeners, which, again), budget=state.budget - 1)
         yield Step("reopen", again, fair=False), after
@@ -115,7 +109,7 @@ def lock(world: World, state: State, which: int) -> Steps:
     """The next partition of a take-over is locked: it is read by majority, and won later."""
     listener = state.listeners[which]
     index = listener.taken - 1
-    if 0 <= index < len(state.partitions) and possible(world, state, Fault.LOCK):
+    if 0 <= index < len(state.partitions) and can(world, state, Fault.LOCK):
         partition = state.partitions[index]
         image = Image(partition.seen.committed, partition.seen.token)
         passed = listener._replace(
@@ -152,7 +146,12 @@ def rewind(world: World, state: State) -> Steps:
 
 
 def sent_back(world: World, state: State, epoch: int | None) -> tuple[Partition, ...]:
-    """Return the partitions at their start, under a new epoch (without one: each under its own plus one)."""
+    """Return the partitions at their start, under a new epoch (without one: each under its own plus one).
+
+    It begins as every take-over: what is handled is committed.
+    """
+    for index in range(len(state.partitions)):
+        state = committed(world, state, index)
     kept = world.rewind is Rewind.NUMBER_KEPT
     return tuple(
         each.replicated()._replace(

@@ -32,9 +32,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
-Item = TypeVar("Item")
+from tests.property.exploration import Step
 
 MARK = -1
 """In a stream: a post-batch token instead of a change."""
@@ -309,18 +309,6 @@ class State(NamedTuple):
     asked: tuple[int, ...]
 
 
-class Step(NamedTuple):
-    """A transition: who did what. ``fair`` steps happen sooner or later; the others may or may not happen."""
-
-    kind: str
-    who: NamedTuple | None = None
-    fair: bool = True
-
-    def __str__(self) -> str:
-        """Return the step as a line of a trace."""
-        return f"{self.kind}: {self.who}" if self.who else self.kind
-
-
 Steps = Iterator[tuple[Step, State]]
 
 
@@ -333,16 +321,6 @@ def initial(world: World) -> State:
         targets=(Target(),) * count, budget=world.budget, era=0,
         settled=frozenset(), starts=(0,) * len(world.stream), asked=(0,) * len(world.stream),
     )  # fmt: skip
-
-
-def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
-    """Return the tuple with one item replaced."""
-    return (*items[:index], item, *items[index + 1 :])
-
-
-def with_partition(state: State, index: int, partition: Partition) -> State:
-    """Return the state with one partition document replaced."""
-    return state._replace(partitions=put(state.partitions, index, partition))
 
 
 def owns(partition: Partition, run: Run) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
 
+from tests.property.exploration import Step, put
 from tests.property.protocol_model import (
     MARK,
     Broken,
@@ -20,14 +21,12 @@ from tests.property.protocol_model import (
     Partition,
     Run,
     State,
-    Step,
     Steps,
     Target,
     World,
     owns,
-    put,
-    with_partition,
 )
+from tests.property.stores import with_partition
 
 # --- the position -------------------------------------------------------------------------------------------
 

@@ -5,12 +5,12 @@ Every fair step adds something that no other such step takes away, so there are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from tests.property.exploration import Machine, Search, explore
+from tests.property import exploration
+from tests.property.exploration import Model, changed, gone_back, passed
 from tests.property.protocol_faults import lapse, lock, misfortune_of_runs, misfortune_of_stores, reopen, rewind
-from tests.property.protocol_model import MARK, Item, Policy, Run, State, Step, Steps, World, initial
+from tests.property.protocol_model import MARK, Policy, Run, State, Steps, World, initial
 from tests.property.protocol_rules import (
     acquire,
     commit,
@@ -27,27 +27,11 @@ from tests.property.protocol_rules import (
     win,
 )
 
+Move = exploration.Move[World, State]
 
-class Move(NamedTuple):
-    """One step as the oracles see it."""
-
-    world: World
-    before: State
-    step: Step
-    after: State
-
-
-Judgement = Callable[[Move], Iterator[str]]
 
 OUTCOMES = frozenset({"handled", "position", "progress", "retry", *Policy})
 """The kinds of steps by which an execution records how it ended, or how far it is."""
-
-
-def changed(before: tuple[Item, ...], after: tuple[Item, ...]) -> list[tuple[Item, Item]]:
-    """Return the items that a step has replaced, old and new."""
-    if before is after:
-        return []
-    return [(old, new) for old, new in zip(before, after, strict=True) if old is not new]
 
 
 def no_loss(move: Move) -> Iterator[str]:
@@ -58,10 +42,12 @@ def no_loss(move: Move) -> Iterator[str]:
         if new.token <= old.token:
             continue
         config = old.handled.config if old.handled else getattr(move.step.who, "config", 0)
-        for token in range(old.token + 1, new.token + 1):
+
+        def is_owed(token: int, index: int = index, config: int = config) -> bool:
             wanted = move.world.matched(config, token) and move.world.partition(config, token) == index
-            if wanted and token not in move.after.settled:
-                yield f"partition {index} has passed change {token}, which nobody handled"
+            return wanted and token not in move.after.settled
+
+        yield from passed(old.token, new.token, index, is_owed)
 
 
 def order(move: Move) -> Iterator[str]:
@@ -94,18 +80,20 @@ def fencing(move: Move) -> Iterator[str]:
 
 def monotone(move: Move) -> Iterator[str]:
     """P4: versions, epochs and fences never go back; numbers and tokens only by a rewind."""
-    if move.after.version < move.before.version or move.after.epoch < move.before.epoch:
-        yield "a version has gone back"
-    if move.after.watermark < move.before.watermark and move.step.kind != "rewind":
-        yield f"the watermark has gone back from {move.before.watermark} to {move.after.watermark}"
-    for old, new in changed(move.before.partitions, move.after.partitions):
+    before, after, rewound = move.before, move.after, move.step.kind == "rewind"
+    yield from gone_back("a version", before.version, after.version)
+    yield from gone_back("an epoch", before.epoch, after.epoch)
+    if not rewound:
+        yield from gone_back("the watermark", before.watermark, after.watermark)
+    for old, new in changed(before.partitions, after.partitions):
         if move.step.kind == "rollback":  # what no majority had does not count
             continue
-        if new.epoch < old.epoch or new.fence < old.fence:
-            yield "an epoch or a fence has gone back"
-        if (new.committed < old.committed or new.token < old.token) and move.step.kind != "rewind":
-            yield f"a position has gone back from {old.token} to {new.token}"
-        if move.step.kind == "rewind" and not (new.epoch > old.epoch and new.fence > old.fence):
+        yield from gone_back("an epoch", old.epoch, new.epoch)
+        yield from gone_back("a fence", old.fence, new.fence)
+        if not rewound:
+            yield from gone_back("a number", old.committed, new.committed)
+            yield from gone_back("a position", old.token, new.token)
+        if rewound and not (new.epoch > old.epoch and new.fence > old.fence):
             yield "a rewind has not raised epoch and fence"
 
 
@@ -131,16 +119,6 @@ def bounded_duplicates(move: Move) -> Iterator[str]:
         yield f"change {token} has started {starts} times with {faults} faults"
 
 
-ORACLES: dict[str, Judgement] = {
-    "P1": no_loss,
-    "P2": order,
-    "P3": fencing,
-    "P4": monotone,
-    "P5": prefix,
-    "P6": bounded_duplicates,
-}
-
-
 def left_undone(world: World, state: State) -> Iterator[str]:
     """P1, where nothing more will happen: everything is done, or its partition has stopped loudly."""
     listener = in_office(state)
@@ -153,11 +131,6 @@ def left_undone(world: World, state: State) -> Iterator[str]:
             yield f"change {token} is neither done nor is its partition halted"
     if state.watermark < len(world.stream) and not any(each.halted for each in state.partitions):
         yield f"the watermark stands at {state.watermark} for ever"
-
-
-def judged(move: Move, watched: frozenset[str]) -> dict[str, str]:
-    """Return what the watched oracles say about a step, by invariant."""
-    return {name: complaint for name in watched for complaint in ORACLES[name](move)}
 
 
 def steps(world: World, state: State) -> Steps:
@@ -186,23 +159,16 @@ def steps(world: World, state: State) -> Steps:
     yield from rewind(world, state)
 
 
-def search(world: World, *, watched: frozenset[str] = frozenset(ORACLES), limit: int = 500_000) -> Search:
-    """Explore every interleaving of a scenario, breadth first, up to the first violation.
-
-    Args:
-        world: The scenario.
-        watched: The invariants to judge; the others are let pass.
-        limit: The largest number of states; more is an error of the scenario, never a silent cut.
-    """
-
-    def at_rest(state: State) -> dict[str, str]:
-        said = list(left_undone(world, state)) if "P1" in watched else []
-        return {"P1": "; ".join(said)} if said else {}
-
-    machine = Machine(
-        start=initial(world),
-        steps=lambda state: steps(world, state),
-        judge=lambda before, step, after: judged(Move(world, before, step, after), watched),
-        undone=at_rest,
-    )
-    return explore(machine, name=world.name, limit=limit)
+PROTOCOL_MODEL = Model(
+    initial=initial,
+    steps=steps,
+    oracles={
+        "P1": (no_loss,),
+        "P2": (order,),
+        "P3": (fencing,),
+        "P4": (monotone,),
+        "P5": (prefix,),
+        "P6": (bounded_duplicates,),
+    },
+    at_rest={"P1": left_undone},
+)

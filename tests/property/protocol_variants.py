@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tests.property.protocol_model import MARK, Broken, Commit, Fault, Policy, Rewind, World
-from tests.property.scenarios import NARROWER, WIDER, Caught, Sound
+from tests.property.protocol_search import PROTOCOL_MODEL
+from tests.property.scenarios import NARROWER, WIDER, Scenarios, Sound, caught
 
 LOCKS = frozenset({Fault.LOCK, Fault.LAPSE})
 EVERY = frozenset(Fault) - {Fault.LOCK}
@@ -113,11 +114,6 @@ SOUND = (
 )
 
 
-def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P3 P4 P5 P6") -> Caught[World]:
-    """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
-    return Caught(world._replace(broken=broken), frozenset(breaks.split()), frozenset(watched.split()))
-
-
 ONE = World("one partition", (0, 0), terms=1)
 TWO_TERMS = World("one partition, two terms", (0, 0), terms=2)
 LAPSING = World("one partition, a lapse", (0, 0), terms=1, budget=1, faults=LAPSE)
@@ -164,4 +160,13 @@ CAUGHT = (
     caught(Broken.FAILURE_CUTS_RUN, FAILING_RUN, "P6"),
     caught(Broken.REWIND_IN_TWO_WRITES, KEPT, "P1", watched="P1"),
     caught(Broken.REWIND_COUNTS_ALONE, TWO_TERMS._replace(rewind=Rewind.NUMBER_BACK), "P1"),
+)
+
+PROTOCOL = Scenarios(
+    model=PROTOCOL_MODEL,
+    broken=Broken,
+    large=13_000,
+    sound=SOUND,
+    caught=CAUGHT,
+    unsearched=(MOVING,),
 )

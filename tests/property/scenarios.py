@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from enum import StrEnum
+from typing import Any, Generic, NamedTuple
+
+from tests.property.exploration import Model, WorldT
 
 WIDER = (frozenset({2, 3}), frozenset({1, 2, 3}))
 """A second configuration matches a change that lies before those of the first."""
 NARROWER = (frozenset({1, 2, 3}), frozenset({1, 3}))
-
-
-class AnyWorld(Protocol):
-    """What is known here of a scenario: its name, and the rule that is left out."""
-
-    @property
-    def name(self) -> str:
-        """A sentence for reports."""
-
-    @property
-    def broken(self) -> object:
-        """The rule left out."""
-
-
-WorldT = TypeVar("WorldT", bound=AnyWorld)
 
 
 class Sound(NamedTuple, Generic[WorldT]):
@@ -36,12 +24,49 @@ class Sound(NamedTuple, Generic[WorldT]):
 
 
 class Caught(NamedTuple, Generic[WorldT]):
-    """A broken variant, the invariants that its shortest violation breaks, and those that were judged."""
+    """A broken variant, the invariants that its shortest violation breaks, and those that are judged (None: all)."""
 
     world: WorldT
     breaks: frozenset[str]
-    watched: frozenset[str]
+    watched: frozenset[str] | None
 
     def __str__(self) -> str:
         """Return the broken rule, the scenario and the invariants broken."""
         return f"{self.world.broken}: {self.world.name}: {' '.join(sorted(self.breaks))}"
+
+
+def caught(broken: Any, world: Any, breaks: str, watched: str = "") -> Caught[Any]:
+    """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
+    judged = frozenset(watched.split()) if watched else None
+    return Caught(world._replace(broken=broken), frozenset(breaks.split()), judged)
+
+
+class Scenarios(NamedTuple):
+    """All scenarios of a model.
+
+    Args:
+        model: What is searched.
+        broken: Its rules, the first of which says that none is broken.
+        large: States from which on a sound scenario takes too long for every run.
+        sound: Scenarios without a violation.
+        slow: Larger ones, minutes of them.
+        caught: Broken variants.
+        spared: Broken rules that the search has found superfluous.
+        unsearched: Scenarios of variants that are too large, or not sound, with all rules whole.
+    """
+
+    model: Model[Any, Any]
+    broken: type[StrEnum]
+    large: int
+    sound: tuple[Sound[Any], ...]
+    caught: tuple[Caught[Any], ...]
+    slow: tuple[Sound[Any], ...] = ()
+    spared: tuple[Any, ...] = ()
+    unsearched: tuple[Any, ...] = ()
+
+    def whole(self) -> list[Any]:
+        """Return the scenarios of the variants with all rules whole, but for those that are among the sound ones."""
+        known = {each.world for each in (*self.sound, *self.slow)} | set(self.unsearched)
+        nothing = next(iter(self.broken))
+        worlds = dict.fromkeys(each.world._replace(broken=nothing) for each in self.caught)
+        return [world for world in worlds if world not in known]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.property.protocol_model import put
+from tests.property import stores
+from tests.property.exploration import Step, put
 from tests.property.snapshot_model import (
     START,
     Broken,
@@ -14,18 +15,16 @@ from tests.property.snapshot_model import (
     Partition,
     Progress,
     State,
-    Step,
     Steps,
     Token,
     World,
     appended,
     partition_of,
-    with_listener,
-    with_partition,
     with_record,
 )
 from tests.property.snapshot_rules import opened, with_raised_records
 from tests.property.snapshot_writes import landed
+from tests.property.stores import can, spent, with_listener, with_partition
 
 
 def write_source(world: World, state: State) -> Steps:
@@ -49,8 +48,7 @@ def elect(world: World, state: State) -> Steps:
 
 def land(world: World, state: State) -> Steps:
     """What is on its way lands, at any time or never."""
-    for one in state.writes:
-        yield Step("land", one, fair=False), landed(world, state._replace(writes=state.writes - {one}), one)
+    return stores.land(world, state, landed)
 
 
 # --- executions ---------------------------------------------------------------------------------------------
@@ -94,28 +92,20 @@ def execute(world: World, state: State, index: int) -> Steps:
     yield Step("commit", claim.item, fair=claim.live), moved(done, index, claim.item)
     if claim.live and not claim.seen and can(world, state, Fault.ROLLBACK):
         seen = with_partition(state, index, partition._replace(claim=claim._replace(seen=True)))
-        yield Step("commit, not in the majority", claim.item, fair=False), seen._replace(budget=state.budget - 1)
+        yield Step("commit, not in the majority", claim.item, fair=False), spent(seen)
     if claim.seen:
         lost = with_partition(state, index, partition._replace(claim=claim._replace(seen=False, live=False)))
         yield Step("rollback", claim.item, fair=False), lost
         return
     if claim.live and can(world, state, Fault.LAPSE):
         lapsed = with_partition(state, index, partition._replace(claim=claim._replace(live=False)))
-        yield Step("lapse", claim.item, fair=False), lapsed._replace(budget=state.budget - 1)
+        yield Step("lapse", claim.item, fair=False), spent(lapsed)
     if claim.live and can(world, state, Fault.HALT):
         halted = partition._replace(claim=None, mode=Mode.HALTED, head=claim.item)
-        yield (
-            Step("halt", claim.item, fair=False),
-            with_partition(state, index, halted)._replace(budget=state.budget - 1),
-        )
+        yield Step("halt", claim.item, fair=False), spent(with_partition(state, index, halted))
     if claim.live and can(world, state, Fault.LETTER):
-        spent = state._replace(budget=state.budget - 1)
-        yield Step("dead letter", claim.item, fair=False), set_aside(world, spent, index, claim.item)
-
-
-def can(world: World, state: State, fault: Fault) -> bool:
-    """Tell whether a fault may still happen."""
-    return state.budget > 0 and fault in world.faults
+        failed = spent(state)
+        yield Step("dead letter", claim.item, fair=False), set_aside(world, failed, index, claim.item)
 
 
 def moved(state: State, index: int, item: Item) -> State:
@@ -137,7 +127,7 @@ def reopen(world: World, state: State, listener: Listener) -> Steps:
         again = opened(state, listener, forget=world.broken is not Broken.CHUNK_SURVIVES)
         if again != listener:
             after = with_listener(state, listener, again)
-            yield Step("reopen", again, fair=False), after._replace(budget=state.budget - 1)
+            yield Step("reopen", again, fair=False), spent(after)
 
 
 # --- the operator -------------------------------------------------------------------------------------------
@@ -159,7 +149,7 @@ def stop_or_resume(world: World, state: State) -> Steps:
     for index, record in enumerate(state.records):
         if record.state is Progress.RUNNING and can(world, state, Fault.STOP):
             stopped = with_record(state, index, record._replace(state=Progress.STOPPED))
-            yield Step("stop", record, fair=False), stopped._replace(budget=state.budget - 1)
+            yield Step("stop", record, fair=False), spent(stopped)
         if record.state is Progress.STOPPED:
             yield Step("resume", record), with_record(state, index, record._replace(state=Progress.RUNNING))
 

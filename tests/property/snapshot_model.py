@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from tests.property.protocol_model import put
+from tests.property.exploration import Step, put
+from tests.property.stores import in_office
 
 # Entries of the oplog beside "key was set" (key + 1) and "key was deleted" (minus that).
 MARK = 0
@@ -401,18 +402,6 @@ class State(NamedTuple):
     rewound: bool
 
 
-class Step(NamedTuple):
-    """A transition: who did what. ``fair`` steps happen sooner or later; the others may or may not happen."""
-
-    kind: str
-    who: NamedTuple | int | None = None
-    fair: bool = True
-
-    def __str__(self) -> str:
-        """Return the step as a line of a trace."""
-        return f"{self.kind}: {self.who}" if self.who is not None else self.kind
-
-
 Steps = Iterator[tuple[Step, State]]
 
 
@@ -478,19 +467,9 @@ def partition_of(state: State, key: int) -> int:
     return key % len(state.partitions)
 
 
-def with_partition(state: State, index: int, partition: Partition) -> State:
-    """Return the state with one partition document replaced."""
-    return state._replace(partitions=put(state.partitions, index, partition))
-
-
 def with_record(state: State, index: int, record: Record) -> State:
     """Return the state with the record of one snapshot replaced."""
     return state._replace(records=put(state.records, index, record))
-
-
-def with_listener(state: State, old: Listener, new: Listener) -> State:
-    """Return the state with one listener's memory replaced."""
-    return state._replace(listeners=tuple(new if each is old else each for each in state.listeners))
 
 
 def with_chunk(listener: Listener, index: int, chunk: Chunk | None) -> Listener:
@@ -502,12 +481,6 @@ def stored(state: State, index: int, after: Token, up_to: Token) -> list[Item]:
     """Return what is stored of a partition after one place and not after another, in order."""
     there = (each.item for each in state.documents if each.partition == index)
     return sorted(item for item in there if after < item.token <= up_to)
-
-
-def in_office(state: State) -> Listener | None:
-    """Return the listener of the last term, unless an operator's rewind was the last."""
-    last = state.listeners[-1] if state.listeners else None
-    return last if last is not None and last.term == state.epoch else None
 
 
 def leader(state: State) -> Listener | None:

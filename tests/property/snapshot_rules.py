@@ -6,7 +6,8 @@ it breaks, so that the difference can be read.
 
 from __future__ import annotations
 
-from tests.property.protocol_model import put
+from tests.property import stores
+from tests.property.exploration import Step, put
 from tests.property.snapshot_model import (
     AWAY,
     BACK,
@@ -25,13 +26,11 @@ from tests.property.snapshot_model import (
     Progress,
     Record,
     State,
-    Step,
     Steps,
     Token,
     World,
     Write,
     exists,
-    in_office,
     is_partial,
     is_there,
     key_of,
@@ -39,22 +38,17 @@ from tests.property.snapshot_model import (
     stored,
     value_at,
     with_chunk,
-    with_listener,
-    with_partition,
     with_record,
 )
-from tests.property.snapshot_writes import landed, write
+from tests.property.snapshot_writes import landed
+from tests.property.stores import spent, with_listener, with_partition, write
 
 # --- terms --------------------------------------------------------------------------------------------------
 
 
 def acquire(world: World, state: State) -> Steps:
-    """A standby takes the lease and the subscription; without anybody in office it happens sooner or later."""
-    needed = in_office(state) is None
-    if needed or state.epoch - state.rewound < world.terms:
-        listener = Listener(state.epoch + 1)
-        after = state._replace(epoch=listener.term, listeners=(*state.listeners, listener))
-        yield Step("acquire", listener, fair=needed), after
+    """A standby takes the lease and the subscription."""
+    yield from stores.acquire(world, state, lambda term, _: Listener(term))
 
 
 def take_over(world: World, state: State, listener: Listener) -> Steps:
@@ -306,7 +300,7 @@ def answer(world: World, state: State, listener: Listener, index: int) -> Steps:
     later = with_low(world, chunk, len(state.oplog))
     if later.low > known.low and state.budget and Fault.ANSWERED_LATER in world.faults:
         after = with_listener(state, listener, with_chunk(listener, index, later))
-        yield Step("answer later", later, fair=False), after._replace(budget=state.budget - 1)
+        yield Step("answer later", later, fair=False), spent(after)
 
 
 def with_low(world: World, chunk: Chunk, low: int) -> Chunk:
@@ -347,10 +341,10 @@ def scan_keys(world: World, state: State, listener: Listener, index: int) -> Ste
     yield scanned_to(world, state, listener, index, chunk, scanned[: world.chunk])
     if state.budget and Fault.SHORT in world.faults and len(scanned) > 1:
         step, after = scanned_to(world, state, listener, index, chunk, scanned[:1])
-        yield step._replace(fair=False), after._replace(budget=state.budget - 1)
+        yield step._replace(fair=False), spent(after)
     if state.budget and Fault.UNREADABLE in world.faults:
         after = with_listener(state, listener, with_chunk(listener, index, None))
-        yield Step("unreadable", chunk, fair=False), after._replace(budget=state.budget - 1)
+        yield Step("unreadable", chunk, fair=False), spent(after)
 
 
 def may_scan(world: World, chunk: Chunk) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from tests.property.exploration import Machine, Search, explore
+from tests.property import exploration
+from tests.property.exploration import Model, gone_back
 from tests.property.snapshot_faults import (
     behind,
     command,
@@ -32,7 +32,6 @@ from tests.property.snapshot_model import (
     Mode,
     Progress,
     State,
-    Step,
     Steps,
     Token,
     World,
@@ -67,14 +66,7 @@ from tests.property.snapshot_rules import (
     take_over,
 )
 
-
-class Move(NamedTuple):
-    """One step as the oracles see it."""
-
-    world: World
-    before: State
-    step: Step
-    after: State
+Move = exploration.Move[World, State]
 
 
 def no_loss(move: Move) -> Iterator[str]:
@@ -136,8 +128,8 @@ def monotone(move: Move) -> Iterator[str]:
     before, after, rewound = move.before, move.after, move.step.kind == "rewind"
     if after.watermark.number:
         yield f"the watermark is {after.watermark}, at which no stream can be opened"
-    if after.watermark < before.watermark and not rewound:
-        yield f"the watermark has gone back from {before.watermark} to {after.watermark}"
+    if not rewound:
+        yield from gone_back("the watermark", before.watermark, after.watermark)
     for old, new in zip(before.records, after.records, strict=True):
         if (new.epoch, new.begun, new.last) < (old.epoch, old.begun, old.last) or new.last < old.last:
             yield f"a snapshot has gone back from {old} to {new}"
@@ -200,23 +192,6 @@ def bounded_scan(move: Move) -> Iterator[str]:
         there = (key for key in range(move.world.keys) if exists(value_at(move.world, move.after, key, new.first)))
         if new.last > old.last and new.last > max(there, default=-1):
             yield f"the cursor has passed key {new.last}, which was inserted behind the end of {new.first}"
-
-
-ORACLES: dict[str, tuple[Callable[[Move], Iterator[str]], ...]] = {
-    "P1": (no_loss, nothing_missed),
-    "P2": (order,),
-    "P4": (monotone,),
-    "P5": (cursor,),
-    "P6": (bounded_duplicates,),
-    "P12": (bounded_memory, bounded_scan),
-    "P13": (one_letter,),
-}
-"""P1 and P12 are also judged where everything has come to rest: ``left_wrong`` and ``left_undone``."""
-
-
-def judged(move: Move, watched: frozenset[str]) -> dict[str, str]:
-    """Return what the watched oracles say about a step, by invariant."""
-    return {name: said for name in watched for oracle in ORACLES[name] for said in oracle(move)}
 
 
 def left_wrong(world: World, state: State) -> Iterator[str]:
@@ -367,23 +342,17 @@ def may_land(world: World, state: State, one: Write) -> bool:
     return one.guard == state.generation
 
 
-def search(world: World, *, watched: frozenset[str] = frozenset(ORACLES), limit: int = 500_000) -> Search:
-    """Explore every interleaving of a scenario, breadth first, up to the first violation.
-
-    Args:
-        world: The scenario.
-        watched: The invariants to judge; the others are let pass.
-        limit: The largest number of states; more is an error of the scenario, never a silent cut.
-    """
-
-    def at_rest(state: State) -> dict[str, str]:
-        said = {"P1": "; ".join(left_wrong(world, state)), "P12": "; ".join(left_undone(world, state))}
-        return {name: text for name, text in said.items() if text and name in watched}
-
-    machine = Machine(
-        start=initial(world),
-        steps=lambda state: steps(world, state),
-        judge=lambda before, step, after: judged(Move(world, before, step, after), watched),
-        undone=at_rest,
-    )
-    return explore(machine, name=world.name, limit=limit)
+SNAPSHOT_MODEL = Model(
+    initial=initial,
+    steps=steps,
+    oracles={
+        "P1": (no_loss, nothing_missed),
+        "P2": (order,),
+        "P4": (monotone,),
+        "P5": (cursor,),
+        "P6": (bounded_duplicates,),
+        "P12": (bounded_memory, bounded_scan),
+        "P13": (one_letter,),
+    },
+    at_rest={"P1": left_wrong, "P12": left_undone},
+)

@@ -59,8 +59,9 @@ which lies behind it, is there already.
 
 from __future__ import annotations
 
-from tests.property.scenarios import Caught, Sound
+from tests.property.scenarios import Scenarios, Sound, caught
 from tests.property.snapshot_model import AWAY, BACK, DROP, Broken, Fault, Late, World
+from tests.property.snapshot_search import SNAPSHOT_MODEL
 
 ANY_WRITE = frozenset(Late)
 
@@ -204,22 +205,17 @@ SLOW = (
     Sound(ONE_WRITE._replace(name="one key, a write, stored, two terms", spills=True, terms=2), 150_000),
     Sound(STORED._replace(name="two keys, stored, two terms", terms=2), 13_000),
     Sound(ROOM_THREE._replace(name="room for three, stored", spills=True), 50_000),
-    Sound(MERGED._replace(name="a write, two partitions become one", writes=(2,)), 35_000),
-    Sound(SPLIT._replace(name="a write, one partition becomes two", writes=(2,)), 40_000),
+    Sound(MERGED._replace(name="a write, two partitions become one", writes=(2,)), 11_500),
+    Sound(SPLIT._replace(name="a write, one partition becomes two", writes=(2,)), 13_700),
     Sound(ONE_WRITE._replace(name="two snapshots, a write", snapshots=2), 50_000),
     Sound(ONE._replace(name="two snapshots, two terms", snapshots=2, terms=2), 250_000),
     Sound(LOOKED_UP._replace(name="one key, two writes that are looked up, two terms", terms=2), 110_000),
     Sound(LOOKED_UP._replace(name="one key, three writes that are looked up", writes=(1, 1, 1)), 18_000),
     Sound(
-        MERGED._replace(name="a write that is looked up, two partitions become one", writes=(2,), lookup=True), 50_000
+        MERGED._replace(name="a write that is looked up, two partitions become one", writes=(2,), lookup=True), 14_000
     ),
 )
 """Larger scenarios, minutes of them."""
-
-
-def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P4 P5 P6 P12 P13") -> Caught[World]:
-    """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
-    return Caught(world._replace(broken=broken), frozenset(breaks.split()), frozenset(watched.split()))
 
 
 CAUGHT = (
@@ -285,3 +281,14 @@ SPARED = (
     ),
 )
 """Rules left out without harm: who builds the snapshot may choose."""
+
+SNAPSHOT = Scenarios(
+    model=SNAPSHOT_MODEL,
+    broken=Broken,
+    large=5_500,
+    sound=SOUND,
+    caught=CAUGHT,
+    slow=SLOW,
+    spared=SPARED,
+    unsearched=(HALVES_APART,),
+)

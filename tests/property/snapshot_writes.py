@@ -26,8 +26,6 @@ update that changes nothing writes no entry, and a cursor whose answer was lost 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from tests.property.snapshot_model import (
     MARK,
     Broken,
@@ -35,23 +33,12 @@ from tests.property.snapshot_model import (
     Late,
     Progress,
     State,
-    Step,
-    Steps,
     World,
     Write,
     appended,
-    with_partition,
     with_record,
 )
-
-
-def write(world: World, state: State, writes: Iterable[Write], done: State, *, fair: bool = True) -> Steps:
-    """Yield the two ends of a write: it is acknowledged and everything is ``done``; or it lands whenever it likes."""
-    one, *others = writes = list(writes)
-    yield Step("write", one, fair=fair), done
-    if one.kind in world.late and state.delays and not state.writes.issuperset(writes):
-        sent = state._replace(delays=state.delays - 1, writes=state.writes | set(writes))
-        yield Step("send" if not others else "send a bulk", one, fair=False), sent
+from tests.property.stores import with_partition
 
 
 def landed(world: World, state: State, one: Write) -> State:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tests.property.protocol_model import put
+from tests.property import stores
+from tests.property.exploration import Step, put
 from tests.property.spill_model import (
     Broken,
     Claim,
@@ -15,24 +16,20 @@ from tests.property.spill_model import (
     Partition,
     Started,
     State,
-    Step,
     Steps,
     World,
     Write,
     partition_of,
     stored,
-    with_listener,
-    with_partition,
 )
-from tests.property.spill_rules import committed, in_office, is_lost, moved
+from tests.property.spill_rules import committed, is_lost, moved
 from tests.property.spill_writes import landed
+from tests.property.stores import can, in_office, spent, with_listener, with_partition
 
 
 def land(world: World, state: State) -> Steps:
     """What is on its way lands, at any time or never."""
-    for one in state.writes:
-        after = state._replace(writes=state.writes - {one})
-        yield Step("land", one, fair=False), landed(world, after, one)
+    return stores.land(world, state, landed)
 
 
 # --- executions ---------------------------------------------------------------------------------------------
@@ -80,11 +77,11 @@ def execute(world: World, state: State, index: int) -> Steps:
         lapsed = with_partition(state, index, partition._replace(claim=claim._replace(live=False)))
         yield Step("lapse", claim, fair=False), justify(lapsed, claim.token)
     stands = partition._replace(claim=None, head=Head(claim.token, claim.config, claim.owed))
-    spent = state._replace(budget=state.budget - 1)
+    failed = spent(state)
     if can(world, state, Fault.PARK):
-        yield Step("park", claim, fair=False), with_partition(spent, index, stands._replace(mode=Mode.PARKED))
+        yield Step("park", claim, fair=False), with_partition(failed, index, stands._replace(mode=Mode.PARKED))
     if can(world, state, Fault.HALT):
-        yield from halt(world, with_partition(spent, index, stands._replace(mode=Mode.HALTED)), claim, index)
+        yield from halt(world, with_partition(failed, index, stands._replace(mode=Mode.HALTED)), claim, index)
 
 
 def halt(world: World, halted: State, claim: Claim, index: int) -> Steps:
@@ -94,11 +91,6 @@ def halt(world: World, halted: State, claim: Claim, index: int) -> Steps:
     if world.storing and Late.INSERT in world.late and halted.delays:
         sent = halted._replace(delays=halted.delays - 1, writes=halted.writes | {one})
         yield Step("halt, late", claim, fair=False), sent
-
-
-def can(world: World, state: State, fault: Fault) -> bool:
-    """Tell whether a fault may still happen."""
-    return state.budget > 0 and fault in world.faults
 
 
 def justify(state: State, token: int) -> State:

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from tests.property.protocol_model import put
+from tests.property.exploration import Step
 
 
 class Broken(StrEnum):
@@ -309,18 +309,6 @@ class State(NamedTuple):
         return self.done | self.excused
 
 
-class Step(NamedTuple):
-    """A transition: who did what. ``fair`` steps happen sooner or later; the others may or may not happen."""
-
-    kind: str
-    who: NamedTuple | None = None
-    fair: bool = True
-
-    def __str__(self) -> str:
-        """Return the step as a line of a trace."""
-        return f"{self.kind}: {self.who}" if self.who else self.kind
-
-
 Steps = Iterator[tuple[Step, State]]
 
 
@@ -339,16 +327,6 @@ def initial(world: World) -> State:
 def partition_of(state: State, world: World, token: int) -> int:
     """Return the index of a change under the partitioning in force."""
     return world.keys[token - 1] % len(state.partitions)
-
-
-def with_partition(state: State, index: int, partition: Partition) -> State:
-    """Return the state with one partition document replaced."""
-    return state._replace(partitions=put(state.partitions, index, partition))
-
-
-def with_listener(state: State, old: Listener, new: Listener) -> State:
-    """Return the state with one listener's memory replaced."""
-    return state._replace(listeners=tuple(new if each is old else each for each in state.listeners))
 
 
 def stored(state: State, index: int, after: int, up_to: int) -> list[int]:

@@ -6,7 +6,8 @@ it breaks, so that the difference can be read.
 
 from __future__ import annotations
 
-from tests.property.protocol_model import put
+from tests.property import stores
+from tests.property.exploration import Step, put
 from tests.property.spill_model import (
     Broken,
     Claim,
@@ -18,16 +19,14 @@ from tests.property.spill_model import (
     Mode,
     Partition,
     State,
-    Step,
     Steps,
     World,
     Write,
     partition_of,
     stored,
-    with_listener,
-    with_partition,
 )
-from tests.property.spill_writes import landed, write
+from tests.property.spill_writes import is_drained, landed
+from tests.property.stores import with_listener, with_partition, write
 
 # --- what is where ------------------------------------------------------------------------------------------
 
@@ -89,25 +88,9 @@ def is_lost(state: State, listener: Listener) -> bool:
 # --- terms --------------------------------------------------------------------------------------------------
 
 
-def in_office(state: State) -> Listener | None:
-    """Return the listener of the last term, unless an operator's rewind was the last."""
-    last = state.listeners[-1] if state.listeners else None
-    return last if last is not None and last.term == state.epoch else None
-
-
 def acquire(world: World, state: State) -> Steps:
-    """A standby takes the lease and the subscription; without anybody in office it happens sooner or later.
-
-    Else it is bounded by the scenario. The two writes are one step, since between them nobody learns anything. The
-    partitioning is that of the subscription when its epoch is raised, so no older term's switch can follow. Epoch and
-    configuration count the terms; a rewind is a term without a listener.
-    """
-    needed = in_office(state) is None
-    begun = state.epoch - state.rewound
-    if needed or begun < world.terms:
-        listener = opened(state, Listener(state.epoch + 1, begun), state.watermark)
-        after = state._replace(epoch=listener.term, listeners=(*state.listeners, listener))
-        yield Step("acquire", listener, fair=needed), after
+    """A standby takes lease and subscription, and the partitioning of that: so no older term's switch can follow."""
+    yield from stores.acquire(world, state, lambda term, begun: opened(state, Listener(term, begun), state.watermark))
 
 
 def take_over(world: World, state: State, listener: Listener) -> Steps:
@@ -283,3 +266,40 @@ def dispatch(world: World, state: State, listener: Listener, index: int) -> Step
     message = Message(state.generation, index, listener.term, partition.token, token, listener.config, is_stored)
     if message not in state.messages:
         yield Step("dispatch", message), state._replace(messages=state.messages | {message})
+
+
+# --- repartitioning ---------------------------------------------------------------------------------------
+#
+# What was read is done, then other partitions take the place of these. That is one step here: in between no partition
+# is there, and whoever takes over makes them at the watermark.
+
+
+def switch(world: World, state: State, listener: Listener) -> Steps:
+    """Nothing that was read is left to do, and the watermark says so: new partitions begin there."""
+    count = world.wanted(listener.config)
+    place = listener.cursor
+    waits = unfinished(world, state, listener) > 0 or state.watermark != place
+    if world.broken is Broken.SWITCH_IGNORES_BUFFER:
+        waits = False
+    if count == len(state.partitions) or waits or not is_drained(world, state, listener.term, place):
+        return
+    one = Write(Late.SWITCH, listener.term, state.generation, count, place)
+    after = landed(world, state, one)
+    yield from write(world, state, [one], with_listener(after, listener, opened(after, listener, place)))
+
+
+def adopt(state: State, listener: Listener) -> Steps:
+    """A listener sees that its switch was made although its answer was lost."""
+    mine = opened(state, listener, state.watermark)
+    yield Step("adopt", mine), with_listener(state, listener, mine)
+
+
+def discard(world: World, state: State, listener: Listener) -> Steps:
+    """Documents of former partitions go, but for what later terms have stored."""
+    if world.broken is Broken.FORMER_STAY:
+        return
+    for former in {each.generation for each in state.documents} - {state.generation}:
+        one = Write(Late.DISCARD, listener.term, former, 0, state.generation)
+        after = landed(world, state, one)
+        if after.documents != state.documents:
+            yield from write(world, state, [one], after)

@@ -6,10 +6,10 @@ was matched when it was read (rule 10 of spill), and nobody reads it again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
-from tests.property.exploration import Machine, Search, explore
+from tests.property import exploration
+from tests.property.exploration import Model, gone_back, passed
 from tests.property.spill_faults import (
     command,
     decide,
@@ -23,15 +23,15 @@ from tests.property.spill_faults import (
     rewind,
     roll,
 )
-from tests.property.spill_layout import adopt, discard, switch
 from tests.property.spill_model import (
     Broken,
+    Claim,
     Document,
+    Head,
     Late,
     Listener,
     Message,
     State,
-    Step,
     Steps,
     World,
     Write,
@@ -41,7 +41,9 @@ from tests.property.spill_model import (
 )
 from tests.property.spill_rules import (
     acquire,
+    adopt,
     clear,
+    discard,
     dispatch,
     insert,
     is_lost,
@@ -49,17 +51,11 @@ from tests.property.spill_rules import (
     read,
     remove,
     store_watermark,
+    switch,
     take_over,
 )
 
-
-class Move(NamedTuple):
-    """One step as the oracles see it."""
-
-    world: World
-    before: State
-    step: Step
-    after: State
+Move = exploration.Move[World, State]
 
 
 def no_loss(move: Move) -> Iterator[str]:
@@ -68,12 +64,14 @@ def no_loss(move: Move) -> Iterator[str]:
         return
     for index, (old, new) in enumerate(zip(move.before.partitions, move.after.partitions, strict=True)):
         ended = old.claim or old.head
-        if ended is None or old is new:
+        if ended is None or new.token <= old.token:
             continue
-        for token in range(old.token + 1, new.token + 1):
+
+        def is_missing(token: int, index: int = index, ended: Claim | Head = ended) -> bool:
             wanted = token <= ended.owed or move.world.matched(ended.config, token)
-            if wanted and token not in move.after.settled and partition_of(move.after, move.world, token) == index:
-                yield f"partition {index} has passed change {token}, which nobody handled"
+            return wanted and token not in move.after.settled and partition_of(move.after, move.world, token) == index
+
+        yield from passed(old.token, new.token, index, is_missing)
 
 
 def order(move: Move) -> Iterator[str]:
@@ -90,10 +88,9 @@ def order(move: Move) -> Iterator[str]:
 def monotone(move: Move) -> Iterator[str]:
     """P4: epochs, watermark and positions never go back but by a rewind, which goes where the stream can be read."""
     before, after, rewound = move.before, move.after, move.step.kind == "rewind"
-    if after.epoch < before.epoch:
-        yield "an epoch has gone back"
-    if after.watermark < before.watermark and not rewound:
-        yield f"the watermark has gone back from {before.watermark} to {after.watermark}"
+    yield from gone_back("an epoch", before.epoch, after.epoch)
+    if not rewound:
+        yield from gone_back("the watermark", before.watermark, after.watermark)
     if rewound and after.watermark > before.watermark:
         yield "a rewind has moved the watermark forward"
     if rewound and after.watermark + 1 < before.oldest <= before.watermark + 1:
@@ -130,23 +127,6 @@ def bytes_at_hand(move: Move) -> Iterator[str]:
         token = move.step.who.token
         if found(move.after, move.step.who.generation, move.step.who.partition, token) is None:
             yield f"the bytes of change {token} are gone"
-
-
-ORACLES: dict[str, tuple[Callable[[Move], Iterator[str]], ...]] = {
-    "P1": (no_loss,),
-    "P2": (order,),
-    "P4": (monotone,),
-    "P5": (prefix,),
-    "P6": (bounded_duplicates,),
-    "P13": (bytes_at_hand,),
-    "P12": (),
-}
-"""P12 is judged where everything has come to rest: ``left_undone``."""
-
-
-def judged(move: Move, watched: frozenset[str]) -> dict[str, str]:
-    """Return what the watched oracles say about a step, by invariant."""
-    return {name: said for name in watched for oracle in ORACLES[name] for said in oracle(move)}
 
 
 def left_undone(world: World, state: State) -> Iterator[str]:
@@ -261,23 +241,16 @@ def may_claim(state: State, message: Message) -> bool:
     return partition.epoch == message.term and partition.token == message.base
 
 
-def search(world: World, *, watched: frozenset[str] = frozenset(ORACLES), limit: int = 500_000) -> Search:
-    """Explore every interleaving of a scenario, breadth first, up to the first violation.
-
-    Args:
-        world: The scenario.
-        watched: The invariants to judge; the others are let pass.
-        limit: The largest number of states; more is an error of the scenario, never a silent cut.
-    """
-
-    def at_rest(state: State) -> dict[str, str]:
-        said = list(left_undone(world, state)) if "P12" in watched else []
-        return {"P12": "; ".join(said)} if said else {}
-
-    machine = Machine(
-        start=initial(world),
-        steps=lambda state: steps(world, state),
-        judge=lambda before, step, after: judged(Move(world, before, step, after), watched),
-        undone=at_rest,
-    )
-    return explore(machine, name=world.name, limit=limit)
+SPILL_MODEL = Model(
+    initial=initial,
+    steps=steps,
+    oracles={
+        "P1": (no_loss,),
+        "P2": (order,),
+        "P4": (monotone,),
+        "P5": (prefix,),
+        "P6": (bounded_duplicates,),
+        "P13": (bytes_at_hand,),
+    },
+    at_rest={"P12": left_undone},
+)

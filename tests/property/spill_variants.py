@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tests.property.scenarios import NARROWER, WIDER, Caught, Sound
+from tests.property.scenarios import NARROWER, WIDER, Scenarios, Sound, caught
 from tests.property.spill_model import Broken, Decision, Fault, Late, World
+from tests.property.spill_search import SPILL_MODEL
 
 ANY_WRITE = frozenset(Late)
 SWITCHING = frozenset({Late.SWITCH, Late.DISCARD})
@@ -147,11 +148,6 @@ SLOW = (
 """Larger scenarios, minutes of them."""
 
 
-def caught(broken: Broken, world: World, breaks: str, watched: str = "P1 P2 P4 P5 P6 P12 P13") -> Caught[World]:
-    """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
-    return Caught(world._replace(broken=broken), frozenset(breaks.split()), frozenset(watched.split()))
-
-
 CAUGHT = (
     caught(Broken.MARK_BEFORE_INSERT, ONE, "P5"),
     caught(Broken.WATERMARK_BEFORE_MARK, ONE, "P5"),
@@ -189,4 +185,13 @@ CAUGHT = (
     caught(Broken.SWITCH_UNGUARDED, LATE_SWITCH, "P6"),
     caught(Broken.DISCARDS_ALL_OTHERS, LATE_DISCARD, "P5"),
     caught(Broken.FORMER_STAY, MERGED, "P12"),
+)
+
+SPILL = Scenarios(
+    model=SPILL_MODEL,
+    broken=Broken,
+    large=6_000,
+    sound=SOUND,
+    caught=CAUGHT,
+    slow=SLOW,
 )

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import document_hash, partitioner
-from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent, places, read_plain
+from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent, read_plain
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.source import Selector, Source
-from mongo_celery.bridge.window import Mark
 from tests.fixtures.samples import BSON_VALUES, mark, raw_event
 from tests.property.test_events import documents, names, raws, valid, values
 
@@ -40,7 +39,7 @@ def said(look: Any) -> tuple[str, object]:
         return kind, repr(found)
 
 
-def same(one: RawBSONDocument, other: RawBSONDocument) -> None:
+def same(one: RawEvent | RawBSONDocument, other: RawBSONDocument) -> None:
     """Both look alike from everywhere."""
     for name in FIELDS:
         assert said(lambda name=name: one.get(name)) == said(lambda name=name: other.get(name))
@@ -53,10 +52,8 @@ def same(one: RawBSONDocument, other: RawBSONDocument) -> None:
     assert said(lambda: one.get("absent", 7)) == said(lambda: other.get("absent", 7))
     if isinstance(one, RawEvent):  # a document in one that was odd is not
         assert said(lambda: one.token) == said(lambda: None if other.get("_id") is None else dict(other["_id"]))
-        if one.place is not None:
-            place = Mark(None, *one.place)
-            assert (place.token, place.cluster_time) == (dict(other["_id"]), other["clusterTime"])
-    assert one == other
+        if one.plain is not None:
+            assert (one.plain.token, one.plain.cluster_time) == (other["_id"]["_data"], other["clusterTime"])
     assert one.raw == other.raw
 
 
@@ -77,21 +74,6 @@ def test_an_event_looks_as_if_it_were_decoded_whole(raw: bytes) -> None:
         kind, _ = said(lambda name=name: decoded[name])
         if kind == "RawBSONDocument":
             same(RawEvent(raw)[name], decoded[name])
-
-
-@settings(max_examples=200)
-@given(raws)
-def test_what_is_walked_is_what_a_decoder_takes(raw: bytes) -> None:
-    """Every element is found, in order and to the byte; and what is walked has no error that a decoder would find."""
-    found = places(raw)
-    if found is None:
-        return
-    inflated = dict(RawBSONDocument(raw, EVENT_TYPES))
-    assert list(found) == list(inflated)
-    body = b"".join(
-        bytes([kind]) + name.encode() + b"\0" + raw[start:stop] for name, (kind, start, stop) in found.items()
-    )
-    assert raw == len(raw).to_bytes(4, "little") + body + b"\0"
 
 
 @given(valid, st.sampled_from(FIELDS), values, names)
@@ -122,9 +104,9 @@ def test_the_partition_of_a_key_is_that_of_its_hash(ns: Any, key: Any, more: dic
 
 def test_the_short_way_to_a_partition_is_taken() -> None:
     """By an event whose key is an ObjectId and nothing else."""
-    assert RawEvent(raw_event(documentKey={"_id": KEY})).plain_key is not None
+    assert RawEvent(raw_event(documentKey={"_id": KEY})).object_id is not None
     for key in ({"_id": 1}, {"_id": KEY, "region": 1}, {"id_": KEY}, {}, KEY):
-        assert RawEvent(raw_event(documentKey=key)).plain_key is None
+        assert RawEvent(raw_event(documentKey=key)).object_id is None
 
 
 looked_at = st.fixed_dictionaries(
@@ -167,22 +149,30 @@ tokens = st.text("0123456789ABCDEFabcdef", max_size=40) | names
 operations = st.sampled_from(["insert", "update", "replace", "delete", "snapshot"]) | names
 
 
+EXPANDED = [("collectionUUID", BSON_VALUES["uuid"])]
+SESSION = {"id": BSON_VALUES["uuid"], "uid": bytes(32)}
+LAST = "fullDocumentBeforeChange"
+IN_A_TRANSACTION: list[tuple[str, Any]] = [("txnNumber", Int64(7)), ("lsid", SESSION)]
+
+
 @st.composite
 def usual(draw: st.DrawFn) -> bytes:
     """An event of the usual form, or nearly: something left out, put in, doubled or moved."""
     fields = [
+        *draw(st.sampled_from([[], [], IN_A_TRANSACTION, [*IN_A_TRANSACTION[:1], ("lsid", draw(documents))]])),
         ("_id", {"_data": draw(tokens), **draw(st.sampled_from([{}, {}, {"_typeBits": b"\x40"}]))}),
         ("operationType", draw(operations)),
         ("clusterTime", draw(st.builds(Timestamp, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)))),
+        *draw(st.sampled_from([[], [], EXPANDED])),
         ("wallTime", BSON_VALUES["datetime"]),
-        ("fullDocument", draw(documents)),
+        ("fullDocument", draw(documents | st.none())),
         ("ns", draw(places_of_changes | documents)),
         ("documentKey", draw(st.just({"_id": KEY}) | documents)),
         ("updateDescription", draw(documents)),
+        *draw(st.sampled_from([[], [(LAST, draw(documents))]])),
     ]
-    elements = [bson.encode({name: value})[4:-1] for name, value in fields]
-    if draw(st.booleans()):
-        del elements[draw(st.sampled_from([3, 4, 7]))]
+    left_out = draw(st.sampled_from(["", "", "wallTime", "fullDocument", "updateDescription"]))
+    elements = [bson.encode({name: value})[4:-1] for name, value in fields if name != left_out]
     how, at = draw(st.sampled_from(["", "", "left out", "put in", "doubled", "moved"])), draw(st.integers(0, 6))
     if how == "left out":
         del elements[at]
@@ -214,10 +204,10 @@ def bent(draw: st.DrawFn) -> bytes:
     return bytes(data)
 
 
-def walked(raw: bytes) -> RawEvent:
-    """The same event, but walked field by field."""
+def decoded_event(raw: bytes) -> RawEvent:
+    """The same event, of which all fields are decoded."""
     event = RawEvent(raw)
-    event._plain = None
+    event.plain = None
     return event
 
 
@@ -228,44 +218,50 @@ def test_an_event_of_the_usual_form_looks_as_if_it_were_decoded_whole(raw: bytes
     try:
         decoded = RawBSONDocument(raw, EVENT_TYPES)
     except Exception as error:  # noqa: BLE001 - no document at all
-        assert read_plain(raw) is None
         with pytest.raises(type(error)):
             RawEvent(raw)
         return
     same(RawEvent(raw), decoded)
     if read_plain(raw) is None:
         return
-    assert places(raw) is not None, "what is recognised is walked too"
-    assert (RawEvent(raw).origin, RawEvent(raw).plain_key) == (walked(raw).origin, walked(raw).plain_key)
+    assert (RawEvent(raw).origin, RawEvent(raw).object_id) == (decoded_event(raw).origin, decoded_event(raw).object_id)
     assert document_hash(RawEvent(raw)) == document_hash(decoded)
 
 
-@pytest.mark.parametrize("optional", [("wallTime", "fullDocument"), ("fullDocument",), ("wallTime",), ()], ids=len)
-@pytest.mark.parametrize("is_update", [True, False])
-def test_the_usual_form_is_recognised(optional: tuple[str, ...], is_update: bool) -> None:
+@pytest.mark.parametrize("operation", ["insert", "update", "replace", "delete"])
+@pytest.mark.parametrize("more", [[], EXPANDED, IN_A_TRANSACTION], ids=["plain", "expanded", "in a transaction"])
+@pytest.mark.parametrize(
+    "left_out",
+    [("wallTime", "fullDocument", LAST), ("fullDocument",), ("wallTime",), ()],
+    ids=len,
+)
+def test_the_usual_form_is_recognised(left_out: tuple[str, ...], more: list[tuple[str, Any]], operation: str) -> None:
     """As servers send inserts, updates with and without a look-up, replaces and deletes."""
-    whole = {
+    fields = {
+        **dict(IN_A_TRANSACTION),
         "_id": {"_data": "826553F1A4000000012B022C0100296E5A1004"},
-        "operationType": "update" if is_update else "insert",
+        "operationType": operation,
         "clusterTime": Timestamp(1700000164, 1),
-        **{name: {"wallTime": BSON_VALUES["datetime"], "fullDocument": {"_id": KEY}}[name] for name in optional},
+        **dict(EXPANDED),
+        "wallTime": BSON_VALUES["datetime"],
+        "fullDocument": {"_id": KEY} if operation != "delete" else None,
         "ns": {"db": "shop", "coll": "orders"},
         "documentKey": {"_id": KEY},
-        **({"updateDescription": {"updatedFields": {"a": 1}, "removedFields": []}} if is_update else {}),
+        "updateDescription": {"updatedFields": {"a": 1}, "removedFields": []},
+        LAST: {"_id": KEY},
     }
-    raw = bson.encode(whole)
+    absent = {*left_out, *dict(EXPANDED + IN_A_TRANSACTION)} - dict(more).keys()
+    if operation != "update":
+        absent.add("updateDescription")
+    whole = {name: value for name, value in fields.items() if name not in absent}
+    raw = document(*(bson.encode({name: value})[4:-1] for name, value in whole.items()))  # `encode` moves `_id`
     assert read_plain(raw) is not None
     event = RawEvent(raw)
     assert event.token == whole["_id"]
-    assert event.place is not None
-    assert Mark(None, *event.place) == Mark(whole["_id"], whole["_id"]["_data"], whole["clusterTime"])
-    assert event.plain_key == (bson.encode(whole["ns"]), KEY.binary)
+    assert event.plain is not None
+    assert (event.plain.token, event.plain.cluster_time) == (whole["_id"]["_data"], whole["clusterTime"])
+    assert event.object_id == (bson.encode(whole["ns"]), KEY.binary)
     same(event, RawBSONDocument(raw, EVENT_TYPES))
-
-
-def element(kind: int, name: bytes, value: bytes) -> bytes:
-    """One element of a document."""
-    return bytes([kind]) + name + b"\0" + value
 
 
 def document(*elements: bytes) -> bytes:
@@ -274,44 +270,15 @@ def document(*elements: bytes) -> bytes:
     return (len(body) + 4).to_bytes(4, "little") + body
 
 
-TEXT = b"\x02\0\0\0a\0"
-ODD = {
-    "a name twice": document(element(2, b"ns", TEXT), element(2, b"ns", b"\x02\0\0\0b\0")),
-    "an array": bson.encode({"ns": [1]}),
-    "a decimal": bson.encode({"ns": BSON_VALUES["decimal"]}),
-    "binary of the old kind": document(element(5, b"ns", b"\x05\0\0\0\x02\x01\0\0\0x")),
-    "a truth that is neither": document(element(8, b"ns", b"\x02")),
-    "a text without an end": document(element(2, b"ns", b"\x02\0\0\0ab")),
-    "a text of length 0": document(element(2, b"ns", b"\0\0\0\0")),
-    "a text of negative length": document(element(2, b"ns", b"\xff\xff\xff\xffa\0")),
-    "a text longer than the document": document(element(2, b"ns", b"\x50\0\0\0a\0")),
-    "a document of 4 bytes": document(element(3, b"ns", b"\x04\0\0\0")),
-    "a document without an end": document(element(3, b"ns", b"\x05\0\0\0\x01")),
-    "binary of negative length": document(element(5, b"ns", b"\xf0\xff\xff\xff\0")),
-    "no value": document(element(18, b"ns", b"\x01")),
-    "no end of a name": b"\x08\0\0\0\x02ns\0",
-    "a name that is no text": document(element(10, b"\xff", b"")),
-    "an end within": document(element(10, b"ns", b""), b"\0", element(10, b"to", b"")),
-    "an unknown kind": document(element(0x42, b"ns", TEXT)),
-}
-
-
-@pytest.mark.parametrize("raw", ODD.values(), ids=ODD)
-def test_what_is_odd_is_left_to_the_decoder(raw: bytes) -> None:
-    """It says what it is, as ever."""
-    assert places(raw) is None
-    same(RawEvent(raw), RawBSONDocument(raw, EVENT_TYPES))
-
-
 @pytest.mark.parametrize("length", range(len(raw_event())))
 def test_an_event_that_is_cut_is_none(length: int) -> None:
-    """At whatever byte, with its old length or that of what is left."""
+    """At whatever byte, also where its length is that of what is left."""
     cut = raw_event()[:length]
-    assert places(cut) is None
-    assert places(len(cut).to_bytes(4, "little") + cut[4:]) is None or length < 4
+    assert read_plain(cut) is None
+    assert read_plain(len(cut).to_bytes(4, "little") + cut[4:]) is None
 
 
-def test_an_event_of_a_server_is_walked() -> None:
+def test_an_event_with_more_fields_is_decoded() -> None:
     """All kinds of values that events have at their top, embedded NULs in texts and keys of all kinds among them."""
     whole = {
         "_id": {"_data": "8200"},
@@ -331,7 +298,7 @@ def test_an_event_of_a_server_is_walked() -> None:
         "flag": True,
     }
     raw = bson.encode(whole)
-    assert list(places(raw) or ()) == list(whole)
+    assert read_plain(raw) is None
     same(RawEvent(raw), RawBSONDocument(raw, EVENT_TYPES))
     same(RawEvent(raw)["documentKey"], RawBSONDocument(raw, EVENT_TYPES)["documentKey"])
     assert RawEvent(raw)["documentKey"]["_id"] == KEY

@@ -25,7 +25,11 @@ from pymongo import MongoClient
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionStateError
 from mongo_celery.twophase import documents
-from mongo_celery.twophase.states import State, Transaction
+from mongo_celery.twophase.clusters import open_collection
+from mongo_celery.twophase.log import OvertakenError
+from mongo_celery.twophase.protocol import StuckError
+from mongo_celery.twophase.transaction import State, Transaction
+from mongo_celery.twophase.twophase import get_engine
 from tests.fixtures.mongo import empty
 
 Document = dict[str, Any]
@@ -52,6 +56,7 @@ class Banking(RuleBasedStateMachine):
         self.name = f"model_{uuid4().hex[:10]}"
         self.database = self.clients[0][self.name]
         self.bank = TwoPhaseCommit(None, self.database["transactions"], application="bank", protocol="documents")
+        self.accounts = open_collection(self.database["accounts"])
         self.database["accounts"].insert_many([{"_id": each, "balance": START} for each in ACCOUNTS])
         self.model = dict.fromkeys(ACCOUNTS, START)
         return multiple(*(self.begin_between(*sides) for sides in (("A", "B", 7), ("B", "C", 15), ("C", "A", 20))))
@@ -72,30 +77,39 @@ class Banking(RuleBasedStateMachine):
     @rule(target=coordinators, identity=ids)
     def take(self, identity: Any) -> Any:
         """A coordinator takes a transaction over, whoever has it, and then waits."""
-        seen = self.bank.log.get(identity)
+        seen = self.bank.read(identity)
         if seen.state is State.INITIAL:
-            return self.bank.log.claim(seen, ObjectId())
-        return multiple() if seen.state.is_final else self.bank.log.take_over(seen, ObjectId())
+            return get_engine(self.bank).make_coordinator().begin(seen)[0]
+        return multiple() if seen.state.is_final else get_engine(self.bank).log.take_over(seen, ObjectId())
 
     @rule(target=held, seen=coordinators, index=st.integers(0, 1))
     def look_and_prove(self, seen: Transaction, index: int) -> Any:
         """A coordinator is about to change a participant, and is paused."""
         if seen.state is not State.PENDING:
             return multiple()
-        view = documents.look(self.bank.accounts, seen.parts[index], seen.id)
-        proved = self.bank.log.touch(seen)
-        return (seen, index, view) if proved and view.exists and not view.marked else multiple()
+        view = documents.look(self.accounts, seen.parts[index], seen.id)
+        try:
+            get_engine(self.bank).log.prove(seen)
+        except OvertakenError:
+            return multiple()
+        return (seen, index, view) if view.exists and not view.marked else multiple()
 
     @rule(paused=held)
     def wake(self, paused: tuple[Transaction, int, documents.View]) -> None:
         """It wakes up, whatever has happened since; the network may even deliver its change twice."""
         seen, index, view = paused
-        documents.apply(self.bank.accounts, seen.parts[index], seen.id, view.participant_version)
+        documents.apply(self.accounts, seen.parts[index], seen.id, view.participant_version)
 
     @rule(target=coordinators, seen=consumes(coordinators))
     def step(self, seen: Transaction) -> Any:
         """A whole step of a coordinator, as far as it still has the transaction."""
-        return self.bank.step(seen.id, seen.version) or multiple()
+        try:
+            after = get_engine(self.bank).make_coordinator().step(seen)
+        except OvertakenError:
+            return multiple()
+        except StuckError:  # what was spent cannot be taken back yet
+            return seen
+        return multiple() if after.state.is_final else after
 
     @rule(identity=ids)
     def cancel_or_finish(self, identity: Any) -> None:

@@ -226,3 +226,19 @@ def test_a_quiet_subscription_beside_a_busy_one_costs_nothing() -> None:
     assert len(window._order) == 2
     window.complete(queue, token_data(1))
     assert (window.watermark, len(window._order)) == (mark(999), 0)
+
+
+def test_a_blocked_partition_does_not_make_the_window_grow() -> None:
+    """P5 with bounded memory: behind one change that is not done, what others have done folds together."""
+    window, blocked, flowing = Window(), Queue(), Queue()
+    window.add(PendingChange(mark(1), 0, b"blocked"), blocked)
+    number, folds = 1, 0
+    while folds < 3:  # the last thing is a fold, whose place is that of all before it
+        number, before = number + 1, len(window._order)
+        window.add(PendingChange(mark(number), 1, b"flows"), flowing)
+        window.complete(flowing, token_data(number))
+        folds += len(window._order) < before
+        assert len(window._order) < 2000
+    assert (window.count, window.watermark) == (1, None)
+    window.complete(blocked, token_data(1))
+    assert (window.watermark, window.count, window.size, len(window._order)) == (mark(number), 0, 0, 0)

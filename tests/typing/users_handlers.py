@@ -1,4 +1,4 @@
-"""Users' code: a bridge at module level, handlers, shared handlers. It is checked, and never run."""
+"""Users' code: a bridge at module level, and handlers. It is checked, and never run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pymongo import MongoClient, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery import Bridge, Change, Changes, Fence, FencedCollection, shared_change, shared_changes
+from mongo_celery import Bridge, Change, Changes, Fence, FencedCollection
 from mongo_celery.errors import HandlerUsageError
 
 app = Celery("shop", broker="redis://localhost:6379/0")
@@ -66,24 +66,6 @@ def count(changes: Changes) -> dict[str, int]:
     return {}
 
 
-@shared_change("shop.orders", bridge="shop", group="mails")
-def mail(change: Change, subject: str = "") -> str:
-    """A shared handler stays the function."""
-    return subject + change.namespace
-
-
-@shared_change("shop.orders", bind=True)
-def mail_bound(self: Any, change: Change) -> str:
-    """With its task."""
-    return f"{self.name} {change.namespace}"
-
-
-@shared_changes("shop.carts", batch_size=7)
-def mails(changes: Changes) -> int:
-    """A shared bulk handler."""
-    return len(changes)
-
-
 def use() -> None:
     """As a unit test does."""
     fence = Fence("shop/summarise", 0, 0, 1)
@@ -92,15 +74,11 @@ def use() -> None:
     assert_type(summarise.name, str)
     assert_type(bill(change), ObjectId)
     assert_type(count([change]), dict[str, int])
-    assert_type(mail(change, subject="paid"), str)
-    assert_type(mail_bound(None, change), str)
-    assert_type(mails(Changes([change])), int)
     assert_type([handler.name for handler in bridge.handlers], list[str])
     summarise("no change")  # type: ignore[arg-type]
     summarise.delay(change)  # type: ignore[attr-defined] # the listener dispatches it
     count(change)  # type: ignore[arg-type]
-    mail("no change")  # type: ignore[arg-type]
-    mail(change.fullDocument)  # type: ignore[attr-defined] # a field of an event, not of a change
+    summarise(change.fullDocument)  # type: ignore[attr-defined] # a field of an event, not of a change
     error: HandlerUsageError = HandlerUsageError()
     assert_type(error.retryable, bool)
 
@@ -111,4 +89,4 @@ def wrong(change: str) -> None:
 
 
 bridge.on_change("shop.orders", max_retires=5)  # type: ignore[call-arg] # misspelt
-shared_change("shop.orders", max_retries="5")  # type: ignore[arg-type]
+late.on_change("shop.orders", max_retries="5")  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ def deploy() -> int:
     result = plan.run()
     assert_type(result, PlanResult)
     assert_type(result.fields, Mapping[str, Any])
-    return int(result.fields["paused"])
+    return int(result.fields["done"])
 
 
 def confirm(user: str, seen: str) -> Sequence[str]:

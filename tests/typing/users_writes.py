@@ -37,7 +37,7 @@ client: MongoClient[dict[str, Any]] = MongoClient()
 bridge = Bridge(app)
 orders = bridge.outbox("shop.orders", max_attempts=9)
 parcels = OutboxCollection(app, lambda: client.shop.outbox, sweep_every=timedelta(seconds=9))
-carts = Outbox(app, client.shop.carts, at_once="wait")
+carts = Outbox(app, client.shop.carts, at_once=False)
 coordinator = TwoPhaseCommit(app, lambda: client.bank.transactions, timeout=timedelta(seconds=5))
 
 

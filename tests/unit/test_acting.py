@@ -73,7 +73,7 @@ def test_a_dry_run_changes_nothing() -> None:
     done = command.run("--dry-run")
     assert (done.exit_code, done.stdout, command.runs) == (0, "would clean shop\n", [])
     plain = json.loads(command.run("--dry-run", "--json").stdout)
-    assert plain == {"command": "clean", "dry_run": True, "cleaned": 0, "refused": []}
+    assert plain == {"command": "clean", "dry_run": True, "cleaned": 0, "question": "Clean?", "refused": []}
 
 
 def test_json_has_the_keys_of_the_plan_with_what_was_done() -> None:

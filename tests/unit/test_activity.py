@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from mongo_celery.bridge.listener import activity as module
-from mongo_celery.bridge.listener.activity import BUCKETS, Activity, HandlerActivity, Latencies
-from mongo_celery.bridge.listener.dispatcher import Dispatch
+from mongo_celery.bridge.listener.activity import Activity, HandlerActivity
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition
 from mongo_celery.bridge.worker.envelope import Run
 from tests.fixtures.samples import image
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=UTC)
-
-
-def dispatch(first: int = 1, last: int = 1, **changes: Any) -> Dispatch:
-    run = Run("shop", "summarise", 0, 0, 1, first, last, **changes)
-    return Dispatch(run, "shop.summarise", 0, "(a change)", "shop.0")
+RUN = Run("shop", "summarise", 0, 0, 1, 1, 1)
 
 
 def sent(count: int) -> tuple[HandlerActivity, Partition]:
@@ -51,19 +45,6 @@ def test_a_run_is_measured_by_one_clock_at_a_time() -> None:
     assert seen.claim.sum == pytest.approx(0.4)
 
 
-def test_a_run_that_records_how_far_it_is_is_measured_where_it_ends() -> None:
-    """The times of its claim are not lost with the first record."""
-    seen, partition = sent(3)
-    further = image(committed=2, claim={"first": 3}, live=True)
-    seen.observe(partition, further, 101.0)
-    partition.observe(further, 101.0)
-    assert (seen.committed, seen.handler.sum, seen.claim.sum) == (2, 0, 0)
-    seen.observe(partition, image(committed=3, ran=ran(3), read_at=NOON + timedelta(seconds=0.6)), 101.0)
-    assert seen.committed == 3
-    assert seen.handler.sum == pytest.approx(0.3)
-    assert seen.claim.sum == pytest.approx(0.4)
-
-
 @pytest.mark.parametrize(
     "left",
     [
@@ -83,13 +64,30 @@ def test_what_is_passed_over_or_damaged_is_counted_and_not_measured(left: Any) -
     assert (seen.committed, sum(seen.handler.counts), sum(seen.claim.counts)) == (2, 0, 0)
 
 
-def test_a_run_of_another_listener_has_no_time_of_its_sending() -> None:
-    """One that was adopted at a take-over, or that was sent for another place."""
-    for numbers in (range(0), range(7, 9)):
-        seen, partition = sent(0)
-        partition.sent = numbers, 100.0
-        seen.observe(partition, image(committed=1, ran=ran(1), read_at=NOON), 101.0)
-        assert (sum(seen.handler.counts), sum(seen.claim.counts)) == (1, 0)
+@pytest.mark.parametrize(
+    ("sent_at", "is_finding"),
+    [([0, 1, 2, 30, 50], True), ([0, 1, 2, 3, 59], False), ([0, 50], False), ([30, 50], False), ([], False)],
+    ids=["in each period", "in two of them", "in two", "the first one is over", "never"],
+)
+def test_runs_that_are_sent_again_all_the_time_are_a_finding(sent_at: list[float], is_finding: bool) -> None:
+    """P16: one worker of several claims nothing, so others take the same runs some seconds later."""
+    seen, partition = sent(1)
+    for now in (5.0, 25.0, 45.0):
+        seen.note_sent(RUN, 1000.0 + now, partition)
+    partition.is_repeated = True
+    for now in sent_at:
+        seen.note_sent(RUN, 1000.0 + now, partition)
+    assert seen.is_sending_again(1061.0) == is_finding
+
+
+def test_runs_that_are_sent_again_after_a_crash_are_no_finding() -> None:
+    """P16: a worker has claimed them, and ended. Its crashes are counted, and say why."""
+    seen, partition = sent(1)
+    partition.observe(image(claim={"owner": "1@host"}, fencing_token=11), 101.0)
+    partition.repeat(102.0)
+    for now in (0, 20, 40):
+        seen.note_sent(RUN, 1000.0 + now, partition)
+    assert (seen.dispatched_again, seen.is_sending_again(1061.0)) == (3, False)
 
 
 def test_attempts_are_counted_as_they_are_seen() -> None:
@@ -112,33 +110,6 @@ def test_attempts_are_counted_as_they_are_seen() -> None:
     assert (seen.retries, seen.crashes, seen.waits, seen.committed) == (6, 1, 2, 2)
 
 
-def test_what_is_sent_again_is_told_apart_and_a_replay_is_neither() -> None:
-    seen = HandlerActivity()
-    seen.note_sent(dispatch(1, 3), again=False)
-    seen.note_sent(dispatch(1, 3), again=True)
-    seen.note_sent(dispatch(4, 4, dead_letter="letter"), again=False)
-    assert (seen.dispatched, seen.dispatched_again) == (6, 3)
-
-
-def test_latencies_fall_into_the_first_bucket_that_has_room() -> None:
-    latencies = Latencies()
-    for seconds in (-1.0, 0.005, 0.0051, BUCKETS[-1] + 1):
-        latencies.add(seconds)
-    assert latencies.counts == [2, 1, *[0] * (len(BUCKETS) - 2), 1]
-    assert latencies.sum == pytest.approx(0.0101 + BUCKETS[-1] + 1)
-
-
-def test_reopenings_of_several_terms_add_up() -> None:
-    """A term counts its own from 0; the process never goes back."""
-    activity = Activity("shop", ["summarise"], 15.0)
-    for counts in ([0, 2, 2, 3], [0, 1]):
-        activity.note_term_begin()
-        for count in counts:
-            activity.note_sweep(count)
-        activity.note_term_end()
-    assert (activity.reopenings, activity.takeovers, activity.sweeps) == (4, 2, 6)
-
-
 def test_a_loop_that_does_not_turn_is_not_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it is known to rest, as one that has failed does before it is started again."""
     monkeypatch.setattr(module, "STALLED_SECONDS", -math.inf)
@@ -158,31 +129,9 @@ def test_a_listener_is_ready_while_it_leads_or_stands_by() -> None:
     for step in (
         activity.note_standby,
         activity.note_term_begin,
-        activity.note_term_end,
         lambda: activity.note_failure(60.0),
     ):
         step()
         found.append(activity.is_ready)
-    assert found == [False, True, True, True, False]
+    assert found == [False, True, True, False]
     assert activity.is_alive
-
-
-def test_counts_of_stored_and_undeliverable_changes_are_taken_once() -> None:
-    seen, counted = HandlerActivity(), [3, 1]
-    seen.add_counts(counted)
-    seen.add_counts(counted)
-    assert (seen.stored, seen.undeliverable, counted) == (3, 1, [0, 0])
-
-
-def test_an_image_is_the_same_whenever_it_was_read() -> None:
-    """The partition compares images to see whether somebody has written."""
-    assert image(read_at=NOON) == replace(image(), read_at=None)
-
-
-def test_a_rate_is_that_of_the_last_ten_seconds() -> None:
-    """Whoever asks more often than once a second gets the same samples."""
-    seen = HandlerActivity()
-    assert seen.sample_rate(100.0) is None
-    seen.committed = 30
-    assert [seen.sample_rate(at) for at in (100.5, 103.0)] == [None, 10.0]
-    assert [seen.sample_rate(at) for at in (106.0, 112.5, 130.0)] == [5.0, 0.0, None]

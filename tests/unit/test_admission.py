@@ -19,7 +19,6 @@ from mongo_celery.bridge.stream.filter import Filter
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Selector, Source
 from mongo_celery.bridge.window import Refusal
-from mongo_celery.mongo.verdicts import error_text
 from tests.fixtures.samples import event, mark
 
 PARTITIONS = 8
@@ -182,12 +181,3 @@ def test_refusals_are_loud_without_a_flood(caplog: pytest.LogCaptureFixture) -> 
             one.report(change)
     (record,) = caplog.records
     assert record.getMessage().startswith("shop.orders insert 1 is refused before handler summarise, in partition")
-
-
-def test_an_error_without_words_is_named_by_its_type() -> None:
-    """A user's `__str__` may raise."""
-    assert error_text(UnspeakableError()).startswith("UnspeakableError (its text cannot be had: ")
-    assert error_text(KeyError("a")) == "KeyError: 'a'"
-    assert len(error_text(ValueError("x" * 10_000))) == 2000
-    assert len(Refusal.because("x" * 10_000).reason) == 1000
-    bson.encode({"reason": Refusal.because("\ud800").reason})

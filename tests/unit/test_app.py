@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from mongo_celery.app import Registry, add_task, periods_of, schedule
+from mongo_celery.app import Registry, add_task, list_periods, schedule
 from mongo_celery.errors import ConfigurationError
 
 
@@ -39,12 +39,12 @@ def test_a_thing_is_not_asked_for_its_name_before_a_command_gives_one(app: Celer
     assert [THINGS.add(app, late, None), THINGS.add(app, early, "early")] == [True, False]
     with pytest.raises(ConfigurationError, match="the app already has a thing named 'early'; give this one another"):
         THINGS.add(app, Thing("early"), "early")
-    assert THINGS.named(app, []) == [late, early]
+    assert THINGS.select(app, []) == [late, early]
     late.known = "late"
-    assert THINGS.named(app, ["late"]) == [late]
+    assert THINGS.select(app, ["late"]) == [late]
     assert THINGS.find(app, "late") is late
     with pytest.raises(ConfigurationError, match=r"there is no thing 'lte'; this app has early, late\."):
-        THINGS.named(app, ["lte"])
+        THINGS.select(app, ["lte"])
 
 
 def test_an_app_without_things_is_told_how_to_make_one(app: Celery) -> None:
@@ -54,7 +54,7 @@ def test_an_app_without_things_is_told_how_to_make_one(app: Celery) -> None:
     assert THINGS.of(app) == []
     assert THINGS.find(app, "other") is None
     with pytest.raises(ConfigurationError, match=r"has no thing: create one with Thing\(app\) anywhere, and name"):
-        THINGS.named(app, [])
+        THINGS.select(app, [])
 
 
 def test_a_task_is_registered_once_and_sent_as_often_as_the_most_impatient_asks(app: Celery) -> None:
@@ -82,4 +82,4 @@ def test_beat_is_asked_at_most_once_a_second(app: Celery) -> None:
     schedule(app, "things.work", 0.5)
     app.finalize()
     assert app.conf.beat_schedule["things.work"]["schedule"] == 1.0
-    assert periods_of(app) == {("things.work",): 0.5}
+    assert list_periods(app) == {("things.work",): 0.5}

@@ -19,7 +19,6 @@ from mongo_celery.bridge.worker.attribution import (
     has_reached_limit,
     infrastructure_cause,
     is_autoretried,
-    names,
 )
 from mongo_celery.errors import DocumentLockedError, TransactionTimeoutError
 
@@ -217,29 +216,6 @@ def test_a_soft_time_limit_in_the_search_for_a_server_is_infrastructure() -> Non
         del client._topology._condition.wait
     assert isinstance(error, SoftTimeLimitExceeded)
     assert infrastructure_cause(error)
-
-
-def test_credentials_are_not_told() -> None:
-    """The cause is stored and shown."""
-    cause = infrastructure_cause(driver.AutoReconnect("mongodb://user:secret@host:27017: away"))
-    assert cause == "AutoReconnect: mongodb://***@host:27017: away"
-
-
-@pytest.mark.parametrize(
-    ("classes", "named"),
-    [
-        ((driver.AutoReconnect,), True),
-        ((driver.PyMongoError,), True),
-        ((ValueError, driver.ConnectionFailure), True),
-        ((Exception,), False),
-        ((ConnectionError, OSError), False),
-        ((OperationalError,), False),
-        ((), False),
-    ],
-)
-def test_only_a_class_that_speaks_of_an_error_names_it(classes: tuple[type, ...], named: bool) -> None:
-    """`autoretry_for=(Exception,)` is a net for whatever comes, and says nothing of outages."""
-    assert names(classes, driver.AutoReconnect("away")) is named
 
 
 def test_celerys_autoretry_is_recognized() -> None:

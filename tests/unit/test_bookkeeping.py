@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
-from types import SimpleNamespace
 from typing import Any
 
 import bson
@@ -14,26 +13,22 @@ from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, Change, Changes, Outbox, OutboxCollection, TwoPhaseCommit, once
+from mongo_celery import Bridge, Change, Changes, Outbox, OutboxCollection
 from mongo_celery.bridge.change import FLAGS, wrap_event
-from mongo_celery.bridge.identity import build_identity
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.state.subscriptions import Layout
-from mongo_celery.bridge.stream.bookkeeping import Bookkeeping, is_receipt
+from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.filter import make_filter
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Selector, Source, make_scope, parse_source, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
-from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.pending import PendingField
 from mongo_celery.testing.change import inserted
-from mongo_celery.twophase import receipts
 from tests.fixtures.samples import event, mark
 
 ORDERS = Source("shop", "orders")
-KNOWN = Bookkeeping({"shop.orders": frozenset({"pendingEvents"}), "shop.bills": frozenset({"waiting"})})
+KNOWN = Bookkeeping({"shop.orders": frozenset({"pendingEvents"}), "shop.bills": frozenset({"pendingEvents"})})
 LOCKED = {"at": datetime(2026, 1, 1, tzinfo=UTC), "id": ObjectId()}
 VERSION = {"of": ObjectId(), "at": ObjectId()}
 STAMPS = {"shop/summarise": {"g": 3, "p": {"0": 812}}}
@@ -57,7 +52,7 @@ OURS: dict[str, dict[str, Any]] = {
     "the first stamp": {"updatedFields": {"_fence": STAMPS}},
     "another handler's stamp": {"updatedFields": {"_fence.shop/bill": STAMPS["shop/summarise"]}},
     "a newer stamp": {"updatedFields": {"_fence.shop/summarise.p.0": 813}},
-    "stamps of a new generation": {"updatedFields": {"_fence.shop/bill.g": 4, "_fence.shop/bill.p": {"1": 2}}},
+    "stamps of a new partitioning": {"updatedFields": {"_fence.shop/bill.g": 4, "_fence.shop/bill.p": {"1": 2}}},
     "a lock and a removal": {"updatedFields": {"_lock.id": ObjectId()}, "removedFields": ["pendingEvents"]},
 }
 THEIRS: dict[str, dict[str, Any]] = {
@@ -69,7 +64,6 @@ THEIRS: dict[str, dict[str, Any]] = {
     },
     "a field with a longer name": {"updatedFields": {"pendingEventsOf": 1}},
     "a field of that name elsewhere": {"updatedFields": {"order.pendingEvents": 1}},
-    "the field of another collection's outbox": {"updatedFields": {"waiting": 1}},
     "a change beside a lock": {"updatedFields": {"_lock": LOCKED, "seat": 7}},
     "a user's own lock": {"updatedFields": {"_lock": "Ann"}},
     "a user's own lock with an id": {"updatedFields": {"_lock": {"id": ObjectId(), "by": "Ann"}}},
@@ -128,9 +122,9 @@ def test_what_may_be_a_users_is_given(description: dict[str, Any]) -> None:
 
 def test_an_outboxs_field_is_bookkeeping_in_its_own_collection_only() -> None:
     """Elsewhere the name is a user's."""
-    removal = {"removedFields": ["waiting"]}
+    removal = {"removedFields": ["pendingEvents"]}
     assert KNOWN.covers_event(updated(removal, "shop.bills"))
-    assert not KNOWN.covers_event(updated(removal))
+    assert not KNOWN.covers_event(updated(removal, "shop.visits"))
 
 
 @pytest.mark.parametrize("operation", ["insert", "replace", "delete", "drop"])
@@ -174,38 +168,6 @@ def test_who_asks_for_it_is_given_it(conditions: dict[str, Any], is_given: bool)
     assert is_left_to_the_server is not is_given
 
 
-def test_the_server_leaves_out_only_what_no_handler_asks_for() -> None:
-    """One handler of a collection that wants to know keeps it in the stream for all; others' collections count not."""
-    plain = Selector("plain", (ORDERS,), make_filter(None, None, None))
-    curious = Selector("curious", (ORDERS,), make_filter(None, None, None, bookkeeping=True))
-    inserts = Selector("inserts", (ORDERS,), make_filter({"insert"}, None, None))
-    bills = Selector("bills", (Source("shop", "bills"),), make_filter(None, None, None, bookkeeping=True))
-
-    def stages(*selectors: Selector) -> int:
-        return len(make_scope(selectors, state_database="state", bookkeeping=KNOWN).pipeline)
-
-    assert stages(plain) == stages(plain, bills) == stages(plain, inserts) == 2
-    assert stages(plain, curious) == stages(inserts) == stages(bills) == stages(curious, bills) == 1
-    assert len(make_scope([plain], state_database="state", bookkeeping=Bookkeeping()).pipeline) == 1
-
-
-@pytest.mark.parametrize("match", [None, {"$eq": [1, 1]}])
-def test_the_gate_of_a_subscription_asks_each_update_anew(match: Any) -> None:
-    """Whether a namespace and operation are its own is remembered; what an update touches is not."""
-    gate = Admission(selector(match=match), partitioner(None, None, None), Layout(1, 4, "blake2b-64:_id"), {})
-    flags: dict[str, Any] = {FLAGS: {"summarise": True}} if match else {}
-
-    def is_owed(description: Mapping[str, Any], read_error: ReadError | None = None) -> bool:
-        document = bson.encode(updated(description, **flags))
-        return gate.admit(ChangeEvent(mark(1), wrap_event(document), document, read_error)) is not None
-
-    claim = {"updatedFields": {"pendingEvents.claim.ttl": 7}}
-    for _ in range(2):
-        assert not is_owed(claim)
-        assert is_owed({"updatedFields": {"paid": True}})
-    assert not is_owed(claim, ReadError("read with less"))
-
-
 def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture) -> None:
     """One that cannot be opened keeps no listener from leading; its entries are given, and that is said."""
     with (
@@ -215,7 +177,7 @@ def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture
         bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
         bridge.on_change("orders", "bills", "visits")(summarise)
         Outbox(app, client.shop.orders)
-        Outbox(app, lambda: client.shop.bills).field = PendingField("waiting")
+        Outbox(app, lambda: client.shop.bills)
         OutboxCollection(app, client.shop.visits)
         Outbox(app, not_there, name="gone")
 
@@ -223,30 +185,9 @@ def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture
 
         assert one.bookkeeping == Bookkeeping(KNOWN.outboxes, frozenset({"shop.visits"}))
         assert "shop.visits" not in repr(scope.pipeline[1])
-    [record] = [each for each in caplog.records if getattr(each, "event", None) == "outbox_unknown"]
+    [record] = [each for each in caplog.records if getattr(each, "event", None) == "bookkeeping_unknown"]
     assert "gone" in record.getMessage()
     assert "no connection" in record.getMessage()
-
-
-def test_a_bridge_that_watches_a_database_knows_records_and_transactions(caplog: pytest.LogCaptureFixture) -> None:
-    """Those of `once` are the process's, of two-phase commit the app's; one that cannot be opened is named."""
-    with (
-        Celery("shop", broker="memory://", set_as_current=False) as app,
-        MongoClient[Any]("mongodb://127.0.0.1:1", connect=False) as client,
-    ):
-        bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
-        bridge.on_change("shop.*")(summarise)
-        TwoPhaseCommit(app, client.shop.transfers)
-        TwoPhaseCommit(app, not_there, name="gone")
-        guards = [once(lambda: client.shop.done), once(not_there)]
-
-        [one], _ = bridge.wiring.stream()
-
-        assert one.bookkeeping is not None
-        assert one.bookkeeping.collections >= {"shop.done", "shop.transfers", "shop.transactionRecoveries"}
-    del guards
-    unknown = [each.getMessage() for each in caplog.records if getattr(each, "event", None) == "bookkeeping_unknown"]
-    assert len([each for each in unknown if "no connection" in each]) == 2
 
 
 def not_there() -> Any:
@@ -257,32 +198,10 @@ def summarise(change: Any) -> None:
     """A handler."""
 
 
-def test_who_asks_for_it_has_other_definitions_and_nobody_else_has() -> None:
-    """So that the verdict tells that another process has other code."""
-    digests = []
-    choices: list[dict[str, Any]] = [{}, {"bookkeeping": False}, {"bookkeeping": True}]
-    for options in choices:
-        with Celery("shop", broker="memory://", set_as_current=False) as app:
-            bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
-            bridge.on_change("shop.orders", **options)(summarise)
-            digests.append(build_identity(bridge.wiring).handlers["summarise"]["digest"])
-    assert digests[0] == digests[1] != digests[2]
-
-
-RECEIPT = {"t": ObjectId(), "b": "shop"}
 COLLECTIONS: dict[str, tuple[dict[str, Any], bool]] = {
     "an outbox's own": (event("insert", "shop.visits"), True),
     "its keys": (event("update", "shop.visits_keys"), True),
     "one of that name in another database": (event("insert", "store.visits"), False),
-    "a receipt": (event("insert", "shop.transactionReceipts", documentKey={"_id": RECEIPT}), True),
-    "a receipt that has expired": (event("delete", "shop.transactionReceipts", documentKey={"_id": RECEIPT}), True),
-    "a user's own receipts": (event("insert", "shop.transactionReceipts", documentKey={"_id": ObjectId()}), False),
-    "those with an _id of parts": (
-        event("insert", "shop.transactionReceipts", documentKey={"_id": {"t": 1, "b": 2}}),
-        False,
-    ),
-    "a document with an _id like a receipt's": (event("insert", "shop.orders", documentKey={"_id": RECEIPT}), False),
-    "an _id that is missing": (event("drop", "shop.transactionReceipts"), False),
 }
 
 
@@ -311,20 +230,6 @@ def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[st
         assert is_given("*", fields={"total"}) is not is_ours
 
 
-def test_receipts_have_the_form_by_which_they_are_told() -> None:
-    """Two-phase commit makes it."""
-    made: Any = receipts._identity(SimpleNamespace(key=ObjectId()), SimpleNamespace(cluster="east"))  # type: ignore[arg-type]
-    assert is_receipt(event("insert", f"shop.{receipts.COLLECTION}", documentKey={"_id": made}))
-
-
-def test_what_cannot_be_meant_is_refused() -> None:
-    """P9: one sentence, and nothing is registered."""
-    bridge = Bridge(url="mongodb://127.0.0.1:1/shop", name="shop")
-    with pytest.raises(ConfigurationError, match="bookkeeping='no' must be True or False"):
-        bridge.on_change("shop.orders", bookkeeping="no")(summarise)  # type: ignore[arg-type]
-    assert bridge.handlers == []
-
-
 # -- documents -------------------------------------------------------------------------------------
 
 PENDING = {"count": 1, "events": [{}]}
@@ -337,7 +242,6 @@ KEPT: dict[str, dict[str, Any]] = {
     "all of them": {"pendingEvents": PENDING, "_lock": LOCKED, "transactionFence": VERSION, "_fence": STAMPS},
 }
 OF_USERS: dict[str, dict[str, Any]] = {
-    "the field of another collection's outbox": {"waiting": PENDING},
     "a lock of another kind": {"_lock": "Ann"},
     "a lock with an id alone": {"_lock": {"id": ObjectId()}},
     "a fence of another kind": {"_fence": {"height": 2}},
@@ -351,15 +255,13 @@ OF_USERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def outboxes() -> Iterator[AppOutboxes]:
-    """Give those of an app, which are `KNOWN`; and one that must not be opened."""
+    """Give those of an app, which are `KNOWN`."""
     with (
         Celery("shop", broker="memory://", set_as_current=False) as app,
         MongoClient[Any]("mongodb://127.0.0.1:1", connect=False) as client,
     ):
         Outbox(app, client.shop.orders)
-        Outbox(app, lambda: client.shop.bills, name="bills").field = PendingField("waiting")
-        not_opened = Outbox(app, lambda: pytest.fail("it is opened"), name="elsewhere")
-        not_opened.field = PendingField("elsewhere")
+        Outbox(app, lambda: client.shop.bills, name="bills")
         yield AppOutboxes(app)
 
 
@@ -420,12 +322,6 @@ def test_a_marker_that_is_set_is_known_by_the_documents_version(seen: Seen) -> N
     assert seen(raw).update_description == updated({"updatedFields": {"balance": 7}})["updateDescription"]
 
 
-@pytest.mark.parametrize("description", [None, 7, {}, {"updatedFields": [7]}], ids=str)
-def test_a_description_of_another_form_is_shown(seen: Seen, description: Any) -> None:
-    """As it is: nobody can say what is ours in it."""
-    assert seen(event("update", updateDescription=description)).update_description is description
-
-
 def test_a_handler_that_is_called_sees_what_it_sees_in_a_worker() -> None:
     """A unit test finds out, with changes made by hand; so does a handler that is called by another one."""
     document = {"_id": 1, "n": 2, "_fence": STAMPS, "pendingEvents": PENDING}
@@ -456,3 +352,20 @@ def test_a_handler_that_is_called_sees_what_it_sees_in_a_worker() -> None:
         whole(one)
     assert given == [{"_id": 1, "n": 2}, {"_id": 1, "n": 2}, document, {"_id": 1, "n": 2}]
     assert one.full_document == document
+
+
+@pytest.mark.parametrize("match", [None, {"$eq": [1, 1]}])
+def test_the_gate_of_a_subscription_asks_each_update_anew(match: Any) -> None:
+    """Whether a namespace and operation are its own is remembered; what an update touches is not."""
+    gate = Admission(selector(match=match), partitioner(None, None, None), Layout(1, 4, "blake2b-64:_id"), {})
+    flags: dict[str, Any] = {FLAGS: {"summarise": True}} if match else {}
+
+    def is_owed(description: Mapping[str, Any], read_error: ReadError | None = None) -> bool:
+        document = bson.encode(updated(description, **flags))
+        return gate.admit(ChangeEvent(mark(1), wrap_event(document), document, read_error)) is not None
+
+    claim = {"updatedFields": {"pendingEvents.claim.ttl": 7}}
+    for _ in range(2):
+        assert not is_owed(claim)
+        assert is_owed({"updatedFields": {"paid": True}})
+    assert not is_owed(claim, ReadError("read with less"))

@@ -14,7 +14,7 @@ from bson import ObjectId, Timestamp
 from pymongo import MongoClient
 
 from mongo_celery import Change, Fence, FencedCollection
-from mongo_celery.bridge.change import describe, read_namespace, token_data
+from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from tests.fixtures.samples import event
 
@@ -68,7 +68,7 @@ def test_a_change_is_decoded_when_it_is_looked_at_and_once() -> None:
         change.rwa  # type: ignore[attr-defined] # noqa: B018
     assert not hasattr(change, "raws")
     with pytest.raises(FrozenInstanceError):
-        change.raw = {}  # type: ignore[misc]
+        change.seq = 1  # type: ignore[misc]
     assert looked == []
     assert change.operation_type == "update"
     assert change.raw is change.raw
@@ -86,15 +86,6 @@ def test_what_cannot_be_decoded_fails_where_it_is_looked_at() -> None:
             change.full_document  # noqa: B018
 
 
-def test_a_change_that_is_not_decoded_yet_is_bound_to_a_session() -> None:
-    """As any other, and it is still not decoded."""
-    change = Change.unread(full_event, partition=3, seq=9, fencing_token=12, replayed=True)
-    session: Any = object()
-    bound = change.with_session(session)
-    assert (bound.session, change.session, bound.replayed) == (session, None, True)
-    assert (bound.partition, bound.seq, bound.fencing_token, bound.raw) == (3, 9, 12, full_event())
-
-
 def test_an_event_without_a_document_has_empty_attributes() -> None:
     """`drop`, `invalidate` and their like do not make a handler fail on the way to looking."""
     change = Change(event("invalidate", ""))
@@ -104,27 +95,6 @@ def test_an_event_without_a_document_has_empty_attributes() -> None:
     assert change.wall_time is None
     with pytest.raises(KeyError):
         _ = change["ns"]
-
-
-def test_a_change_cannot_be_altered() -> None:
-    """A run hands the same value to logs, dead letters and the handler."""
-    change = Change(full_event())
-    with pytest.raises(FrozenInstanceError):
-        change.seq = 2  # type: ignore[misc]
-
-
-def test_two_changes_are_equal_when_their_facts_are() -> None:
-    """How it makes fenced views is no fact of a change."""
-    assert Change(full_event()) == Change(full_event(), _fence=lambda _: Fence("shop/summarise", 0, 0, 1))
-    assert Change(full_event()) != Change(full_event(), fencing_token=2)
-
-
-def test_a_session_is_bound_to_a_copy() -> None:
-    """The body of a transaction may run again with another one."""
-    change = Change(full_event())
-    session: Any = object()
-    assert change.with_session(session).session is session
-    assert change.session is None
 
 
 def test_what_logs_show_names_the_document_and_nothing_of_its_contents() -> None:
@@ -165,18 +135,6 @@ def test_a_description_names_the_size_of_a_large_key_and_takes_bytes_that_are_no
     assert describe(b"") == describe(b"\xff" * 40) == "an event that cannot be read"
 
 
-def test_the_namespace_of_an_event_may_be_whole_half_or_missing() -> None:
-    """A collection's name may contain dots."""
-    assert read_namespace(event("insert", "shop.orders.old")) == "shop.orders.old"
-    assert read_namespace(event("dropDatabase", "shop")) == "shop"
-    assert read_namespace({"ns": None}) == read_namespace({}) == ""
-
-
-def test_tokens_compare_by_their_data_alone() -> None:
-    """P4: some types of `_id` add `_typeBits`, which are no part of the order."""
-    assert token_data({"_data": "82AB", "_typeBits": b"\x01"}) == "82AB"
-
-
 def test_a_change_for_a_unit_test_is_built_like_the_servers() -> None:
     """The document key comes from the document; everything else that an event has may be given."""
     change = Change.build(
@@ -202,20 +160,14 @@ def test_a_built_change_takes_a_key_of_its_own_and_needs_no_document() -> None:
     assert Change.build("insert", ns="shop.orders", full_document={"no": "id"}).document_key == {}
 
 
-def test_two_built_changes_have_different_tokens() -> None:
-    """Handlers may keep tokens to recognise what they have seen."""
-    first, second = (Change.build("drop", ns="shop.orders") for _ in range(2))
-    assert first.resume_token != second.resume_token
-
-
 @pytest.mark.parametrize("given", [{}, {"fencing_token": 2**62}], ids=["without a token", "with a token of its own"])
 def test_a_built_change_writes_nothing_fenced(given: dict[str, Any], unreachable: MongoClient[dict[str, Any]]) -> None:
     """P3: its fence compares with that of no live change, so a backfill by hand could write over what is newer."""
     change = Change.build("insert", ns="shop.orders", client=unreachable, **given)
     for target in ("shop.summaries", unreachable["shop"]["summaries"]):
-        with pytest.raises(HandlerUsageError, match=r"no fence that compares .* changes snapshot start HANDLER"):
+        with pytest.raises(HandlerUsageError, match="changes snapshot start HANDLER"):
             change.fenced(target)
-    with pytest.raises(HandlerUsageError, match="no fence that compares"):
+    with pytest.raises(HandlerUsageError, match="changes snapshot start"):
         _ = change.fence
 
 
@@ -243,17 +195,11 @@ def test_a_name_needs_a_client_and_a_collection_has_one(unreachable: MongoClient
     change = Change.build("insert", ns="shop.orders", fence=Fence("shop/summarise", 0, 0, 1))
     assert pickle.loads(pickle.dumps(change)).fence == change.fence
     assert isinstance(change.fenced(unreachable["shop"]["summaries"]), FencedCollection)
-    with pytest.raises(HandlerUsageError, match=r"Change\.build\(\.\.\., client=\.\.\.\)"):
+    with pytest.raises(HandlerUsageError, match=r"client=\.\.\."):
         change.fenced("shop.summaries")
     change = Change.build("insert", ns="shop.orders", fence=change.fence, client=unreachable)
-    with pytest.raises(HandlerUsageError, match=r"names no database.* 'db\.summaries'"):
+    with pytest.raises(ConfigurationError, match=r"'db\.summaries'"):
         change.fenced("summaries")
     with MongoClient[dict[str, Any]]("mongodb://localhost:1/shop", connect=False) as client:
         change = Change.build("insert", ns="shop.orders", fence=change.fence, client=client)
         assert "'shop.summaries'" in repr(change.fenced("summaries"))
-
-
-def test_a_fence_and_a_token_are_not_given_together() -> None:
-    """The fence has a token, and one of the two would be the wrong one."""
-    with pytest.raises(HandlerUsageError, match="leave out fencing_token"):
-        Change.build("insert", ns="shop.orders", fence=Fence("shop/summarise", 0, 0, 1), fencing_token=2)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime
 from io import StringIO
 
 import click
@@ -14,14 +15,20 @@ from celery import Celery
 from rich.console import Console, RenderableType
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, DeadLetterGroup, Standby, unreadable
-from mongo_celery.bridge.operations.heads import Head
+from mongo_celery.bridge.operations.bridge_facts import Registered
+from mongo_celery.bridge.operations.bridge_snapshot import (
+    BridgeSnapshot,
+    DeadLetterGroup,
+    PartitionStatus,
+    Standby,
+    unreadable,
+)
 from mongo_celery.bridge.operations.judgement import judge
+from mongo_celery.bridge.operations.lookups import BlockedChange
 from mongo_celery.bridge.operations.snapshot_reader import shape
-from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.cli.apps import line_of
 from mongo_celery.cli.findings_view import findings_view
-from mongo_celery.cli.show import head_lines
+from mongo_celery.cli.show import describe_blocked_change
 from mongo_celery.cli.status_view import status_view
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import degraded, failing, ok
@@ -87,7 +94,7 @@ def test_all_shows_every_partition() -> None:
     """With its queue, its number, and what runs there."""
     claim = {"owner": "vm:42:ab", "first": 6, "last": 6, "until": None}
     seen = shape(
-        facts(images=[image(0, claim=claim), image(1, spilled=MARK, due_in=90.0)], stored={("summarise", 1): 4})
+        facts(images=[image(0, claim=claim), image(1, stored=MARK, due_in=90.0)], stored={("summarise", 1): 4})
     )
     text = view_of(seen, everything=True)
     assert "summarise/0 flowing: on shop.0, committed 5, 6-6 no longer running" in text
@@ -98,11 +105,12 @@ def test_all_shows_every_partition() -> None:
 def test_who_commits_inline_is_named() -> None:
     """For people only where it is not the default."""
     stored = [subscription(), subscription("bill"), subscription("gone")]
-    names = ("summarise", "bill")
-    seen = shape(facts(registered=names, subscriptions=stored, commits={"summarise": "chain", "bill": "inline"}))
+    seen = shape(
+        facts(registered={"summarise": Registered(), "bill": Registered(commit="inline")}, subscriptions=stored)
+    )
     assert {each.name: each.commit for each in seen.handlers} == {"summarise": "chain", "bill": "inline", "gone": None}
     assert "  commit inline: bill\n" in view_of(seen)
-    assert "commit inline" not in view_of(shape(facts(commits={"summarise": "chain"})))
+    assert "commit inline" not in view_of(shape(facts()))
 
 
 def test_dead_letters_with_the_same_error_are_one_line() -> None:
@@ -136,11 +144,10 @@ def test_new_partitions_are_shown_with_what_they_wait_for() -> None:
     waits = "partition 3 is paused. Run: celery -A shop changes resume summarise"
     moving = {"subscription": "summarise", "partitions": 7, "since": NOON, "waits": waits}
     stored = subscription(partitioning={"term": 5, "partitions": 2, "key": "blake2b-64:_id"})
-    layouts = {"summarise": Layout(5, 2, "blake2b-64:_id")}
-    report = {**IDLE_REPORT, "moving": [moving]}
-    seen = shape(facts(lease=lease(report=report), subscriptions=[stored], layouts=layouts))
+    report = {**IDLE_REPORT, "repartitioning": [moving]}
+    seen = shape(facts(lease=lease(report=report), subscriptions=[stored]))
     (handler,) = seen.handlers
-    assert (handler.partitioning_term, len(handler.partitions), handler.repartitioning is not None) == (5, 2, True)
+    assert (len(handler.partitions), handler.repartitioning is not None) == (2, True)
     assert f"summarise changes to 7 partitions for 10 s: {waits}" in view_of(seen)
 
 
@@ -159,13 +166,13 @@ def test_a_bridge_that_could_not_be_read_shows_the_error_alone_and_hides_no_othe
 def test_a_bound_that_is_near_is_loud(*, share: float, color: str | None) -> None:
     """P12, P16: in a colour; what could not be counted is not made up."""
     text = StringIO()
-    report = lease(report={"spilledBytes": int(share * 8 * GIB)})
-    view = status_view([shape(facts(images=[image(0, spilled=MARK)], lease=report))], everything=False)
+    report = lease(report={"storedBytes": int(share * 8 * GIB)})
+    view = status_view([shape(facts(images=[image(0, stored=MARK)], lease=report))], everything=False)
     Console(file=text, width=160, force_terminal=True, color_system="standard").print(view)
     (line,) = (each for each in text.getvalue().splitlines() if "stored:" in each)
     assert line.startswith(f"  {color or ''}stored: ? changes, ")
     assert "stored: " not in view_of(shape(facts()))
-    assert "size not known without a listener" in view_of(shape(facts(images=[image(0, spilled=MARK)])))
+    assert "size not known without a listener" in view_of(shape(facts(images=[image(0, stored=MARK)])))
 
 
 def test_commands_are_told_as_the_person_types_them() -> None:
@@ -190,47 +197,51 @@ def test_a_long_command_is_neither_broken_nor_cut() -> None:
     assert f"\n    {command}\n" in shown(findings_view("shop", [failing("halted", "Blocked.", command)]), 40)
 
 
-STANDS = Head(
-    "summarise",
-    3,
-    "halted",
-    "shop.orders insert 7",
-    "82CC",
-    6,
-    "ValueError: no",
-    retries=2,
-    crashes=1,
-    since="2030-01-01T10:00:00+00:00",
+HALTED = PartitionStatus(partition=3, queue="shop.3", state="halted", committed=6, token="82BB", fencing_token=9)
+BLOCKED = BlockedChange(
+    handler="summarise",
+    status=HALTED,
+    key="shop.orders insert 7",
+    token="82CC",
+    error="ValueError: no",
+    attempts=4,
+    traceback="Traceback:\n  line 1\nValueError: no\n",
+    since=datetime(2030, 1, 1, 10, tzinfo=UTC),
     bytes=2048,
     event={"operationType": "insert", "fullDocument": {"_id": 7}},
+    raw=None,
 )
 
 
 def test_the_change_at_which_a_partition_stands_is_told_with_its_bytes() -> None:
     """All that an operator needs to decide; as much of the event as was asked for."""
-    lines = list(head_lines(STANDS, None))
-    assert lines[:5] == [
+    lines = list(describe_blocked_change(BLOCKED, None))
+    assert lines[:8] == [
         "summarise/3 is halted at change 7: shop.orders insert 7",
         "  resume token: 82CC",
         "  error: ValueError: no",
-        "  2 retries, 1 crash",
-        "  stored since 2030-01-01 10:00:00 UTC, 2.0 KiB:",
+        "  since 2030-01-01 10:00:00 UTC, 4 attempts",
+        "    Traceback:",
+        "      line 1",
+        "    ValueError: no",
+        "  stored, 2.0 KiB:",
     ]
-    event = "\n".join(lines[5:])
-    assert json.loads(event) == STANDS.event
-    *cut, more = list(head_lines(STANDS, 10))[5:]
+    event = "\n".join(lines[8:])
+    assert json.loads(event) == BLOCKED.event
+    *cut, more = list(describe_blocked_change(BLOCKED, 10))[8:]
     assert "\n".join(cut) == event[:10]
     assert more == f"... and {len(event) - 10} characters more"
 
 
 def test_bytes_that_are_not_stored_or_cannot_be_read_are_said_so() -> None:
     """P16: what is not there is not made up."""
-    gone = replace(STANDS, state="retrying", key=None, token=None, due_seconds=7200.0, bytes=None, event=None)
-    lines = list(head_lines(gone, None))
+    retrying = replace(HALTED, state="retrying", due_seconds=7200.0)
+    gone = replace(BLOCKED, status=retrying, key=None, token=None, bytes=None, event=None)
+    lines = list(describe_blocked_change(gone, None))
     assert lines[0] == "summarise/3 is retrying at change 7: its change is not known here"
     assert "due in 2 h" in lines[2]
-    assert "its bytes are not stored; it waits since" in lines[-1]
-    assert "base64" in list(head_lines(replace(STANDS, event=None, raw="AA=="), None))[-1]
+    assert "its bytes are not stored" in lines[-1]
+    assert "base64" in list(describe_blocked_change(replace(BLOCKED, event=None, raw="AA=="), None))[-1]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mongo_celery import Bridge, Outbox, TwoPhaseCommit
+from mongo_celery import Outbox, TwoPhaseCommit
 from mongo_celery.forking import PerProcess
 from tests.fixtures.forking import holds_after_a_fork
 
@@ -29,10 +29,6 @@ def outbox(source: Any = fresh) -> Outbox:
     return Outbox(Celery("shop", broker="memory://"), source, name="orders")
 
 
-def of_a_bridge() -> Outbox:
-    return Bridge(Celery("shop", broker="memory://"), URL).outbox("shop.orders")
-
-
 def coordinator(source: Any = fresh) -> TwoPhaseCommit:
     return TwoPhaseCommit(
         None, source, application="bank", accounts=lambda: fresh("accounts"), clients={"other": other_cluster}
@@ -43,51 +39,17 @@ def other_cluster() -> MongoClient[Any]:
     return MongoClient(URL, connect=False)
 
 
-def everything() -> dict[str, Opened]:
-    """Each way to a collection that something of ours keeps."""
-    ours, bridges, bank = outbox(), of_a_bridge(), coordinator()
-    return {
-        "outbox.collection": lambda: ours.collection,
-        "outbox.plain": lambda: ours.backing.plain,
-        "outbox.latest": lambda: ours.backing.latest,
-        "outbox.writer": lambda: ours.backing.latest,
-        "bridge.outbox.collection": lambda: bridges.collection,
-        "bridge.outbox.writer": lambda: bridges.backing.latest,
-        "twophase.transactions": lambda: bank.transactions,
-        "twophase.accounts": lambda: bank.accounts,
-        "twophase.log": lambda: bank.log.collection,
-    }
-
-
-@pytest.mark.parametrize("which", sorted(everything()))
-def test_a_forked_child_has_a_client_of_its_own(which: str) -> None:
+@pytest.mark.parametrize("which", ["collection", "plain", "latest"])
+def test_each_view_of_an_outbox_has_the_childs_client(which: str) -> None:
     """A client from before the fork shares its sockets, and its locks may be held for ever."""
-    opened = everything()[which]
-    parents = opened()
+    runtime = outbox().runtime
+    parents = getattr(runtime, which)
 
-    def is_new_and_stays() -> bool:
-        childs = opened()
-        return childs.database.client is not parents.database.client and opened() is childs
+    def is_the_childs() -> bool:
+        client = getattr(runtime, which).database.client
+        return client is runtime.collection.database.client and client is not parents.database.client
 
-    assert holds_after_a_fork(is_new_and_stays)
-    assert opened() is parents
-
-
-def test_what_was_made_of_a_collection_has_its_client_in_a_child_too() -> None:
-    """Parts of one outbox, and of one coordinator, share the child's client."""
-    ours, bank = outbox(), coordinator()
-    assert ours.backing.plain.database.client is ours.backing.latest.database.client
-    assert bank.log.collection.database.client is bank.transactions.database.client
-
-    def is_shared() -> bool:
-        plain, written = ours.backing.plain, ours.backing.latest
-        log, transactions = bank.log.collection, bank.transactions
-        return (
-            plain.database.client is written.database.client is ours.backing.latest.database.client
-            and log.database.client is transactions.database.client
-        )
-
-    assert holds_after_a_fork(is_shared)
+    assert holds_after_a_fork(is_the_childs)
 
 
 @pytest.mark.parametrize("make", [outbox, coordinator])
@@ -110,13 +72,13 @@ def test_another_cluster_is_asked_for_once_a_process() -> None:
 
     bank = TwoPhaseCommit(None, fresh, application="bank", clients={"other": other})
     with pytest.raises(Exception, match="could not find again"):
-        bank._clusters.alias(other_cluster())
-    assert bank._clusters.alias(made[0]) == "other"
+        bank._clusters.find_alias(other_cluster())
+    assert bank._clusters.find_alias(made[0]) == "other"
 
     def is_the_childs() -> bool:
         with pytest.raises(Exception, match="could not find again"):
-            bank._clusters.alias(made[0])
-        return bank._clusters.alias(made[-1]) == "other" and len(made) == 2
+            bank._clusters.find_alias(made[0])
+        return bank._clusters.find_alias(made[-1]) == "other" and len(made) == 2
 
     assert holds_after_a_fork(is_the_childs)
     assert len(made) == 1

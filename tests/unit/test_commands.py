@@ -12,31 +12,25 @@ from typing import Any
 import click
 import pytest
 from celery.bin.celery import celery as celery_command
+from click.testing import CliRunner
 
 import mongo_celery
-from mongo_celery.bridge.operations.commands import CommandResult
-from mongo_celery.bridge.operations.heads import Head
-from mongo_celery.bridge.operations.whereabouts import Whereabouts
+from mongo_celery.bridge.operations.acts import PartResult
+from mongo_celery.bridge.operations.commands import PartitionResult
+from mongo_celery.bridge.operations.lookups import BlockedChange, Whereabouts
+from mongo_celery.bridge.operations.snapshot_commands import SnapshotResult
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
 from mongo_celery.findings import Finding
-from mongo_celery.outbox.backing import OutboxStatus
+from mongo_celery.outbox.dead_letters import DeadLetter
 from mongo_celery.outbox.delivery import Delivery
-from mongo_celery.outbox.health import Health
-from mongo_celery.outbox.replay import DeadLetter, Replay
+from mongo_celery.outbox.health import OutboxHealth
+from mongo_celery.outbox.runtime import OutboxStatus
 
 PAGE = Path(__file__).parents[2] / "docs/operations/json.md"
 WIDTH = 80
 CONTENT = WIDTH - 2  # what Click fills of a terminal of that width
-WITHOUT_JSON = {
-    "listener": "a process: it logs",
-    "transactions show": "prints Extended JSON as it is",
-}
-WITHOUT_KEYS = {
-    "transactions list": "as it is stored",
-    "mongo-celery demo": "figures",
-    "mongo-celery bench": "figures",
-}
+WITHOUT_JSON = {"listener"}
 
 
 def tree(command: click.Command, path: str, parent: click.Context | None) -> Iterator[tuple[str, click.Context]]:
@@ -58,20 +52,17 @@ ALL = {
 LEAVES = sorted(path for path, context in ALL.items() if not isinstance(context.command, click.Group))
 
 
-@pytest.mark.parametrize("path", sorted(ALL))
-def test_no_line_of_help_is_wider_than_a_terminal(path: str) -> None:
+def test_no_line_of_help_is_wider_than_a_terminal() -> None:
     """And no summary of a command is cut off."""
-    context = ALL[path]
-    lines = context.command.get_help(context).splitlines()
-    assert [line for line in lines if len(line) > WIDTH] == []
-    assert [line for line in lines if line.endswith("...") and not line.startswith("Usage:")] == []
+    lines = [(path, line) for path, each in ALL.items() for line in each.command.get_help(each).splitlines()]
+    assert [each for each in lines if len(each[1]) > WIDTH] == []
+    assert [each for each in lines if each[1].endswith("...") and not each[1].startswith("Usage:")] == []
 
 
-@pytest.mark.parametrize("path", LEAVES)
-def test_every_command_that_prints_has_json(path: str) -> None:
-    """Or a reason why not, which the page tells, too."""
-    has = any("--json" in parameter.opts for parameter in ALL[path].command.params)
-    assert has is (path not in WITHOUT_JSON)
+def test_every_command_that_prints_has_json() -> None:
+    """But for processes, which log."""
+    with_json = {path for path in LEAVES if any("--json" in each.opts for each in ALL[path].command.params)}
+    assert set(LEAVES) - with_json == WITHOUT_JSON
 
 
 def test_no_number_of_a_command_is_nan() -> None:
@@ -82,11 +73,20 @@ def test_no_number_of_a_command_is_nan() -> None:
         for option in context.command.params
         if isinstance(option.type, click.FloatRange) or option.type is click.FLOAT
     ]
-    assert len(options) > 5
+    assert options
     for option, context in options:
         for value in ("nan", "inf"):
             with pytest.raises(click.BadParameter):
                 option.type.convert(value, option, context)
+
+
+@pytest.mark.parametrize("command", ["pause", "resume", "retry", "skip", "show"])
+@pytest.mark.parametrize("typed", ["abc", "-1", "1.5"])
+def test_what_is_no_partition_is_answered_with_the_command_that_lists_them(command: str, typed: str) -> None:
+    """Before the app is looked for: fact, effect and action."""
+    done = CliRunner().invoke(ALL[f"changes {command}"].command, ["--", "summarise", typed])
+    assert done.exit_code == 2
+    assert "run: celery -A APP changes status --all" in " ".join(done.output.split())
 
 
 def rows(text: str) -> dict[str, str]:
@@ -101,9 +101,10 @@ def names(cell: str) -> set[str]:
 
 def test_the_page_has_every_command() -> None:
     """In the order of nobody's memory: those with `--json`, and no others."""
-    listed = {cell.strip("`") for cell in rows(PAGE.read_text().partition("## Status")[0]) if cell.startswith("`")}
-    parts = {"halted` of `skip"}
-    assert listed - parts == set(LEAVES) - WITHOUT_JSON.keys()
+    cells = [cell for cell in rows(PAGE.read_text()) if cell.startswith("`")]
+    listed = {name.strip("`") for cell in cells for name in cell.split(", ")}
+    parts = {"halted` of `skip", "changes show --key"}
+    assert listed - parts == set(LEAVES) - WITHOUT_JSON
 
 
 def keys_of(kind: type) -> set[str]:
@@ -114,27 +115,21 @@ def health() -> dict[str, Any]:
     names = ("documents", "pending", "failing", "dead_letters", "dispatched", "failures")
     counts: dict[str, Any] = dict.fromkeys(names, 0)
     status = OutboxStatus(outbox="shop.orders", oldest_seconds=None, **counts)
-    about = {
-        "sweep_after": 10.0,
-        "scheduled": True,
-        "swept_seconds": 1.0,
-        "patience": 60.0,
-        "indexed": True,
-        "broker_error": None,
-    }
-    return plain_health(Health(name="orders", status=status, **about))  # type: ignore[arg-type]
+    return plain_health(OutboxHealth("orders", [], status))
 
 
 def test_the_page_has_the_keys_of_the_code() -> None:
     """Of what is the same wherever it is printed."""
     found = rows(PAGE.read_text())
     assert names(found["a finding"]) == keys_of(Finding)
-    assert names(found["a partition of a command"]) == keys_of(CommandResult)
+    assert names(found["a part of a command"]) == keys_of(PartResult)
+    assert names(found["a partition of a command"]) | keys_of(PartResult) == keys_of(PartitionResult)
+    assert names(found["a snapshot of a command"]) | keys_of(PartResult) == keys_of(SnapshotResult)
     assert names(found["a dead letter of an outbox"]) == keys_of(DeadLetter)
-    assert names(found["`changes where`"]) == {"bridge", *keys_of(Whereabouts)}
-    assert names(found["`changes show`"]) == {"bridge", *keys_of(Head)}
+    assert names(found["`changes show --key`"]) == {"bridge", *keys_of(Whereabouts)}
+    assert names(found["`changes show`"]) == {"bridge", *keys_of(BlockedChange)}
     assert names(found["`outbox sweep`"]) == {"outboxes", "outbox", *Delivery().plain()}
-    assert names(found["`outbox dead-letters replay`"]) == {"letters", "outbox", "error", *keys_of(Replay)}
+    assert names(found["`outbox dead-letters replay`"]) == {"dead_letters", "outbox", "error", "id", "result", "entry"}
     assert names(found["`outbox status`"]) == set(health())
 
 

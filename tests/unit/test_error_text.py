@@ -11,11 +11,11 @@ from pymongo.errors import BulkWriteError, OperationFailure, ServerSelectionTime
 from mongo_celery import tracing
 from mongo_celery.mongo.redaction import short, terse, without_credentials
 from mongo_celery.mongo.verdicts import brief, error_text, traceback_text
-from tests.unit.test_log_events import LEVELS, ROOT, _event_of, _log_calls
+from tests.unit.test_log_events import LEVELS, ROOT, event_of, log_calls
 
 _URL = "mongodb://shop:pass-w0rd@db1/?replicaSet=rs0"
 _DOCUMENT = {"card": "4111"}
-_OURS = {"horizon_unseen", "decision_refused", "configuration_refused", "listener_failed"}
+_OURS = {"horizon_unseen", "decision_refused", "configuration_refused", "listener_failed", "other_broker"}
 """Events whose record has an error as it is: one of our own, or of the operating system."""
 
 REFUSED = OperationFailure(
@@ -118,7 +118,7 @@ def test_no_record_has_an_error_as_the_driver_has_it() -> None:
     raw = [
         f"{path.relative_to(ROOT)}:{call.lineno}"
         for path in _sources()
-        for call in _log_calls(ast.parse(path.read_text(encoding="utf-8")), {*LEVELS, "debug"})
+        for call in log_calls(ast.parse(path.read_text(encoding="utf-8")), {*LEVELS, "debug"})
         if _is_raw(call)
     ]
     assert raw == []
@@ -133,7 +133,7 @@ def _is_raw(call: ast.Call) -> bool:
     if any(keyword.arg == "exc_info" for keyword in call.keywords) or ast.unparse(call.func).endswith(".exception"):
         return True
     names = {argument.id for argument in call.args if isinstance(argument, ast.Name)}
-    return bool(names & {"error", "failure", "exc"}) and _event_of(call) not in _OURS
+    return bool(names & {"error", "failure", "exc"}) and event_of(call) not in _OURS
 
 
 def test_a_decorator_that_a_sentence_names_is_no_password() -> None:

@@ -1,4 +1,4 @@
-"""The error tree, and our reaction to every error of the layers below."""
+"""The error tree, and our verdict on every error of the layers below."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bson.errors import InvalidBSON
 from pymongo import errors as driver
 
 from mongo_celery import errors
-from mongo_celery.bridge.stream.reactions import Reaction, classify_error, final_error
+from mongo_celery.bridge.stream.verdicts import final_error, judge_stream_error
 from mongo_celery.errors import (
     AccessError,
     DocumentLockedError,
@@ -25,62 +25,49 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
     UnreadableEventError,
 )
-from mongo_celery.mongo.verdicts import ErrorContext, explain_error, is_transient
+from mongo_celery.mongo.verdicts import ErrorContext, Verdict, explain_error, is_transient, judge_error
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and issubclass(value, MongoCeleryError)]
 
-REOPEN = [
-    6, 7, 43, 50, 89, 91, 112, 133, 150, 189, 216, 234, 237, 262, 9001, 10107, 11600, 11601, 11602, 13435, 13436,
-]  # fmt: skip
-REACTIONS: dict[Reaction, list[int]] = {
-    Reaction.REOPEN: REOPEN,
-    Reaction.REFUSED: [9, 15, 166, 40324, 40415, 40647],
-    Reaction.TOPOLOGY: [40573],
-    Reaction.ACCESS: [13, 18],
-    Reaction.HISTORY_LOST: [136, 260, 286],
-    Reaction.REOPEN_BY_TIME: [280],
-    Reaction.UNREADABLE: [47, 10334],
-    Reaction.UNKNOWN: [0, 1, 8, 96, 9999],
-}
-"""The codes of a change stream's errors. 260 is history, since our streams use `startAfter` and never `resumeAfter`."""
-
-OURS: dict[Reaction, type[MongoCeleryError]] = {
-    Reaction.HISTORY_LOST: HistoryLostError,
-    Reaction.REOPEN_BY_TIME: HistoryLostError,
-    Reaction.REFUSED: StreamRefusedError,
-    Reaction.UNKNOWN: StreamRefusedError,
-    Reaction.TOPOLOGY: TopologyError,
-    Reaction.ACCESS: AccessError,
-    Reaction.UNREADABLE: UnreadableEventError,
+OURS: dict[Verdict, type[MongoCeleryError]] = {
+    Verdict.HISTORY_LOST: HistoryLostError,
+    Verdict.TOKEN_NOT_FOUND: HistoryLostError,
+    Verdict.REFUSED: StreamRefusedError,
+    Verdict.UNKNOWN: StreamRefusedError,
+    Verdict.TOPOLOGY: TopologyError,
+    Verdict.ACCESS: AccessError,
+    Verdict.LOGIN: AccessError,
+    Verdict.TOO_LARGE: UnreadableEventError,
+    Verdict.IMAGE_MISSING: UnreadableEventError,
 }
 
-DRIVER: list[tuple[BaseException, Reaction]] = [
-    (driver.ConnectionFailure("refused"), Reaction.REOPEN),
-    (driver.AutoReconnect("reset"), Reaction.REOPEN),
-    (driver.NetworkTimeout("timed out"), Reaction.REOPEN),
-    (driver.NotPrimaryError("stepped down"), Reaction.REOPEN),
-    (driver.ServerSelectionTimeoutError("no primary"), Reaction.REOPEN),
-    (driver.WaitQueueTimeoutError("pool"), Reaction.REOPEN),
-    (driver.CursorNotFound("gone", 43), Reaction.REOPEN),
-    (driver.ExecutionTimeout("slow", 50), Reaction.REOPEN),
-    (driver.ConfigurationError("a wrong option"), Reaction.REFUSED),
-    (driver.InvalidURI("a wrong URL"), Reaction.REFUSED),
-    (driver.InvalidOperation("Cannot use MongoClient after close"), Reaction.UNKNOWN),
-    (driver.OperationFailure("no code"), Reaction.UNKNOWN),
-    (driver.WriteError("not of a stream", 1), Reaction.UNKNOWN),
-    (driver.DuplicateKeyError("not of a stream", 11000), Reaction.UNKNOWN),
-    (driver.WriteConcernError("not of a stream", 100), Reaction.UNKNOWN),
-    (driver.WTimeoutError("not of a stream", 64), Reaction.UNKNOWN),
-    (driver.BulkWriteError({"writeErrors": [], "writeConcernErrors": []}), Reaction.UNKNOWN),
-    (driver.ClientBulkWriteException({"error": None}, verbose=False), Reaction.UNKNOWN),
-    (driver.ProtocolError("garbage"), Reaction.UNKNOWN),
-    (driver.CollectionInvalid("not of a stream"), Reaction.UNKNOWN),
-    (driver.InvalidName("not of a stream"), Reaction.UNKNOWN),
-    (driver.EncryptionError(ValueError("no key")), Reaction.UNKNOWN),
-    (driver.EncryptedCollectionError(ValueError("no key"), {}), Reaction.UNKNOWN),
-    (driver.PyMongoError("new"), Reaction.UNKNOWN),
-    (InvalidBSON("damaged"), Reaction.UNKNOWN),
-    (RuntimeError("ours"), Reaction.UNKNOWN),
+DRIVER: list[tuple[BaseException, Verdict]] = [
+    (driver.ConnectionFailure("refused"), Verdict.TRANSIENT),
+    (driver.AutoReconnect("reset"), Verdict.TRANSIENT),
+    (driver.NetworkTimeout("timed out"), Verdict.TRANSIENT),
+    (driver.NotPrimaryError("stepped down"), Verdict.TRANSIENT),
+    (driver.ServerSelectionTimeoutError("no primary"), Verdict.TRANSIENT),
+    (driver.WaitQueueTimeoutError("pool"), Verdict.TRANSIENT),
+    (driver.CursorNotFound("gone", 43), Verdict.TRANSIENT),
+    (driver.ExecutionTimeout("slow", 50), Verdict.TRANSIENT),
+    (driver.ConfigurationError("a wrong option"), Verdict.REFUSED),
+    (driver.InvalidURI("a wrong URL"), Verdict.REFUSED),
+    (driver.InvalidOperation("Cannot use MongoClient after close"), Verdict.UNKNOWN),
+    (driver.OperationFailure("no code"), Verdict.UNKNOWN),
+    (driver.WriteError("not of a stream", 1), Verdict.UNKNOWN),
+    (driver.DuplicateKeyError("not of a stream", 11000), Verdict.UNKNOWN),
+    (driver.WriteConcernError("not of a stream", 100), Verdict.UNKNOWN),
+    (driver.WTimeoutError("not of a stream", 64), Verdict.UNKNOWN),
+    (driver.BulkWriteError({"writeErrors": [], "writeConcernErrors": []}), Verdict.UNKNOWN),
+    (driver.ClientBulkWriteException({"error": None}, verbose=False), Verdict.UNKNOWN),
+    (driver.ProtocolError("garbage"), Verdict.UNKNOWN),
+    (driver.CollectionInvalid("not of a stream"), Verdict.UNKNOWN),
+    (driver.InvalidName("not of a stream"), Verdict.UNKNOWN),
+    (driver.EncryptionError(ValueError("no key")), Verdict.UNKNOWN),
+    (driver.EncryptedCollectionError(ValueError("no key"), {}), Verdict.UNKNOWN),
+    (driver.PyMongoError("new"), Verdict.UNKNOWN),
+    (InvalidBSON("damaged"), Verdict.UNKNOWN),
+    (RuntimeError("ours"), Verdict.UNKNOWN),
 ]
 
 
@@ -138,17 +125,10 @@ def test_only_what_may_pass_by_itself_is_retryable() -> None:
     }
 
 
-@pytest.mark.parametrize(("code", "reaction"), [(code, kind) for kind, codes in REACTIONS.items() for code in codes])
-@pytest.mark.parametrize("opening", [True, False], ids=["opening", "reading"])
-def test_each_code_of_the_server_has_its_reaction(code: int, reaction: Reaction, opening: bool) -> None:
-    """P9: what waiting cures reopens the stream, everything else stops loudly."""
-    assert classify_error(refused(code), opening=opening) is reaction
-
-
-@pytest.mark.parametrize(("error", "reaction"), DRIVER, ids=lambda value: type(value).__name__)
-def test_each_class_of_the_driver_has_its_reaction(error: BaseException, reaction: Reaction) -> None:
+@pytest.mark.parametrize(("error", "verdict"), DRIVER, ids=lambda value: type(value).__name__)
+def test_each_class_of_the_driver_has_its_verdict(error: BaseException, verdict: Verdict) -> None:
     """P9: nothing that PyMongo raises is left without a decision."""
-    assert classify_error(error, opening=False) is reaction
+    assert judge_stream_error(error, opening=False) is verdict
 
 
 def test_no_class_of_the_driver_is_missing_from_the_table() -> None:
@@ -163,37 +143,31 @@ def test_no_class_of_the_driver_is_missing_from_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "label", "reaction"),
+    ("code", "label", "verdict"),
     [
-        (9999, "ResumableChangeStreamError", Reaction.REOPEN),
-        (9999, "RetryableError", Reaction.REOPEN),
-        (9999, "NonResumableChangeStreamError", Reaction.HISTORY_LOST),
-        (286, "ResumableChangeStreamError", Reaction.HISTORY_LOST),
+        (9999, "ResumableChangeStreamError", Verdict.TRANSIENT),
+        (9999, "RetryableError", Verdict.TRANSIENT),
+        (9999, "NonResumableChangeStreamError", Verdict.HISTORY_LOST),
+        (286, "ResumableChangeStreamError", Verdict.HISTORY_LOST),
     ],
 )
-def test_labels_decide_where_the_code_does_not(code: int, label: str, reaction: Reaction) -> None:
+def test_labels_decide_where_the_code_does_not(code: int, label: str, verdict: Verdict) -> None:
     """A newer server names with a label what our table cannot know; a known code counts more."""
-    assert classify_error(refused(code, "no", label), opening=False) is reaction
+    assert judge_stream_error(refused(code, "no", label), opening=False) is verdict
 
 
-def test_an_assertion_of_the_parser_is_final_only_while_opening() -> None:
-    """P9: a pipeline that the server cannot parse is refused at once; the same number later may be passing."""
-    assert classify_error(refused(31325), opening=True) is Reaction.REFUSED
-    assert classify_error(refused(31325), opening=False) is Reaction.UNKNOWN
-
-
-@pytest.mark.parametrize("reaction", [each for each in Reaction if each is not Reaction.REOPEN], ids=str)
-def test_each_final_reaction_has_an_error_of_ours_with_the_servers_words(reaction: Reaction) -> None:
+@pytest.mark.parametrize("verdict", list(OURS), ids=str)
+def test_each_final_verdict_has_an_error_of_ours_with_the_servers_words(verdict: Verdict) -> None:
     """P9: our sentence first, then the server's; the code is an attribute."""
-    error = final_error(reaction, refused(4711, "the server's own words"), "shop.orders")
-    assert type(error) is OURS[reaction]
+    error = final_error(verdict, refused(4711, "the server's own words"), "shop.orders")
+    assert type(error) is OURS[verdict]
     assert "the server's own words" in str(error)
     assert attrgetter("code")(error) == 4711
 
 
 def test_a_final_error_is_of_bounded_length_and_names_the_scope_where_a_right_is_missing() -> None:
     """P9: `full error` repeats whole documents, which no log should hold."""
-    text = str(final_error(Reaction.ACCESS, refused(13, "x" * 5000 + ", full error: {secret}"), "shop.orders"))
+    text = str(final_error(Verdict.ACCESS, refused(13, "x" * 5000 + ", full error: {secret}"), "shop.orders"))
     assert "shop.orders" in text
     assert "changeStream" in text
     assert len(text) < 1000
@@ -248,7 +222,7 @@ def test_a_missing_right_names_whom_it_concerns_and_what_to_grant() -> None:
 )
 def test_a_refused_login_is_told_from_a_missing_right(error: driver.OperationFailure, login: bool) -> None:
     """P9: granting rights cures no mistyped password."""
-    stream = final_error(Reaction.ACCESS, error, "shop.orders")
+    stream = final_error(judge_error(error), error, "shop.orders")
     for found in (explain_error(error, CONCERN), stream):
         assert isinstance(found, AccessError)
         assert ("refused the login; check user, password and authSource" in str(found)) is login
@@ -280,4 +254,4 @@ def test_what_may_pass_or_nobody_has_met_keeps_its_own_words(error: driver.PyMon
 def test_a_source_without_changes_is_named_with_the_one_that_has_them() -> None:
     """P9: the stream of a view, or of a time series, cannot be opened."""
     error = driver.OperationFailure("Namespace shop.view is a view, not a collection", 166)
-    assert "shop.view is a view" in str(final_error(Reaction.REFUSED, error, "shop.view")).partition("said")[0]
+    assert "shop.view is a view" in str(final_error(Verdict.REFUSED, error, "shop.view")).partition("said")[0]

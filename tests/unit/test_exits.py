@@ -23,30 +23,33 @@ class Thing:
         self.noted.append("closed")
 
 
-@pytest.fixture(autouse=True)
-def unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process of which nothing is registered yet, and nothing will be."""
-    monkeypatch.setattr(exits, "_REGISTERED", set())
-    monkeypatch.setattr(exits, "_OPEN", set())
+@pytest.fixture
+def things(monkeypatch: pytest.MonkeyPatch) -> exits.OpenThings:
+    """Those of a process in which nothing is registered."""
     for name in ("Finalize", "CeleryFinalize"):
         monkeypatch.setattr(exits, name, lambda *_, **__: None)
     monkeypatch.setattr(atexit, "register", lambda *_: None)
+    return exits.OpenThings()
 
 
-def test_all_begin_to_end_before_any_is_waited_for() -> None:
+def test_all_begin_to_end_before_any_is_waited_for(things: exits.OpenThings) -> None:
     noted = list[str]()
-    things = [Thing(noted) for _ in range(3)]
-    for thing in things:
-        exits.close_at_exit(thing)
-    exits._close_all(os.getpid())
+    kept = [Thing(noted) for _ in range(3)]
+    for thing in kept:
+        things.add(thing)
+    things.close_all()
+    things.close_all()
     assert noted == ["soon"] * 3 + ["closed"] * 3
 
 
-def test_one_thread_at_a_time_prepares_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second would clear what the first has added."""
-    alone = list[bool]()
-    monkeypatch.setattr(atexit, "register", lambda *_: alone.append(not exits._lock.acquire(blocking=False)))
-    things = [Thing([]) for _ in range(2)]
-    for thing in things:
-        exits.close_at_exit(thing)
-    assert (alone, len(exits._OPEN)) == ([True], 2)
+def test_a_forked_child_leaves_the_things_of_its_parent_alone(
+    things: exits.OpenThings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It inherits the finalizers."""
+    noted = list[str]()
+    thing = Thing(noted)
+    things.add(thing)
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 0)
+        things.close_all()
+    assert noted == []

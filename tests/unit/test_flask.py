@@ -142,7 +142,7 @@ def test_the_bridge_listens_to_the_database_of_flask_pymongo(
     app = make_app(CELERY={"broker_url": "memory://", **settings})
     with bound(Bridge(autodiscover=False), app) as bridge:
         assert (bridge.name, bridge.url) == ("shop", url)
-        assert bridge.default_database == ("shop" if url == NOWHERE else None)
+        assert bridge.wiring.default_database == ("shop" if url == NOWHERE else None)
 
 
 @pytest.mark.parametrize("config", [{}, {"CELERY": "redis://localhost"}])

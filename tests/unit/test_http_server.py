@@ -247,6 +247,19 @@ def test_many_requests_at_once_cost_one_read() -> None:
     assert found == [1] * 8
 
 
+def test_a_value_that_took_long_to_read_is_kept_for_longer() -> None:
+    """A hundred thousand dead letters cost the server a part of each second, not the whole of it."""
+    reads = count(1)
+    begun = threading.Event()
+
+    def read() -> int:
+        begun.wait(0.3)
+        return next(reads)
+
+    slow = Recent(read, len, keep=0.0)
+    assert (slow(), slow()) == (1, 1)
+
+
 def test_the_value_before_is_given_while_a_read_is_under_way() -> None:
     """A server that hangs delays the request that reads, and no other one."""
     begun, ends = threading.Event(), threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mongo_celery.bridge.http.metrics import expose
 from mongo_celery.bridge.http.page import render_page
 from mongo_celery.bridge.listener.activity import Activity
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, unreadable
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, Workers, unreadable
 from mongo_celery.bridge.operations.judgement import judge
 from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.findings import degraded, failing
@@ -35,24 +36,30 @@ def metrics_of(shown: BridgeSnapshot) -> dict[tuple[str, ...], float]:
     }
 
 
-def page_of(shown: BridgeSnapshot, **values: object) -> str:
-    return render_page([shown], **{"others": [], "host": "one", "pid": 42, **values})
+def page_of(shown: BridgeSnapshot, host: str = "one") -> str:
+    return render_page([shown], host, 42)
 
 
 def test_a_value_is_escaped_wherever_it_is() -> None:
     """It is neither markup nor a field of the template."""
     finding = failing(MARKUP, f"{MARKUP} `{MARKUP}`", MARKUP)
-    text = page_of(replace(HEALTHY, bridge=MARKUP, findings=(finding,)), host=MARKUP, others=[(MARKUP, MARKUP)])
+    text = page_of(replace(HEALTHY, bridge=MARKUP, findings=(finding,)), host=MARKUP)
     assert "<b>'" not in text
     assert "&lt;b&gt;&#x27;{names}&#x27; &amp; &quot;x&quot;&lt;/b&gt;" in text
 
 
-def test_all_commands_of_a_finding_can_be_copied_and_each_is_there_once() -> None:
-    finding = degraded("paused", "Resume `celery -A shop changes a 1`, or `other`.", "celery -A shop changes b")
-    text = page_of(replace(HEALTHY, findings=(finding, replace(finding, command=None))))
-    assert text.count("<button") == 3
-    assert text.count("celery -A shop changes a 1") == 2
-    assert "<code>a 1</code>" in text
+def test_all_commands_of_a_finding_can_be_copied_and_no_other_text() -> None:
+    """What stands between backticks in a sentence may be foreign."""
+    finding = degraded("paused", "ValueError: `celery -A shop changes remove bill`", "celery a", "celery b")
+    text = page_of(replace(HEALTHY, findings=(finding,)))
+    assert re.findall(r'<code dir="ltr">([^<]+)</code><button', text) == ["celery a", "celery b"]
+
+
+def test_the_number_of_workers_is_no_part_of_the_verdict_and_begins_the_line_where_nothing_else_is_known() -> None:
+    workers = Workers(answered=2, serving=2, slots=None)
+    assert re.search(r"· \s*Workers that answer: 2", page_of(replace(HEALTHY, workers=workers)))
+    assert "not asked" not in page_of(replace(HEALTHY, workers=workers))
+    assert not re.search(r"· \s*Workers", page_of(replace(unreadable("shop", "no answer"), workers=workers)))
 
 
 @pytest.mark.parametrize("shown", [HEALTHY, HALTED, unreadable("shop", "MongoDB gave no answer.")])

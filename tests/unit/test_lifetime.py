@@ -9,7 +9,7 @@ import sys
 import pytest
 from celery import Celery, signals
 
-from mongo_celery.bridge.worker.lifetime import is_leaving, is_sent_away
+from mongo_celery.bridge.worker.lifetime import describe_end, is_leaving, is_sent_away
 
 _POOL = """
 import os, sys
@@ -68,6 +68,25 @@ def test_a_signal_from_outside_is_told_from_what_a_handler_does(
     @Celery("shop", set_as_current=False).task(bind=True, shared=False, time_limit=limit)
     def handle(_task: object) -> None:
         assert is_sent_away(error, seconds) is is_away
+
+    assert handle.apply(throw=True).successful()
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds", "words"),
+    [
+        (SystemExit(signal.SIGTERM - 256), 60, "hard time limit of 60 s"),
+        (SystemExit(signal.SIGTERM - 256), 5, "SIGTERM"),
+        (SystemExit(40 - 256), 5, "signal 40"),
+        (SystemExit("bye"), 60, "SystemExit: bye"),
+    ],
+)
+def test_the_end_of_a_process_has_a_reason_for_people(error: BaseException, seconds: float, words: str) -> None:
+    """P9: `SystemExit: -241` would be a riddle."""
+
+    @Celery("shop", set_as_current=False).task(bind=True, shared=False, time_limit=60)
+    def handle(_task: object) -> None:
+        assert words in describe_end(error, seconds)
 
     assert handle.apply(throw=True).successful()
 

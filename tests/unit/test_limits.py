@@ -39,7 +39,7 @@ class Handlers:
 
     def of(self, **options: Any) -> RunLimits:
         """The limits of its messages."""
-        found: RunLimits = self.task(**options).limits_of_runs()
+        found: RunLimits = limits.run_limits(self.task(**options))
         return found
 
 
@@ -93,18 +93,18 @@ def test_under_a_rate_limit_no_second_change_is_begun(where: str) -> None:
     task = handlers.task(**options)
     if where == "control":
         task.rate_limit = "10/m"
-    assert task.limits_of_runs() == RunLimits(0.0)
+    assert limits.run_limits(task) == RunLimits(0.0)
     task.rate_limit = "0"
-    assert task.limits_of_runs() == RunLimits(2.0), "Celery takes that for none"
+    assert limits.run_limits(task) == RunLimits(2.0), "Celery takes that for none"
 
 
 def test_limits_of_the_whole_worker_are_those_of_a_change_too(handlers: Handlers) -> None:
     """By its command line, or by configuration; a handler's own come before them."""
     task = handlers.task()
     limits.worker_limits[handlers.app] = (5, 4)
-    assert task.limits_of_runs() == RunLimits(0.4, (5.4, 4.4))
+    assert limits.run_limits(task) == RunLimits(0.4, (5.4, 4.4))
     task.time_limit = 8
-    assert task.limits_of_runs() == RunLimits(0.4, (8.4, 4.4))
+    assert limits.run_limits(task) == RunLimits(0.4, (8.4, 4.4))
     others = Handlers()
     others.app.conf.task_time_limit = 10
     assert others.of() == RunLimits(1.0, (11.0, None))
@@ -126,6 +126,6 @@ def test_a_message_has_the_limits_of_its_handler_and_none_of_its_own(handlers: H
 
 def test_coalescing_single_changes_is_refused(handlers: Handlers) -> None:
     """It would do nothing; a list is one call."""
-    with pytest.raises(ConfigurationError, match=r"coalesce=True does nothing beside a rate_limit.*on_changes"):
+    with pytest.raises(ConfigurationError, match=r"rate_limit.*on_changes"):
         handlers.task(coalesce=True, rate_limit="1/s")
     Handlers().task(coalesce=True, rate_limit="1/s", lists=True)

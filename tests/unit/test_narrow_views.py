@@ -17,9 +17,9 @@ from mongo_celery.cli.findings_view import findings_view
 from mongo_celery.cli.outbox_view import dead_letter_view, dead_letters_view, health_view
 from mongo_celery.cli.status_view import status_view
 from mongo_celery.findings import failing, ok
-from mongo_celery.outbox.backing import OutboxStatus
-from mongo_celery.outbox.health import Health
-from mongo_celery.outbox.replay import DeadLetter
+from mongo_celery.outbox.dead_letters import DeadLetter
+from mongo_celery.outbox.health import OutboxHealth
+from mongo_celery.outbox.runtime import OutboxStatus
 from tests.unit.test_status import facts, lease, serving, subscription
 
 LONG = "send_the_confirmation_to_the_customer_of_the_order"
@@ -67,11 +67,10 @@ def test_an_outbox_is_told_in_words_and_its_dead_letters_with_their_whole_ids(wi
         outbox="shop.orders", oldest_seconds=12.0,
         documents=1, pending=1, failing=1, dead_letters=1, dispatched=0, failures=0,
     )  # fmt: skip
-    about = {"scheduled": True, "indexed": True, "swept_seconds": 1.0, "patience": 60.0, "broker_error": None}
-    health = Health(name="orders", status=status, sweep_after=10, **about)  # type: ignore[arg-type]
-    assert " ".join(shown(health_view([health]), width)) == (
-        "orders: 1 entry pending in 1 document, the oldest for 12 s, 1 document has an entry that failed, "
-        "1 dead letter, the broker answers"
+    health = OutboxHealth("orders", [failing("late", "Nobody sweeps it.", "celery sweep")], status)
+    assert " ".join(" ".join(shown(health_view([health]), width)).split()) == (
+        "orders: FAILING (1 problem) 1 entry pending in 1 document, the oldest for 12 s, 1 dead letter "
+        "failing late: Nobody sweeps it. celery sweep"
     )
 
 

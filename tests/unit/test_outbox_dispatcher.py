@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,20 @@ import pytest
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.dispatcher import TURN, AppDispatcher, OutboxDispatcher
-from mongo_celery.outbox.outage_watch import OutageWatch
 from tests.fixtures.process import wait_for
 
 
-def made(thread: AppDispatcher, **given: Any) -> OutboxDispatcher:
-    parts = {"deliver": lambda _: Delivery(), "waiting": lambda *_: [], "answers": bool, "codec": object, **given}
-    return OutboxDispatcher(thread, lambda: "orders", claim_ttl=600, **parts)
+def made(thread: AppDispatcher, name: str = "orders", **given: Any) -> OutboxDispatcher:
+    """The dispatcher of an outbox with these parts."""
+    answers = given.pop("answers", lambda: True)
+    parts = {"deliver_queued": lambda _: Delivery(), "find_due": lambda _: [], **given}
+    outbox: Any = SimpleNamespace(
+        collection=SimpleNamespace(full_name=name, codec_options=None),
+        publisher=SimpleNamespace(answers=lambda _seconds: answers()),
+        options=SimpleNamespace(claim_ttl=600),
+        **parts,
+    )
+    return OutboxDispatcher(thread, outbox)
 
 
 @pytest.fixture
@@ -31,15 +39,15 @@ def outbox(monkeypatch: pytest.MonkeyPatch) -> OutboxDispatcher:
 
 
 def test_a_look_that_waits_for_the_end_of_a_claim_outlives_any_number_of_writes(outbox: OutboxDispatcher) -> None:
-    """Also under load; and few are planned at any time."""
+    """And so does the next one that was expected; few are planned at any time."""
     outbox._pause()
-    first, last = outbox._looks
-    assert last - first == pytest.approx(600)
+    outbox.expect()
+    last, first = outbox._polls[-1], outbox._expected_polls[0]
     for _ in range(100):
         outbox.expect()
         outbox.hint()
-    assert outbox._looks[-1] == last
-    assert len(outbox._looks) + len(outbox._expected_looks) <= 6
+    assert (outbox._polls[-1], outbox._expected_polls[0]) == (last, first)
+    assert len(outbox._polls) + len(outbox._expected_polls) <= 6
 
 
 def test_who_names_all_writes_that_were_expected_needs_no_look(outbox: OutboxDispatcher) -> None:
@@ -47,45 +55,38 @@ def test_who_names_all_writes_that_were_expected_needs_no_look(outbox: OutboxDis
     outbox.expect()
     outbox.expect()
     outbox.hint(1, expected=True)
-    assert outbox._expected_looks
+    assert outbox._expected_polls
     outbox.hint(2, expected=True)
-    assert not outbox._expected_looks
+    assert not outbox._expected_polls
     outbox.hint()
     outbox.expect()
     outbox.hint(3, expected=True)
-    assert (len(outbox._looks), outbox._expected_looks) == (1, [])
+    assert (len(outbox._polls), outbox._expected_polls) == (1, [])
 
 
 def test_a_broker_that_takes_connections_and_no_message_is_asked_ever_more_rarely(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As Redis out of memory does; that it is back is reported when something has gone out."""
-    broker = OutageWatch()
+    broker = AppDispatcher()
     with caplog.at_level(logging.INFO, "mongo_celery.outbox"):
         for times in range(4):
-            assert broker.probes == times
-            broker.went_down()
-            assert broker.probe(lambda: True)
+            assert broker._probes == times
+            broker.note_outage()
+            assert broker.is_back(lambda: True)
         assert not caplog.records
         for _ in range(2):
-            broker.went_out()
+            broker.note_success()
     assert [record.__dict__["event"] for record in caplog.records] == ["broker_back"]
-    assert broker.probes == 0
+    assert broker._probes == 0
 
 
-def test_turns_are_apart_so_that_something_gathers_unless_there_is_enough_or_somebody_waits(
-    outbox: OutboxDispatcher,
-) -> None:
+def test_turns_are_apart_so_that_something_gathers_unless_there_is_enough(outbox: OutboxDispatcher) -> None:
     now = outbox.turn_began = time.monotonic()
-    outbox.hint(0)
-    assert outbox.next_at() == pytest.approx(now + 0.1)
-    next(iter(outbox._queue.values()))[1].append(threading.Event())
-    assert outbox.next_at() == now
-    outbox._queue.clear()
     for number in range(TURN):
-        assert outbox.next_at() != now
+        assert outbox.next_turn() != now
         outbox.hint(number)
-    assert outbox.next_at() == now
+    assert outbox.next_turn() == now
 
 
 def test_a_thread_with_nothing_to_do_ends_and_the_next_write_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,12 +94,12 @@ def test_a_thread_with_nothing_to_do_ends_and_the_next_write_starts_another(monk
     monkeypatch.setattr("mongo_celery.outbox.dispatcher._IDLE_SECONDS", 0.05)
     looks = list[int]()
 
-    def waiting(_most: int, _but: Any) -> list[Any]:
+    def waiting(_most: int) -> list[Any]:
         looks.append(1)
         return []
 
     thread = AppDispatcher()
-    outbox = made(thread, waiting=waiting)
+    outbox = made(thread, find_due=waiting)
     for times in (1, 2):
         outbox.hint()
         running = thread._thread
@@ -131,12 +132,15 @@ def test_one_thread_takes_the_turns_of_all_outboxes_and_survives_one_that_fails(
         threads.add(threading.get_ident())
         return Delivery(dispatched=len(ids))
 
-    broken = OutboxDispatcher(thread, fail, deliver=fail, waiting=fail, answers=bool, claim_ttl=600, codec=object)  # type: ignore[arg-type]
-    outboxes = [made(thread, deliver=lambda ids, number=number: deliver(number, ids)) for number in range(20)]
+    broken = made(thread, deliver_queued=fail, find_due=fail)
+    del broken._outbox.collection
+    outboxes = [made(thread, deliver_queued=lambda ids, number=number: deliver(number, ids)) for number in range(20)]
     broken.hint()
     for outbox in outboxes:
         outbox.hint(*range(TURN + 1))
-    assert all(outbox.wait_all(["last"], 60) for outbox in outboxes)
+    for outbox in outboxes:
+        outbox.hint("last")
+    wait_for(lambda: sum(each == "last" for _, each in delivered) == len(outboxes), 60)
     wait_for(lambda: "dispatcher_failed" in {record.__dict__.get("event") for record in caplog.records})
     thread.close()
     assert len(threads) == 1
@@ -162,7 +166,7 @@ def test_the_thread_outlives_whatever_a_turn_raises(caplog: pytest.LogCaptureFix
             raise SystemExit
         return True
 
-    outbox = made(thread, deliver=deliver, answers=answers)
+    outbox = made(thread, deliver_queued=deliver, answers=answers)
 
     def failed() -> int:
         return [record.__dict__.get("event") for record in caplog.records].count("dispatcher_failed")
@@ -172,9 +176,10 @@ def test_the_thread_outlives_whatever_a_turn_raises(caplog: pytest.LogCaptureFix
     outbox.hint("down")
     wait_for(lambda: "down" in delivered)
     running = thread._thread
-    wait_for(lambda: bool(raised) and not thread.broker.is_down)
+    wait_for(lambda: bool(raised) and thread.down_until is None)
     assert thread._thread is running
-    assert outbox.wait_all(["last"], 60)
+    outbox.hint("last")
+    wait_for(lambda: "last" in delivered, 60)
     thread.close()
     assert delivered[-1] == "last"
     assert failed() == 2
@@ -191,7 +196,7 @@ def test_a_process_that_goes_on_after_a_close_that_took_too_long_delivers(monkey
         delivered.extend(ids)
         return Delivery(dispatched=len(ids))
 
-    outbox = made(thread, deliver=deliver, waiting=lambda *_: ["written"] if "written" not in delivered else [])
+    outbox = made(thread, deliver_queued=deliver, find_due=lambda *_: ["written"] if "written" not in delivered else [])
     outbox.hint("first")
     assert begun.wait(60)
     thread.close()
@@ -206,7 +211,7 @@ def test_a_process_that_goes_on_after_a_close_that_took_too_long_delivers(monkey
 
 def test_an_outbox_whose_messages_are_refused_keeps_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """P12: a result backend may refuse what some outboxes have, again and again; the broker takes the rest."""
-    monkeypatch.setattr("mongo_celery.outbox.outage_watch._PROBES", Pauses(first=0.01, longest=0.01))
+    monkeypatch.setattr("mongo_celery.outbox.dispatcher._PROBES", Pauses(first=0.01, longest=0.01))
     thread, delivered = AppDispatcher(), set[str]()
 
     def refuse(_ids: Any) -> Delivery:
@@ -217,7 +222,7 @@ def test_an_outbox_whose_messages_are_refused_keeps_no_other_from_its_turn(monke
         return Delivery(dispatched=len(ids))
 
     def one(name: str, how: Any) -> OutboxDispatcher:
-        return made(thread, deliver=how, waiting=lambda *_: [name], answers=lambda: True)
+        return made(thread, deliver_queued=how, find_due=lambda *_: [name], answers=lambda: True)
 
     outboxes = [one(f"{number}", deliver if number % 2 else refuse) for number in range(10)]
     for outbox in outboxes:
@@ -226,12 +231,16 @@ def test_an_outbox_whose_messages_are_refused_keeps_no_other_from_its_turn(monke
     thread.close()
 
 
-def test_what_this_process_cannot_deliver_is_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a process that writes what another app delivers, and never looks at the index."""
-    monkeypatch.setattr("mongo_celery.outbox.dispatcher.QUEUE_MAX", 100)
-    thread = AppDispatcher()
-    outbox = made(thread, deliver=lambda ids: Delivery(refused=list(ids)))
-    for first in range(0, 1000, TURN):
-        assert outbox.wait_all(range(first, first + TURN), 60)
-    thread.close()
-    assert len(outbox._refused) <= 100
+def test_documents_that_mongodb_refuses_are_polled_ever_more_rarely(outbox: OutboxDispatcher) -> None:
+    """Each poll finds them again. Documents that are named are delivered meanwhile."""
+    for rests in range(3):
+        outbox._note(Delivery(is_refused=True, error="a validator"), [1])
+        due = outbox.next_turn()
+        assert due is not None
+        assert due - time.monotonic() == pytest.approx(2.0 * 2**rests, abs=1.0)
+    outbox.hint(2)
+    due = outbox.next_turn()
+    assert due is not None
+    assert due <= time.monotonic()
+    outbox._note(Delivery(dispatched=1), [3])
+    assert outbox._rests == 0

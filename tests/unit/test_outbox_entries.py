@@ -16,25 +16,23 @@ from kombu.serialization import loads
 
 from mongo_celery import STORED_ID, Event
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import bind_message
 from mongo_celery.outbox.entries import (
     Entry,
-    Home,
-    bound_event,
-    event_entry,
+    bind_event,
+    make_event_entry,
+    make_task_entries,
     read_entries,
-    task_entries,
-    without_payload,
 )
 
 NOW = datetime(2024, 2, 29, 12, 0, 0, tzinfo=UTC)
 KEY = ObjectId("1" * 24)
-LATE = Home(many=True)
 
 
 def task_entry(*given: Any) -> Entry:
     """Return the one entry of a task."""
-    (entry,) = task_entries(*given)
+    (entry,) = make_task_entries(*given)
     return entry
 
 
@@ -76,27 +74,22 @@ def ids_in(canvas: Any) -> set[str]:
 def test_a_known_id_stands_where_stored_id_stood(app: Celery, note: Any, identity: Any, argument: Any) -> None:
     """In lists and dicts too; nothing is left to be bound, and the signature may be used again."""
     signature = note.s(STORED_ID, [1, {"of": STORED_ID}], key=(STORED_ID,))
-    entry = task_entry(app, signature, NOW, Home(identity))
+    entry = task_entry(app, signature, NOW, identity)
     stored = decoded(entry)
     assert (stored["args"], stored["kwargs"]) == ([argument, [1, {"of": argument}]], {"key": [argument]})
-    assert (entry.bind, entry.app, stored["options"]["task_id"]) == ("", "shop", entry.id)
+    assert (entry.bind, stored["options"]["task_id"]) == ("", entry.id)
     assert signature.args[0] is STORED_ID
     assert "task_id" not in signature.options
     assert "STORED_ID" in entry.argsrepr
 
 
-def test_a_callable_gets_the_id_as_it_is(app: Celery, note: Any) -> None:
-    """Tasks and events alike."""
-    assert decoded(task_entry(app, lambda key: note.s(key.binary.hex()), NOW, Home(KEY)))["args"] == ["1" * 24]
-    event = event_entry(app, lambda key: Event("placed", {"of": key}), NOW, source="/s", home=Home(KEY))
-    assert json.loads(event.payload)["data"] == {"of": "1" * 24}
-
-
-@pytest.mark.parametrize("home", [Home(), Home(many=None), Home(many=True)])
-def test_a_callable_is_refused_where_the_id_is_not_known(app: Celery, note: Any, home: Home) -> None:
-    """By one sentence that names what to use instead."""
-    with pytest.raises(OutboxRefusedError, match="STORED_ID"):
-        task_entry(app, lambda key: note.s(key, 1), NOW, home)
+def test_an_id_of_the_users_is_refused_where_that_of_the_document_is_not_known(app: Celery, note: Any) -> None:
+    """The write may go to several documents."""
+    mine = note.s().set(task_id="mine")
+    for canvas in (mine, chain(note.si(1), mine), group(mine, note.si(1))):
+        with pytest.raises(OutboxRefusedError, match="has a task id of its own"):
+            task_entry(app, canvas, NOW)
+    assert task_entry(app, mine, NOW, 1).bind == ""
 
 
 CANVASES: dict[str, Any] = {
@@ -114,7 +107,7 @@ def test_what_is_bound_late_has_ids_of_its_own_in_each_document(
 ) -> None:
     """The same at each dispatch, others in each document, and everywhere the `_id` of that document."""
     app.conf.task_serializer = note.serializer = serializer
-    entry = task_entry(app, make(note), NOW, LATE)
+    entry = task_entry(app, make(note), NOW)
     first, again, other = (bind_message(decoded(entry), entry.bind, each) for each in (KEY, KEY, 7))
     assert repr(first) == repr(again)
     stored = ids_in(decoded(entry))
@@ -127,41 +120,19 @@ def test_what_is_bound_late_has_ids_of_its_own_in_each_document(
 
 def test_ids_that_are_not_the_canvas_s_own_stay(app: Celery, note: Any) -> None:
     """A parent that runs already, and a text that only looks like what stands for the `_id`."""
-    entry = task_entry(app, note.s("mongo_celery.STORED_ID:x").set(parent_id="p", root_id="r"), NOW, LATE)
+    entry = task_entry(app, note.s("mongo_celery.STORED_ID:x").set(parent_id="p", root_id="r"), NOW)
     found = bind_message(decoded(entry), entry.bind, 7)
     assert (found["options"]["parent_id"], found["options"]["root_id"]) == ("p", "r")
     assert found["args"] == ["mongo_celery.STORED_ID:x"]
-    alone = bind_message(decoded(task_entry(app, note.s(), NOW, LATE)), "x", 7)
+    alone = bind_message(decoded(task_entry(app, note.s(), NOW)), "x", 7)
     assert alone["options"]["root_id"] == alone["options"]["task_id"]
 
 
 def test_numbers_that_are_close_are_two_documents(app: Celery, note: Any) -> None:
     """Two decimals that share a float are two `_id`s, and so are a text and a number."""
-    entry = task_entry(app, note.s(), NOW, LATE)
+    entry = task_entry(app, note.s(), NOW)
     keys = [0.1, Decimal128("0.1"), "0.1", b"0.1"]
     assert len({bind_message(decoded(entry), entry.bind, key)["options"]["task_id"] for key in keys}) == len(keys)
-
-
-def test_an_id_that_the_user_chose_stays_unless_the_write_goes_to_many(app: Celery, note: Any) -> None:
-    """Operators may go to one document or to many; a task without an id of its own gets one in each."""
-    assert task_entry(app, note.s().set(task_id="mine"), NOW, Home(many=None)).bind == ""
-    assert task_entry(app, note.s().set(task_id="mine"), NOW, LATE).bind
-    assert task_entry(app, note.s(), NOW, Home(many=None)).bind
-    assert task_entry(app, note.s(), NOW, Home(many=False)).bind == ""
-
-
-@pytest.mark.parametrize("home", [Home(many=None), Home(many=False)])
-def test_an_id_that_the_user_chose_stays_beside_those_that_are_derived(app: Celery, note: Any, home: Home) -> None:
-    """The others are of their own in each document, also where they stand beside it, above it or below it."""
-    canvas = chain(note.si(STORED_ID).set(task_id="mine"), group(note.si(1), note.si(2).set(task_id="too")))
-    stored = Entry.from_document(task_entry(app, canvas, NOW, home).to_document())
-    assert Entry.from_document(stored.to_document()) == stored
-    before = ids_in(decoded(stored))
-    first, other = (ids_in(bind_message(decoded(stored), stored.bind, each, stored.keeps)) for each in (1, 2))
-    assert before & first == before & other == first & other == {"mine", "too"}
-    assert len(first) == len(other) == len(before) == 4
-    many = task_entry(app, canvas, NOW, LATE)
-    assert "mine" not in ids_in(bind_message(decoded(many), many.bind, 1, many.keeps))
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
@@ -172,39 +143,30 @@ def test_a_canvas_that_is_stored_twice_has_other_ids_each_time(
     """Nothing is written into what the user holds, or its second run would be a duplicate of the first."""
     canvas = group(group(make(note), note.si(3)), note.si(4)) if is_grouped else make(note)
     before = repr(dict(canvas))
-    first, second = ([ids_in(decoded(each)) for each in task_entries(app, canvas, NOW, Home(1))] for _ in range(2))
+    first, second = ([ids_in(decoded(each)) for each in make_task_entries(app, canvas, NOW, 1)] for _ in range(2))
     assert len(first) == len(second) == (3 if is_grouped else 1)
     assert not set().union(*first) & set().union(*second)
     assert repr(dict(canvas)) == before
 
 
-def test_a_task_without_an_id_is_bound_although_another_has_one(app: Celery, note: Any) -> None:
-    """What nobody has named would else be one task in all documents that an update goes to."""
-    entry = task_entry(app, chain(note.si("1").set(task_id="mine"), note.si("2")), NOW, Home(many=None))
-    found = [ids_in(bind_message(decoded(entry), entry.bind, each, entry.keeps)) for each in (1, 2)]
-    assert found[0] & found[1] == {"mine"}
-    named = chain(note.si("1").set(task_id="mine"), note.si("2").set(task_id="too"))
-    assert task_entry(app, named, NOW, Home(many=None)).bind == ""
-
-
-def test_an_event_is_bound_like_a_task(app: Celery) -> None:
+def test_an_event_is_bound_like_a_task() -> None:
     """Its id, its subject unless it has one, and its body."""
-    entry = event_entry(app, Event("placed", {"of": [STORED_ID]}), NOW, source="/s", home=LATE)
-    [one, other] = [bound_event(entry, each) for each in (KEY, b"\x00\xff")]
+    entry = make_event_entry(Event("placed", {"of": [STORED_ID]}), NOW, source="/s", document_id=NO_ID)
+    [one, other] = [bind_event(entry, each) for each in (KEY, b"\x00\xff")]
     told = json.loads(one.payload)
     assert (told["id"], told["subject"], told["data"]) == (one.id, "1" * 24, {"of": ["1" * 24]})
     assert json.loads(other.payload)["data"] == {"of": ["00ff"]}
     assert len({entry.id, one.id, other.id}) == 3
-    named = event_entry(app, Event("placed", subject="own"), NOW, source="/s", home=LATE)
-    assert json.loads(bound_event(named, KEY).payload)["subject"] == "own"
+    named = make_event_entry(Event("placed", subject="own"), NOW, source="/s", document_id=NO_ID)
+    assert json.loads(bind_event(named, KEY).payload)["subject"] == "own"
 
 
 @pytest.mark.parametrize("identity", [KEY, 7, b"\x00\xff", Regex("a"), {"a": [b"\x01", KEY]}, NOW])
-def test_an_event_tells_the_same_id_whether_it_is_known_or_bound_late(app: Celery, identity: Any) -> None:
+def test_an_event_tells_the_same_id_whether_it_is_known_or_bound_late(identity: Any) -> None:
     """Whatever an `_id` can be, JSON has one form of it."""
     event = Event("placed", [STORED_ID])
-    known = event_entry(app, event, NOW, source="/s", home=Home(identity))
-    late = bound_event(event_entry(app, event, NOW, source="/s", home=LATE), identity)
+    known = make_event_entry(event, NOW, source="/s", document_id=identity)
+    late = bind_event(make_event_entry(event, NOW, source="/s", document_id=NO_ID), identity)
     assert json.loads(known.payload)["data"] == json.loads(late.payload)["data"]
     assert [json.loads(each.payload).get("subject") for each in (known, late)].count(None) in {0, 2}
 
@@ -217,23 +179,12 @@ def test_stored_id_is_one_value_that_cannot_become_text() -> None:
             spoiled(STORED_ID)
 
 
-def test_an_entry_comes_back_as_it_was_stored(app: Celery, note: Any) -> None:
-    """Bound late or not, and without what it need not have."""
-    entry = task_entry(app, note.s(STORED_ID), NOW, LATE)
-    stored = entry.to_document()
-    assert Entry.from_document(stored) == entry
-    plain = task_entry(Celery(), note.s(1), NOW, Home()).to_document()
-    assert not {"app", "bind", "keeps", "trace"} & plain.keys()
-    assert (Entry.from_document(plain).app, Entry.from_document(plain).bind) == ("", "")
-
-
 def test_what_cannot_be_read_or_is_not_trusted_stays_as_it_is_stored(app: Celery, note: Any) -> None:
-    """Whoever meets it sets it aside; what is shown of it has no arguments."""
-    stored = task_entry(app, note.s(1), NOW, Home()).to_document()
-    spoiled: list[Any] = [{}, {**stored, "attempts": float("inf")}, {**stored, "keeps": 7}, "x"]
+    """Whoever meets it sets it aside."""
+    stored = task_entry(app, note.s(1), NOW).to_document()
+    spoiled: list[Any] = [{}, {**stored, "attempts": float("inf")}, "x"]
     assert read_entries(spoiled, lambda _: True) == [*spoiled[:-1], {"value": "x"}]
     assert read_entries([stored], lambda _: False) == [stored]
-    assert "payload" not in without_payload(stored)
 
 
 def test_an_argument_that_contains_itself_is_refused(app: Celery, note: Any) -> None:

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import pytest
 
 from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.failures import DEAD_SECONDS_MIN, UNKNOWN_SECONDS_MAX, FailureKind, FailurePolicy
-from mongo_celery.outbox.publisher import BrokerUnavailableError, OtherAppError, UnknownTaskError
+from mongo_celery.outbox.failures import DEAD_SECONDS_MIN, FailureKind, FailurePolicy
+from mongo_celery.outbox.publisher import BrokerUnavailableError, UnknownTaskError
 from mongo_celery.outbox.signing import UnsignedEntryError
 
 HALT, DEAD = FailurePolicy("halt", 5), FailurePolicy("dead_letter", 5)
@@ -29,32 +29,29 @@ def entry(attempts: int = 0) -> Entry:
     [
         (BrokerUnavailableError("gone"), FailureKind.WAIT_FOR_BROKER),
         (BrokerUnavailableError("out of memory", answers=True), FailureKind.WAIT_FOR_BROKER),
-        (OtherAppError("web"), FailureKind.OTHER_APP),
-        (UnknownTaskError("shop.new"), FailureKind.WAIT_FOR_TASK),
+        (UnknownTaskError("shop.new"), FailureKind.OTHER_PROCESS),
     ],
 )
 def test_what_is_not_its_own_fault_is_never_counted_however_often(
     policy: FailurePolicy, error: Exception, kind: FailureKind
 ) -> None:
-    """An outage, a deploy or another app's entry makes no dead letter and nothing stuck."""
-    verdict = policy.verdict(entry(attempts=1000), error, age=3600.0)
+    """An outage or a deploy makes no dead letter and nothing stuck."""
+    verdict = policy.judge(entry(attempts=1000), error)
     assert (verdict.kind, verdict.counts, verdict.attempts) == (kind, False, 0)
 
 
 def test_only_a_broker_that_does_not_answer_is_an_outage() -> None:
     """One that refuses answers others, so the next document is tried."""
-    gone = HALT.verdict(entry(), BrokerUnavailableError("gone"), 0.0)
-    full = HALT.verdict(entry(), BrokerUnavailableError("full", answers=True), 0.0)
+    gone = HALT.judge(entry(), BrokerUnavailableError("gone"))
+    full = HALT.judge(entry(), BrokerUnavailableError("full", answers=True))
     assert (gone.is_outage, full.is_outage) == (True, False)
     assert gone.pause < full.pause
 
 
-def test_by_default_an_entry_is_tried_for_ever_and_stuck_after_max_attempts() -> None:
+def test_by_default_an_entry_is_tried_for_ever() -> None:
     """Its pauses grow to five minutes."""
-    verdicts = [HALT.verdict(entry(attempts), POISON, 0.0) for attempts in range(40)]
-    assert [each.kind for each in verdicts[:4]] == [FailureKind.ATTEMPT] * 4
-    assert {each.kind for each in verdicts[4:]} == {FailureKind.STUCK}
-    assert all(each.counts for each in verdicts)
+    verdicts = [HALT.judge(entry(attempts), POISON) for attempts in range(40)]
+    assert {(each.kind, each.counts) for each in verdicts} == {(FailureKind.ATTEMPT, True)}
     pauses = [each.pause for each in verdicts]
     assert pauses == sorted(pauses)
     assert pauses[-1] == 300.0
@@ -64,7 +61,7 @@ def test_by_default_an_entry_is_tried_for_ever_and_stuck_after_max_attempts() ->
 def test_a_dead_letter_has_had_its_attempts_and_ten_minutes(max_attempts: int) -> None:
     """What it was held back for adds up to the time that has passed, whatever the clocks say."""
     policy, waited, attempts = FailurePolicy("dead_letter", max_attempts), 0.0, 0
-    while (verdict := policy.verdict(entry(attempts), POISON, None)).kind is FailureKind.ATTEMPT:
+    while (verdict := policy.judge(entry(attempts), POISON)).kind is FailureKind.ATTEMPT:
         waited += verdict.pause
         attempts += 1
     assert verdict.kind is FailureKind.DEAD_LETTER
@@ -77,15 +74,7 @@ def test_a_stored_number_of_attempts_may_be_any() -> None:
     """Somebody else can write what he likes."""
     for stored in (10**9, -3, "many", None, True):
         found = {"id": "e1", "attempts": stored}
-        assert DEAD.verdict(found, POISON, None).kind in (FailureKind.ATTEMPT, FailureKind.DEAD_LETTER)
-
-
-def test_a_task_that_nobody_has_known_for_six_hours_is_its_own_fault() -> None:
-    error = UnknownTaskError("shop.gone")
-    assert HALT.verdict(entry(), error, UNKNOWN_SECONDS_MAX - 1).kind is FailureKind.WAIT_FOR_TASK
-    assert HALT.verdict(entry(), error, UNKNOWN_SECONDS_MAX).kind is FailureKind.ATTEMPT
-    assert HALT.verdict(entry(), error, None).kind is FailureKind.WAIT_FOR_TASK
-    assert HALT.verdict(entry(4), error, UNKNOWN_SECONDS_MAX).kind is FailureKind.STUCK
+        assert DEAD.judge(found, POISON).kind in (FailureKind.ATTEMPT, FailureKind.DEAD_LETTER)
 
 
 @pytest.mark.parametrize("policy", ["halt", "dead_letter"])
@@ -94,9 +83,9 @@ def test_many_unsigned_entries_are_one_error_in_the_log(policy: str, caplog: pyt
     dealing, forged, error = FailurePolicy(policy, 5), {"value": "text"}, UnsignedEntryError()
     with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
         for document_id in range(1000):
-            verdict = dealing.verdict(forged, error, None)
+            verdict = dealing.judge(forged, error)
             assert (verdict.kind, verdict.counts) == (FailureKind.DEAD_LETTER, False)
-            dealing.tell(verdict, forged, document_id, error)
+            dealing.log(verdict, forged, document_id, error)
     assert [(each.levelno, each.__dict__["event"]) for each in caplog.records] == [(logging.ERROR, "entry_unsigned")]
 
 
@@ -104,6 +93,6 @@ def test_that_an_entry_is_stuck_is_an_error_once(caplog: pytest.LogCaptureFixtur
     """From then on a warning: an alarm every five minutes would be switched off."""
     with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
         for attempts in range(8):
-            HALT.tell(HALT.verdict(entry(attempts), POISON, None), entry(attempts), 7, POISON)
+            HALT.log(HALT.judge(entry(attempts), POISON), entry(attempts), 7, POISON)
     levels = [record.levelno for record in caplog.records]
     assert levels == [logging.WARNING] * 4 + [logging.ERROR] + [logging.WARNING] * 3

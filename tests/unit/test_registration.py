@@ -6,8 +6,8 @@ import functools
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 import pytest
 from celery import Celery
@@ -18,7 +18,7 @@ from mongo_celery import Bridge, Change, Changes, Fence
 from mongo_celery.bridge.handlers import TASK_OPTIONS
 from mongo_celery.bridge.listener.in_worker import LISTENER_OPTION, ListenerStep
 from mongo_celery.bridge.wiring import BRIDGES
-from mongo_celery.bridge.worker.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, overridden_attributes
+from mongo_celery.bridge.worker.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, PROTOCOL_METHODS
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 
 URL = "mongodb://127.0.0.1:1/shop?replicaSet=rs0"
@@ -93,74 +93,56 @@ def key_of(change: Any) -> Any:
 # What is refused
 
 
+_PROTOCOL = (
+    "queue exchange routing_key priority eta countdown expires acks_late acks_on_failure acks_on_timeout "
+    "acks_on_failure_or_timeout reject_on_worker_lost ignore_result serializer compression"
+)
+
+
 @pytest.mark.parametrize(
-    ("option", "sentence"),
+    ("option", "said"),
     [
-        ("queue", "the bridge chooses the queue of the change's partition"),
-        ("exchange", "the bridge chooses the queue"),
-        ("routing_key", "the bridge chooses the queue"),
-        ("priority", "a priority would reorder changes"),
-        ("eta", "the listener dispatches a change when its turn comes"),
-        ("countdown", "the listener dispatches a change when its turn comes"),
-        ("expires", "an expired message would be dropped silently"),
-        ("acks_late", "the bridge needs late acknowledgement"),
-        ("acks_on_failure", "the claim in MongoDB decides, not the broker"),
-        ("acks_on_timeout", "the claim in MongoDB decides, not the broker"),
-        ("acks_on_failure_or_timeout", "the claim in MongoDB decides, not the broker"),
-        ("reject_on_worker_lost", "the listener dispatches again, sooner and in order"),
-        ("ignore_result", "a chain has no result"),
-        ("serializer", "the envelope is JSON and carries exact BSON"),
-        ("compression", "set task_compression for the whole app instead"),
+        *((name, "cannot be set on a change handler") for name in _PROTOCOL.split()),
+        *((name, rf"Bridge\(..., {name}=...\)") for name in ("run_size", "partitions", "lease_ttl")),
+        *((name, "unknown") for name in ("typing", "shared", "abstract", "handler", "request_stack")),
+        ("max_retry", "'max_retries'"),
+        ("retry_backof", "'retry_backoff'"),
+        ("operation", "'operations'"),
+        ("ratelimit", "'rate_limit'"),
     ],
 )
-def test_an_option_that_would_break_the_protocol_is_refused(bridge: Bridge, option: str, sentence: str) -> None:
-    """P2, P8: the message says who decides instead."""
-    with pytest.raises(ConfigurationError, match=f"option '{option}' cannot be set on a change handler: {sentence}"):
+def test_an_option_that_is_none_of_a_handler_is_refused(bridge: Bridge, option: str, said: str) -> None:
+    """P2, P8, P9: the protocol's own, the bridge's own, and what Celery would take as an attribute, silently."""
+    with pytest.raises(ConfigurationError, match=f"{option}.*{said}"):
         register(bridge, **{option: True})
-
-
-@pytest.mark.parametrize("base", ["shop.tasks:Base", object, Task()])
-def test_a_base_that_is_no_class_of_tasks_is_refused_before_anything_is_registered(bridge: Bridge, base: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"base=.* must be a class that derives from celery\.Task"):
-        register(bridge, base=base)
     assert bridge.handlers == []
 
 
-@pytest.mark.parametrize("option", ["run_size", "partitions", "lease_ttl"])
-def test_an_option_of_the_bridge_is_refused_with_the_place_where_it_belongs(bridge: Bridge, option: str) -> None:
-    """P9: it has a meaning, one line above."""
-    with pytest.raises(ConfigurationError, match=rf"write Bridge\(..., {option}=...\)"):
-        register(bridge, **{option: 1})
-
-
 @pytest.mark.parametrize(
-    ("option", "suggestion"),
+    ("decorator", "sources", "options", "said"),
     [
-        ("max_retry", "max_retries"),
-        ("retry_backof", "retry_backoff"),
-        ("operation", "operations"),
-        ("ratelimit", "rate_limit"),
+        ("on_change", (), {}, "source"),
+        ("on_change", ("shop.orders",), {"batch_size": 5}, "on_changes"),
+        ("on_changes", ("shop.orders",), {"run_size": 5}, "run_size"),
+        ("on_changes", ("shop.orders",), {"coalesc": True}, "'coalesce'"),
+        ("on_change", ("shop.orders",), {"coalesce": True, "transactional": True}, "on_changes"),
+        ("on_change", ("shop.orders",), {"coalesce": True}, "run_size=1"),
     ],
 )
-def test_a_misspelt_option_names_the_right_one(bridge: Bridge, option: str, suggestion: str) -> None:
-    """P9: Celery itself takes any option as an attribute, silently."""
-    with pytest.raises(ConfigurationError, match=rf"option '{option}' .* unknown \(did you mean '{suggestion}'\?\)"):
-        register(bridge, **{option: 3})
-
-
-@pytest.mark.parametrize("option", ["typing", "shared", "abstract", "handler", "request_stack"])
-def test_an_option_that_would_replace_what_is_ours_is_refused(bridge: Bridge, option: str) -> None:
-    """P9: what is not on the list of options that work is not taken."""
-    with pytest.raises(ConfigurationError, match=f"option '{option}' .* unknown"):
-        register(bridge, **{option: None})
+def test_what_a_decorator_cannot_mean_is_refused(
+    bridge: Bridge, decorator: str, sources: tuple[str, ...], options: dict[str, Any], said: str
+) -> None:
+    """P9: with where it belongs."""
+    with pytest.raises(ConfigurationError, match=said):
+        getattr(bridge, decorator)(*sources, **options)(handle)
 
 
 @pytest.mark.parametrize(
     ("function", "options", "sentence"),
     [
-        (handle_later, {}, "must be a plain function; Celery does not await coroutines"),
-        (handle_stream, {}, "must be a plain function; Celery does not await coroutines"),
-        (handle_yielding, {}, "must be a plain function; nobody runs what a generator yields"),
+        (handle_later, {}, "must be a plain function"),
+        (handle_stream, {}, "must be a plain function"),
+        (handle_yielding, {}, "must be a plain function"),
         (Shop.handle, {}, "cannot be a method; use a function, with bind=True"),
         (Shop().handle, {}, "needs a function, not method"),
         (Shop(), {}, "needs a function, not Shop"),
@@ -189,22 +171,14 @@ def test_stacked_decorators_are_refused(app: Celery, lazy: bool) -> None:
     """P9: one function, several sources: they are arguments of one decorator. Also on a bridge without an app."""
     bridge = Bridge(None if lazy else app, URL, name="shop")
     once = bridge.on_change("shop.orders")(handle)
-    with pytest.raises(
-        ConfigurationError, match=r"on_change stands on a Celery task; put it on the plain function, once"
-    ):
+    with pytest.raises(ConfigurationError, match="plain function"):
         bridge.on_change("shop.invoices")(once)
-
-
-def test_a_handler_on_a_plain_celery_task_is_refused(app: Celery, bridge: Bridge) -> None:
-    """P9: the bridge makes the task itself."""
-    with pytest.raises(ConfigurationError, match=r"on_change stands on a Celery task"):
-        bridge.on_change("shop.orders")(app.task(handle))
 
 
 def test_two_handlers_of_one_name_are_refused(bridge: Bridge) -> None:
     """P1: they would share one position."""
     bridge.on_change("shop.orders")(handle)
-    with pytest.raises(ConfigurationError, match=r"already has a handler named 'handle' .* name='\.\.\.'"):
+    with pytest.raises(ConfigurationError, match=r"'handle' .*name='\.\.\.'"):
         bridge.on_change("shop.invoices", name="handle")(handle_bound_to_none)
 
 
@@ -262,12 +236,6 @@ def test_two_subscriptions_never_share_a_task(app: Celery, bridge: Bridge) -> No
         late.init_app(app)
 
 
-def test_a_handler_needs_a_source(bridge: Bridge) -> None:
-    """P9: `@bridge.on_change()` would listen to nothing."""
-    with pytest.raises(ConfigurationError, match=r"needs at least one source, such as 'shop.orders'"):
-        bridge.on_change()(handle)
-
-
 def test_a_decorator_without_parentheses_is_refused_at_once(app: Celery, bridge: Bridge) -> None:
     """P9: the function would be taken for a source, and nothing would be registered."""
     late = Bridge(None, URL, name="late")
@@ -281,13 +249,6 @@ def test_a_decorator_without_parentheses_is_refused_at_once(app: Celery, bridge:
     assert bridge.handlers == []
 
 
-def test_a_collection_is_no_function(bridge: Bridge) -> None:
-    """PyMongo gives any attribute that it is asked for, also those of tasks."""
-    with MongoClient[Any](URL, connect=False) as client:
-        bridge.on_change(client.shop.orders)(handle)
-    assert [handler.name for handler in bridge.handlers] == ["handle"]
-
-
 @pytest.mark.parametrize("source", ["shop.", "admin.x", "*.orders", 42, None, ["shop.orders"]])
 def test_a_bad_source_is_refused_at_once(bridge: Bridge, source: object) -> None:
     """P9: in the traceback of the decorator, not of the listener."""
@@ -299,7 +260,7 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
     """The URL may come from settings, and models are set up after imports."""
     bridge.on_change("orders")(handle)
     (handler,) = bridge.handlers
-    assert str(handler.selector(bridge.default_database).sources[0]) == "shop.orders"
+    assert str(handler.selector(bridge.wiring.default_database).sources[0]) == "shop.orders"
     with pytest.raises(ConfigurationError, match="names no database"):
         handler.selector(None)
 
@@ -310,31 +271,18 @@ def test_a_source_that_depends_on_the_url_or_on_a_framework_waits(bridge: Bridge
         ({"partition_by": "customer"}, "may give differently when the change is read again"),
         ({"partition_by": "fullDocumentBeforeChange.customer"}, "full_document_before_change='required'"),
         ({"partition_by": lambda change: change}, "must be a function at module level"),
-        ({"failure_policy": "dead-letter"}, "did you mean 'dead_letter'"),
         ({"operations": {"upsert"}}, "operation 'upsert' is unknown"),
         ({"operations": {"create", "insert"}}, "'create' would never come: .* show_expanded_events=True"),
         ({"operations": {"vacuum"}}, "'vacuum' would never come: .* or correct the name"),
-        ({"operations": "insert"}, "must be a set of names"),
-        ({"fields": "customer"}, "must be a set of names"),
         ({"fields": {"a"}, "operations": {"insert", "delete"}}, "asks for no update"),
-        ({"match": "$x"}, "is no condition"),
-        ({"match": {"status": "paid"}}, "is no condition"),
         ({"match": {"$eq": ["$ns.db", "a"], "$ne": ["$ns.coll", "b"]}}, "is no condition"),
-        ({"match": {}}, "is no condition"),
+        ({"match": {"$eq": ["$fullDocument.user", UUID(int=1)]}}, "cannot be sent to MongoDB"),
+        ({"match": {"$in": ["$fullDocument.kind", {"a", "b"}]}}, "cannot be sent to MongoDB"),
         ({"match": {"$and": [{"status": "paid"}, {"$eq": ["$ns.coll", "b"]}]}}, "is true for every change"),
         ({"match": {"$or": [{"$not": {"status": "paid"}}]}}, "is true for every change"),
         ({"match": {"$eq": ["$status", "paid"]}}, r"write '\$fullDocument.status'"),
         ({"match": {"$not": [{"$eq": ["$fullDocument.a", 1]}]}, "operations": {"delete"}}, "has no fullDocument"),
-        ({"name": "a.b"}, "handler name 'a.b' must be 1 to 64"),
-        ({"name": "x" * 65}, "must be 1 to 64"),
-        ({"start_from": "noww"}, "did you mean 'now'"),
-        ({"commit": "inlined"}, "did you mean 'inline'"),
-        ({"start_from": datetime(2024, 1, 1)}, "without a time zone"),  # noqa: DTZ001
-        ({"start_from": {"_data": "x"}}, "no resume token"),
-        ({"start_from": 5}, "must be 'oldest', 'now'"),
-        ({"group": "slow.ones"}, "group 'slow.ones' must be 1 to 64"),
         ({"group": "3"}, "group '3' must not be a number"),
-        ({"group": ""}, "group '' must be 1 to 64"),
         ({"queue": "slow"}, "group='...' gives a handler queues of its own"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
@@ -350,18 +298,9 @@ def test_a_client_in_place_of_the_url_is_refused(app: Celery) -> None:
     """A MongoClient that was opened before a fork cannot be used after it."""
     with (
         MongoClient[dict[str, Any]](URL, connect=False) as client,
-        pytest.raises(ConfigurationError, match="needs a MongoDB URL, not a client"),
+        pytest.raises(ConfigurationError, match="not a client"),
     ):
         Bridge(app, client)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"), [({"partitons": 3}, "did you mean 'partitions'"), ({"partitions": 0}, "at least 1")]
-)
-def test_a_wrong_option_of_a_bridge_is_refused_when_it_is_made(options: dict[str, Any], sentence: str) -> None:
-    """P9: before any app is configured."""
-    with pytest.raises(ConfigurationError, match=sentence):
-        Bridge(None, URL, **options)
 
 
 # What is registered
@@ -375,24 +314,22 @@ def test_a_handler_becomes_a_task_with_the_attributes_of_the_protocol(app: Celer
     assert {name: getattr(task, name) for name in PROTOCOL_ATTRIBUTES} == PROTOCOL_ATTRIBUTES
     assert (task.max_retries, task.rate_limit) == (8, "5/s")
     assert {name: getattr(app.tasks[COMMIT_TASK], name) for name in PROTOCOL_ATTRIBUTES} == PROTOCOL_ATTRIBUTES
-    assert overridden_attributes(app) == {}
 
 
-def test_annotations_that_override_the_protocol_are_found() -> None:
-    """P9: `task_annotations = {"*": {"acks_late": False}}` is common and would break the promise."""
-    with make_app(task_annotations={"*": {"acks_late": False, "rate_limit": "1/s"}}) as app:
+def test_annotations_leave_the_protocol_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """P1, P2: `{"*": {"acks_late": False}}` is common, and methods would run outside the claim. It is logged."""
+    of_methods = {"__call__": lambda *_: None, "@retry": lambda retry: retry, "before_start": lambda *_: None}
+    of_all = {"acks_late": False, "rate_limit": "1/s", **of_methods}
+    with make_app(task_annotations={"tests.*": {}, "*": of_all}) as app:
         bridge = Bridge(app, URL)
         name = bridge.on_change("shop.orders")(handle).name
-        assert overridden_attributes(app) == {name: ["acks_late"], COMMIT_TASK: ["acks_late"]}
-
-
-def test_annotations_that_replace_the_methods_of_the_protocol_are_found() -> None:
-    """P9: replaced or wrapped; a `before_start` is none of them, since it is called under the claim."""
-    annotations = {"__call__": lambda *_: None, "@retry": lambda retry: retry, "before_start": lambda *_: None}
-    with make_app(task_annotations={"tests.*": {}, "*": annotations}) as app:
-        bridge = Bridge(app, URL)
-        name = bridge.on_change("shop.orders")(handle).name
-        assert overridden_attributes(app)[name] == ["__call__", "retry"]
+        assert (app.tasks[name].acks_late, app.tasks[name].rate_limit) == (True, "1/s")
+        assert app.tasks[COMMIT_TASK].acks_late is True
+        kind = vars(type(app.tasks[name]))
+        assert not PROTOCOL_METHODS & kind.keys()
+        assert kind["_begin"] is of_methods["before_start"], "it is called under the claim"
+    events = [vars(each).get("event") for each in caplog.records]
+    assert events.count("annotations_ignored") == 2, "of the handler's task and of the commit task"
 
 
 @pytest.mark.parametrize("option", sorted(TASK_OPTIONS - {"base", "bind", "autoretry_for", "dont_autoretry_for"}))
@@ -441,9 +378,20 @@ def test_a_bridge_has_the_queues_of_the_groups_that_its_handlers_are_in(app: Cel
 # What the task can do without a listener
 
 
-def test_calling_a_handler_with_a_change_just_runs_it(bridge: Bridge) -> None:
-    """A unit test of a handler needs no server."""
-    assert bridge.on_change("shop.orders")(handle)(CHANGE) == {"_id": 7}
+@pytest.mark.parametrize(
+    ("function", "options", "result"),
+    [
+        (handle, {}, {"_id": 7}),
+        (handle, {"transactional": True}, {"_id": 7}),
+        (handle_bound, {"bind": True}, ("tests.unit.test_registration.handle_bound", {"_id": 7})),
+    ],
+)
+def test_calling_a_handler_with_a_change_just_runs_it(
+    bridge: Bridge, function: Any, options: dict[str, Any], result: object
+) -> None:
+    """A unit test of a handler needs no server, and there is no execution whose success a transaction could record."""
+    task: Any = bridge.on_change("shop.orders", **options)(function)
+    assert task(CHANGE) == result
 
 
 def test_calling_a_bulk_handler_with_a_list_just_runs_it(bridge: Bridge) -> None:
@@ -484,40 +432,6 @@ def test_the_fence_of_a_list_is_one() -> None:
         Changes(built[:1]).fenced("shop.copies")
 
 
-@pytest.mark.parametrize(
-    ("decorator", "options", "sentence"),
-    [
-        ("on_change", {"batch_size": 5}, "on_changes"),
-        ("on_changes", {"batch_size": 0}, "batch_size=0 must be a whole number of at least 1"),
-        ("on_changes", {"batch_size": True}, "batch_size=True must be"),
-        ("on_changes", {"run_size": 5}, r"write Bridge\(..., run_size=...\)"),
-        ("on_changes", {"coalesc": True}, "did you mean 'coalesce'"),
-        ("on_change", {"coalesce": True, "transactional": True}, "write @bridge.on_changes"),
-        ("on_change", {"coalesce": True}, r"run_size=200\), or @bridge.on_changes"),
-    ],
-)
-def test_what_lists_cannot_be_is_refused(
-    bridge: Bridge, decorator: str, options: dict[str, Any], sentence: str
-) -> None:
-    """P9: with where it belongs."""
-    with pytest.raises(ConfigurationError, match=sentence):
-        getattr(bridge, decorator)("shop.orders", **options)(handle)
-
-
-def test_a_bulk_handler_takes_the_changes(bridge: Bridge) -> None:
-    """P9: the sentence says what it is given."""
-    with pytest.raises(ConfigurationError, match=r"must take 1 argument: the changes\."):
-        bridge.on_changes("shop.orders")(handle_without)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"write @bridge.on_changes\(\"db.collection\"\)"):
-        bridge.on_changes(handle)
-
-
-def test_a_bound_handler_gets_its_task(bridge: Bridge) -> None:
-    """`bind=True` as everywhere in Celery."""
-    task = bridge.on_change("shop.orders", bind=True)(handle_bound)
-    assert task(CHANGE) == ("tests.unit.test_registration.handle_bound", {"_id": 7})
-
-
 def test_errors_of_a_handler_pass_through_a_direct_call(bridge: Bridge) -> None:
     """A unit test sees the handler's own error, with autoretry too."""
 
@@ -528,16 +442,10 @@ def test_errors_of_a_handler_pass_through_a_direct_call(bridge: Bridge) -> None:
         bridge.on_change("shop.orders", autoretry_for=(LookupError,))(fail)(CHANGE)
 
 
-def test_a_transactional_handler_runs_without_a_transaction_in_a_unit_test(bridge: Bridge) -> None:
-    """There is no execution whose mark could be written with its effects."""
-    task = bridge.on_change("shop.orders", transactional=True)(handle)
-    assert task(CHANGE) == {"_id": 7}
-
-
 @pytest.mark.parametrize("arguments", [(), (7,), ({"_id": 7},), (None,)])
 def test_calling_a_handler_with_anything_else_says_what_it_takes(bridge: Bridge, arguments: tuple[Any, ...]) -> None:
     """P9: and how to make one."""
-    with pytest.raises(HandlerUsageError, match=r"takes a Change; .*Change\.build\('insert', ns=\.\.\.\)"):
+    with pytest.raises(HandlerUsageError, match=r"Change\.build\('insert', ns=\.\.\.\)"):
         bridge.on_change("shop.orders")(handle)(*arguments)
 
 
@@ -549,21 +457,15 @@ def test_calling_a_handler_with_anything_else_says_what_it_takes(bridge: Bridge,
         lambda task: task.s(CHANGE).delay(),
         lambda task: task.s(CHANGE).apply_async(countdown=5),
         lambda task: (task.s(CHANGE) | task.s(CHANGE)).apply_async(),
+        lambda task: task.replace(task.s(CHANGE)),
+        lambda task: task.add_to_chord(task.s(CHANGE)),
     ],
 )
-def test_publishing_a_handler_explains_who_dispatches(bridge: Bridge, publish: Callable[[Any], Any]) -> None:
-    """P2: a message of one's own would stand beside the order."""
+def test_only_the_listener_sends_a_handler(bridge: Bridge, publish: Callable[[Any], Any]) -> None:
+    """P2: a message of one's own would come beside the order, and a replacement would be committed before it runs."""
     task = bridge.on_change("shop.orders")(handle)
-    with pytest.raises(HandlerUsageError, match="the listener dispatches it when a document changes"):
+    with pytest.raises(HandlerUsageError):
         publish(task)
-
-
-@pytest.mark.parametrize("method", ["replace", "add_to_chord"])
-def test_a_handler_cannot_become_another_task(bridge: Bridge, method: str) -> None:
-    """P2: it would be committed before its replacement has run."""
-    task: Any = bridge.on_change("shop.orders")(handle)
-    with pytest.raises(HandlerUsageError, match="delay"):
-        getattr(task, method)(task.s(CHANGE))
 
 
 class Context:
@@ -621,7 +523,7 @@ def test_a_bridge_may_meet_its_app_later(app: Celery) -> None:
     bridge = Bridge(None, URL, name="shop")
     task = bridge.on_change("shop.orders")(handle)
     assert task(CHANGE) == {"_id": 7}
-    with pytest.raises(ConfigurationError, match=r"bridge shop has no app yet; pass one, or call init_app\(app\)"):
+    with pytest.raises(ConfigurationError, match=r"init_app\(app\)"):
         bridge.app  # noqa: B018 - asked for
     bridge.init_app(app)
     assert bridge.app is app
@@ -631,7 +533,7 @@ def test_a_bridge_may_meet_its_app_later(app: Celery) -> None:
 
 def test_a_bridge_belongs_to_one_app(app: Celery, bridge: Bridge) -> None:
     """P9: its tasks would be known to the first only."""
-    with pytest.raises(ConfigurationError, match="bridge shop is already bound to an app"):
+    with pytest.raises(ConfigurationError, match="already bound"):
         bridge.init_app(app)
 
 
@@ -649,31 +551,9 @@ def test_an_app_may_have_two_bridges(app: Celery, bridge: Bridge) -> None:
 
 def test_two_bridges_of_one_name_are_refused(app: Celery, bridge: Bridge) -> None:
     """P3: they would share a lease."""
-    with pytest.raises(ConfigurationError, match="already has a bridge named 'shop'; give this one another name"):
+    with pytest.raises(ConfigurationError, match="bridge named 'shop'"):
         Bridge(app, URL, name="shop")
     assert BRIDGES.find(app, "shop") is bridge.wiring
-
-
-def test_two_apps_may_have_bridges_of_one_name(app: Celery, bridge: Bridge) -> None:
-    """Tests and factories make an app each."""
-    with make_app() as other_app:
-        other = Bridge(other_app, URL, name="shop")
-        assert BRIDGES.find(app, "shop") is bridge.wiring
-        assert BRIDGES.find(other_app, "shop") is other.wiring
-
-
-def test_a_command_finds_the_bridges_that_it_names(app: Celery, bridge: Bridge) -> None:
-    """P9: a misspelt name is no bridge, and an app without bridges says how to make one."""
-    second = Bridge(app, URL, name="second")
-    assert BRIDGES.named(app, []) == [bridge.wiring, second.wiring]
-    assert BRIDGES.named(app, ["second"]) == [second.wiring]
-    with pytest.raises(ConfigurationError, match="there is no bridge 'shops'; this app has second, shop"):
-        BRIDGES.named(app, ["shops"])
-    with (
-        make_app() as bare,
-        pytest.raises(ConfigurationError, match=r"this app has no bridge: create one with .*Bridge\("),
-    ):
-        BRIDGES.named(bare, [])
 
 
 def test_what_a_bridge_shows_of_itself_hides_the_url(app: Celery) -> None:

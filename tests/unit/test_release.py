@@ -6,12 +6,25 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- Something.\n"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
+
+
+def _commit(folder: Path) -> None:
+    """Commit everything, and note a green nightly for it."""
+    _git(folder, "add", ".")
+    _git(folder, "commit", "-q", "-m", "all")
+    _git(folder, "notes", "--ref=nightly", "add", "-m", "green", _git(folder, "rev-parse", "HEAD^{tree}").strip())
 
 
 @pytest.fixture
@@ -24,56 +37,53 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG, encoding="utf-8")
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0.1.0"\n', encoding="utf-8")
     _git(tmp_path, "init", "-q")
-    _git(tmp_path, "add", ".")
-    _git(tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "all")
+    _commit(tmp_path)
     return tmp_path
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout
+def _without_news(folder: Path) -> None:
+    (folder / "CHANGELOG.md").write_text(
+        "# Changelog\n\n## [Unreleased]\n\n## [0.1.0] - 2026-01-01\n", encoding="utf-8"
+    )
+    _commit(folder)
 
 
-def _release(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([".ci/release", *arguments], cwd=folder, check=False, capture_output=True, text=True)
+def _other_tree(folder: Path) -> None:
+    (folder / "new.py").touch()
+    _git(folder, "add", ".")
+    _git(folder, "commit", "-q", "-m", "later than the nightly")
 
 
-@pytest.mark.parametrize("arguments", [[], ["next"], ["v1.0.0"], ["1.0"]], ids=["none", "word", "letter", "short"])
-def test_what_is_no_version_is_refused(checkout: Path, arguments: list[str]) -> None:
-    done = _release(checkout, *arguments)
+@pytest.mark.parametrize(
+    ("prepare", "version", "reason"),
+    [
+        (lambda _folder: None, "", "Name the version"),
+        (lambda _folder: None, "v1.0.0", "Name the version"),
+        (lambda folder: (folder / "new.py").touch(), "0.2.0", "not committed"),
+        (_other_tree, "0.2.0", "No green nightly"),
+        (_without_news, "0.2.0", "nothing under [Unreleased]"),
+        (lambda _folder: None, "0.2.0", "Nothing was released"),
+    ],
+    ids=["no version", "a letter", "changes", "no nightly", "no news", "a check fails"],
+)
+def test_what_is_no_release_is_refused(
+    checkout: Path, prepare: Callable[[Path], None], version: str, reason: str
+) -> None:
+    """With a reason, without a tag, and with the checkout as it was."""
+    prepare(checkout)
+    before = _git(checkout, "status", "--porcelain")
+    done = subprocess.run([".ci/release", version], cwd=checkout, check=False, capture_output=True, text=True)
 
-    assert (done.returncode, done.stderr) == (1, "Name the version, as in .ci/release 0.2.0.\n")
-
-
-def test_a_checkout_with_changes_is_refused(checkout: Path) -> None:
-    (checkout / "new.py").touch()
-    done = _release(checkout, "0.2.0")
-
-    assert done.returncode == 1
-    assert "not committed" in done.stderr
-
-
-def test_a_changelog_without_news_is_refused(checkout: Path) -> None:
-    text = CHANGELOG.replace("### Added\n\n- Something.\n", "## [0.1.0] - 2026-01-01\n")
-    (checkout / "CHANGELOG.md").write_text(text, encoding="utf-8")
-    _git(checkout, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-am", "no news")
-    done = _release(checkout, "0.2.0")
-
-    assert done.returncode == 1
-    assert "nothing under [Unreleased]" in done.stderr
-
-
-def test_a_changelog_of_a_first_release_without_news_is_refused(checkout: Path) -> None:
-    (checkout / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n", encoding="utf-8")
-    _git(checkout, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-am", "no news")
-    done = _release(checkout, "0.2.0")
-
-    assert "nothing under [Unreleased]" in done.stderr
+    assert done.returncode != 0
+    assert reason in done.stderr
+    assert _git(checkout, "status", "--porcelain") == before
+    assert _git(checkout, "tag") == ""
 
 
 def test_an_interrupted_release_leaves_the_checkout_as_it_was(checkout: Path) -> None:
     """Checks take many minutes, and somebody loses patience."""
     (checkout / ".ci" / "run").write_text("#!/bin/sh\necho checking\nexec sleep 60\n", encoding="utf-8")
-    _git(checkout, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-am", "slow checks")
+    _commit(checkout)
     release = subprocess.Popen(
         ["env", "--default-signal=INT", ".ci/release", "0.2.0"],  # what is started in the background ignores it
         cwd=checkout,
@@ -91,12 +101,3 @@ def test_an_interrupted_release_leaves_the_checkout_as_it_was(checkout: Path) ->
     assert release.returncode
     assert "Nothing was released" in said
     assert _git(checkout, "status", "--porcelain") == ""
-
-
-def test_where_a_check_fails_nothing_is_released(checkout: Path) -> None:
-    done = _release(checkout, "0.2.0")
-
-    assert done.returncode != 0
-    assert "Nothing was released" in done.stderr
-    assert _git(checkout, "status", "--porcelain") == ""
-    assert _git(checkout, "tag") == ""

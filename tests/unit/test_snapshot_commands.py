@@ -21,22 +21,14 @@ from mongo_celery.bridge.existing import (
     place_at_time,
 )
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.operations.snapshot_progress import (
-    Surroundings,
-    named,
-    progress_of,
-    short_names,
-    snapshots_shown,
-)
+from mongo_celery.bridge.operations.bridge_snapshot import to_plain
+from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.bridge.state.snapshots import Snapshot
-from mongo_celery.cli.snapshot_view import progress_line
-from mongo_celery.command_line import CommandLine
+from mongo_celery.cli.status_view import progress_line
 from mongo_celery.errors import ConfigurationError
-from tests.fixtures.samples import image
+from tests.unit.test_status import NOON, facts, image, lease, serving, subscription
 
 T = Timestamp(0x6B04C073, 0x49)
-LED = Surroundings(is_led=True, registered={"copy"}, served={"copy"})
-NOON = dt.datetime(2030, 1, 1, 12, tzinfo=dt.UTC)
 
 
 def handle(_change: Any) -> None:
@@ -73,91 +65,78 @@ def test_the_letter_of_an_existing_document_is_named_by_its_key_and_stands_first
     assert dead_letter_name("82AA", event_bytes(shaped, first)) == "82AA"
 
 
+def progress(snapshot: Snapshot, **changes: Any) -> dict[str, Any]:
+    """The progress of a snapshot as the bridge's snapshot has it."""
+    (found,) = shape(facts(snapshots=[snapshot], **changes)).snapshots
+    plain: dict[str, Any] = to_plain(found)
+    return plain
+
+
+RUNNING = Snapshot(
+    id="shop/summarise/a",
+    subscription="summarise",
+    source="a.b",
+    done=500,
+    estimated=2000,
+    since=NOON,
+    moved_at=NOON + dt.timedelta(seconds=10),
+)
+
+
 def test_progress_says_what_is_left() -> None:
     """At the rate of the way so far; what has ended leaves nothing."""
-    since, moved = NOON, NOON + dt.timedelta(seconds=10)
-    running = Snapshot(
-        id="shop/copy/a", subscription="copy", source="a.b", done=500, estimated=2000, since=since, moved_at=moved
-    )
-    found = progress_of(running, LED)
+    found = progress(RUNNING)
     assert (found["per_second"], found["remaining_seconds"], found["reason"]) == (50.0, 30, None)
-    assert progress_line(found) == "a.b for copy: running, 500 of 2000 read (25%), 50/s, 30 s left"
-    report = {"snapshots": [{"id": running.id, "attempts": 3, "error": "NetworkTimeout: no"}]}
-    waiting = progress_of(running, replace(LED, report=report))
-    assert waiting["reason"] == "tried 3 times in a row: NetworkTimeout: no"
-    new = progress_of(Snapshot(id="shop/copy/b", subscription="copy", source="a.b"), LED)
-    assert (new["per_second"], new["remaining_seconds"], progress_line(new)) == (
-        None,
-        None,
-        "a.b for copy: running, 0 read",
-    )
+    assert progress_line(found) == "a.b for summarise: running, 500 of 2000 read (25%), 50/s, 30 s left"
+    report = {"snapshots": [{"id": RUNNING.id, "attempts": 3, "error": "NetworkTimeout: no"}]}
+    waiting = progress(RUNNING, lease=lease(report=report))
+    assert waiting["reason"] == "tried 3 times: NetworkTimeout: no"
+    new = progress(replace(RUNNING, done=0, estimated=None, moved_at=None))
+    assert (new["per_second"], new["remaining_seconds"]) == (None, None)
+    assert progress_line(new) == "a.b for summarise: running, 0 read"
 
 
-def standing(*states: str) -> Surroundings:
+def blocked(*states: str) -> dict[str, Any]:
     """Partitions of its handler in these states."""
-    return replace(LED, images=[image(subscription="copy", index=at, state=each) for at, each in enumerate(states)])
+    return {"images": [image(at, state=each) for at, each in enumerate(states)]}
+
+
+LOST = {"since": NOON, "at": Timestamp(int(NOON.replace(tzinfo=dt.UTC).timestamp()), 1)}
 
 
 @pytest.mark.parametrize(
-    ("around", "sentence"),
+    ("around", "words"),
     [
-        (standing("paused", "paused"), "waits: its handler is paused (`celery -A APP changes resume copy`)"),
-        (
-            replace(standing("paused"), line=CommandLine("shop", "eu")),
-            "waits: its handler is paused (`celery -A shop changes resume copy --bridge eu`)",
-        ),
-        (standing("halted", "paused", "flowing"), "waits: 2 of 3 partitions of its handler stand (1 halted, 1 paused)"),
-        (standing("halted", "flowing"), None),
-        (
-            replace(LED, lost={"copy"}),
-            (
-                "waits: its handler has lost its history: decide (`celery -A APP changes reset copy --to oldest` or "
-                "`celery -A APP changes reset copy --to now`)"
-            ),
-        ),
-        (replace(LED, served={"bill"}), "waits: the listener that leads does not have its handler"),
-        (replace(LED, served=None), None),
-        (replace(LED, served=None, registered={"bill"}), "waits: its handler is not in this app"),
-        (replace(LED, served=None, is_led=False), "waits: nobody leads"),
+        (blocked("paused", "paused"), "2 paused"),
+        (blocked("halted", "paused", "flowing"), "1 halted, 1 paused"),
+        (blocked("halted", "flowing"), None),
+        ({"subscriptions": [subscription(lost=LOST)]}, "has lost its history"),
+        ({"lease": lease(**serving("bill"))}, "does not have its handler"),
+        ({"lease": lease(live=False), "registered": ("bill",)}, "is not in this app"),
+        ({"lease": lease(live=False)}, "no listener"),
     ],
 )
-def test_one_that_runs_and_does_not_move_says_why(around: Surroundings, sentence: str | None) -> None:
+def test_one_that_runs_and_does_not_move_says_why(around: dict[str, Any], words: str | None) -> None:
     """Then nobody knows how long the rest takes; what has ended waits for nobody."""
-    moved = NOON + dt.timedelta(seconds=10)
-    running = Snapshot(
-        id="shop/copy/a", subscription="copy", source="a.b", done=500, estimated=2000, since=NOON, moved_at=moved
-    )
-    found = progress_of(running, around)
-    assert (found["reason"], found["remaining_seconds"]) == (sentence, 30 if sentence is None else None)
-    assert progress_line(found).endswith(f": {sentence}" if sentence else " left")
-    assert progress_of(replace(running, state="done"), around)["reason"] is None
-    assert progress_of(replace(running, state="failed", sentence="no"), around)["reason"] == "no"
+    found = progress(RUNNING, **around)
+    assert (found["reason"] is None, found["remaining_seconds"]) == (words is None, 30 if words is None else None)
+    assert (words or "") in (found["reason"] or "")
+    assert progress(replace(RUNNING, state="done"), **around)["reason"] is None
+    assert progress(replace(RUNNING, state="failed", sentence="no"), **around)["reason"] == "no"
 
 
-def test_a_snapshot_has_as_much_of_a_name_as_tells_it_from_the_others() -> None:
-    """Handlers that begin together have the same ends; whatever is shown is accepted, and more of it, too."""
-    ids = ["shop/copy/pin-a", "shop/bill/pin-a", "shop/copy/3f2a"]
-    names = short_names(ids)
-    assert names == {ids[0]: "copy/pin-a", ids[1]: "bill/pin-a", ids[2]: "3f2a"}
-    assert all([each for each in ids if named(each, names[one])] == [one] for one in ids)
-    assert [each for each in ids if named(each, "pin-a")] == ids[:2]
-    assert [each for each in ids if named(each, "copy/3f2a") or named(each, ids[1])] == ids[1:]
-    assert not any(named(each, name) for each in ids for name in ("", "copy", "a", "shop/copy", "shop"))
-
-
-def test_what_has_ended_is_shown_for_an_hour() -> None:
-    """What has failed stays until somebody acts."""
-    now = Timestamp(NOON + dt.timedelta(hours=2), 1)
-    old: dict[str, Any] = {
-        "id": "shop/copy/a",
-        "subscription": "copy",
-        "source": "a.b",
-        "since": NOON,
-        "moved_at": NOON,
-    }
-    states = ["running", "done", "source gone", "stopped", "failed"]
-    shown = snapshots_shown([Snapshot(**{**old, "state": state}) for state in states], now, LED)
-    assert [each.state for each in shown] == ["running", "source gone", "failed"]
+def test_what_has_ended_is_current_for_an_hour() -> None:
+    """What has failed stays until somebody acts. Those that are kept are all in the snapshot."""
+    before = NOON - dt.timedelta(hours=2)
+    old = [
+        replace(RUNNING, id=state, source=f"shop.{source}", state=state, since=before, moved_at=before)
+        for source, state in enumerate(("running", "done", "source gone", "stopped", "failed"))
+    ]
+    seen = shape(facts(snapshots=old))
+    assert len(seen.snapshots) == len(old)
+    assert [each.state for each in seen.current_snapshots] == ["running", "source gone", "failed"]
+    replaced = shape(facts(snapshots=[old[-1], replace(old[1], source=old[-1].source)]))
+    assert replaced.current_snapshots == []
 
 
 def test_a_handler_that_asks_for_no_documents_begins_with_none() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pymongo import MongoClient
 
 from mongo_celery.bridge.listener.starts import start_time
-from mongo_celery.mongo.oplog import Oplog, time_of_token
+from mongo_celery.mongo.oplog import time_of_token
 
 FALLBACK = Timestamp(1, 1)
 WORD = st.integers(0, 2**32 - 1)
@@ -57,8 +57,3 @@ def test_a_start_that_is_a_time_asks_no_server() -> None:
         assert start_time(client, here) == Timestamp(datetime(2024, 1, 1, tzinfo=UTC), 0)
         late_in_its_second = datetime(2024, 1, 1, 0, 0, 0, 999_999, tzinfo=UTC)
         assert start_time(client, late_in_its_second) == Timestamp(datetime(2024, 1, 1, tzinfo=UTC), 0)
-
-
-def test_the_window_of_an_oplog_is_its_span() -> None:
-    """In seconds of cluster time, whatever any clock says now."""
-    assert Oplog(Timestamp(100, 7), Timestamp(160, 1)).window_seconds == 60

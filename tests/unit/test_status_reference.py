@@ -38,7 +38,7 @@ def texts(kind: type) -> tuple[str, dict[str, str]]:
 
 def as_json(field: dataclasses.Field[Any]) -> str:
     """A type as JSON has it."""
-    text = str(field.type).replace(" | None", " or null")
+    text = str(field.type).replace(" | None", "?")
     for name, word in (
         ("datetime", "time"),
         ("int", "number"),
@@ -47,7 +47,7 @@ def as_json(field: dataclasses.Field[Any]) -> str:
         ("bool", "boolean"),
     ):
         text = re.sub(rf"\b{name}\b", word, text)
-    text = re.sub(r"tuple\[(.+), \.\.\.\]", r"list of \1", text)
+    text = re.sub(r"tuple\[(.+), \.\.\.\]", r"\1[]", text)
     text = re.sub(r"Mapping\[text, (.+)\]", r"object of \1", text)
     return re.sub(r"\b([A-Z]\w+)\b", lambda met: linked(met[1]), text)
 
@@ -64,14 +64,15 @@ def page() -> str:
 def lines() -> Iterator[str]:
     yield "# Status"
     yield ""
-    yield "`changes status --json` prints one object on one line for each bridge. `/status` of the listener's HTTP"
-    yield "server has the same objects. Each is a `BridgeSnapshot`, with `verdict`: `healthy`, `degraded` or `failing`."
-    yield "Times are ISO 8601 in UTC. This page is made from the types."
+    yield "`changes status --json` and `/status` of the listener print a `BridgeSnapshot` for each bridge."
+    yield "Its `verdict` is `healthy`, `degraded` or `failing`. Times are ISO 8601 in UTC."
+    yield "`?` may be null, `[]` is a list."
     for kind in types():
         summary, attributes = texts(kind)
-        yield from ("", f"## {kind.__name__}", "", summary, "", "| field | type | meaning |", "|---|---|---|")
+        yield from ("", f"## {kind.__name__}", "", summary, "", "| field | meaning |", "|---|---|")
         for field in dataclasses.fields(kind):
-            yield f"| `{field.name}` | {as_json(field)} | {attributes.get(field.name, '').replace('None', 'Null')} |"
+            meaning = attributes.get(field.name, "").replace("None", "Null").removesuffix(".")
+            yield f"| `{field.name}` {as_json(field)} | {meaning} |"
 
 
 def test_the_page_is_made_from_the_types() -> None:

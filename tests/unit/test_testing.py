@@ -21,7 +21,7 @@ import mongo_celery.testing
 from mongo_celery import Bridge, Change, Fence
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.testing import BridgeRunner, deleted, inserted, plugin, replaced, updated
-from mongo_celery.testing.runner import placed
+from mongo_celery.testing.runner import place_url
 
 ORDERS = "shop.orders"
 
@@ -62,22 +62,21 @@ def test_every_name_of_the_package_is_there_and_listed() -> None:
 def test_a_url_is_the_processes_own_under_xdist() -> None:
     """Two processes that write the same collections would deliver each other's changes."""
     url = "mongodb://db/shop_{worker}"
-    assert plugin.given_url(configured(url, "gw3"), plugin.MONGODB) == "mongodb://db/shop_gw3"
-    assert plugin.given_url(configured(url), plugin.MONGODB) == "mongodb://db/shop_main"
-    assert plugin.given_url(configured("", "gw3"), plugin.MONGODB) == ""
-    with pytest.raises(pytest.UsageError, match="processes of xdist would share"):
-        plugin.given_url(configured("mongodb://db/shop", "gw3"), plugin.MONGODB)
+    assert plugin.find_url(configured(url, "gw3"), plugin.MONGODB) == "mongodb://db/shop_gw3"
+    assert plugin.find_url(configured(url), plugin.MONGODB) == "mongodb://db/shop_main"
+    assert plugin.find_url(configured("", "gw3"), plugin.MONGODB) == ""
+    with pytest.raises(pytest.UsageError, match="xdist"):
+        plugin.find_url(configured("mongodb://db/shop", "gw3"), plugin.MONGODB)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("shop.celery", "write it as module:name"),
+        ("mongo_celery", "Write module:name"),
         ("no_such_package.celery:bridge", r"no module no_such_package\. .*pythonpath = \."),
         ("mongo_celery.nowhere:bridge", r"no module mongo_celery\.nowhere"),
-        ("mongo_celery.errors:bridge", "has no bridge, and a Bridge"),
-        ("mongo_celery.errors:NAME", "has no NAME"),
-        ("mongo_celery:Fence", "has a type of this name"),
+        ("mongo_celery.errors:bridge", "names no Bridge"),
+        ("mongo_celery:Fence", "names no Bridge"),
     ],
 )
 def test_a_bridge_that_is_not_there_is_said_in_a_sentence(name: str, said: str) -> None:
@@ -114,7 +113,7 @@ def test_a_crash_point_that_there_is_not_is_refused() -> None:
     """One sentence, with those that there are."""
     runner = BridgeRunner(Bridge(Celery("shop", set_as_current=False), "mongodb://nowhere:1", name="shop"))
     with pytest.raises(HandlerUsageError, match="'claimed', 'called', 'handled'"):
-        runner.crash("commited")
+        runner.crash("commited")  # type: ignore[arg-type]
     with pytest.raises(HandlerUsageError, match="has a handler 'bil'"):
         runner.stall("bil")
 
@@ -133,7 +132,7 @@ def test_a_crash_point_that_there_is_not_is_refused() -> None:
 def test_another_server_keeps_the_database_of_the_url(own: str | None, given: str | None, expected: str) -> None:
     """Handlers of `"orders"` mean the one that the bridge's own URL names."""
     bridge = Bridge(Celery("shop", set_as_current=False), own, name="shop", autodiscover=False)
-    assert placed(given, bridge.wiring) == expected
+    assert place_url(given, bridge.wiring) == expected
 
 
 # -- changes made by hand --------------------------------------------------------------------------

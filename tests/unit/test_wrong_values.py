@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -17,10 +18,14 @@ URL = "mongodb://localhost/shop?replicaSet=rs0"
 NAN, INF = float("nan"), float("inf")
 ODD = object()
 
-NO_NUMBER = (NAN, INF, -INF, "3", True, ODD)
-NO_COUNT = (NAN, 0, 1.5, "3", True, ODD)
+NO_NUMBER = (NAN, INF, -INF, "3", b"1", True, ODD)
+NO_COUNT = (NAN, 0, -1, 1.5, "3", True, ODD)
 NO_FLAG = ("no", 1, None, ODD)
 NO_TEXT = (5, True, "", ODD)
+NO_START: tuple[object, ...] = (
+    *(5, "noww", None, NAN, ODD, {}, {"_data": 1}, {"_data": "82"}, {"_data": "826B02CA8B0000000G"}),
+    *({"_id": {"_data": "82" + "0" * 20}}, datetime(2024, 1, 1)),  # noqa: DTZ001 - hours lie between its readings
+)
 
 
 def on_change(**options: Any) -> None:
@@ -61,7 +66,7 @@ OF_TASKS: dict[str, Iterable[object]] = {
     "autoretry_for": NO_EXCEPTIONS,
     "dont_autoretry_for": NO_EXCEPTIONS,
     "throws": NO_EXCEPTIONS,
-    "base": ("Task", ODD),
+    "base": ("Task", ODD, object),
     "default_retry_delay": (*NO_NUMBER, None, -1),
     "max_retries": (NAN, INF, -1, 1.5, "3", True, ODD),
     "rate_limit": ("often", "10/x", True, ODD),
@@ -81,31 +86,32 @@ OF_HANDLERS: dict[str, Iterable[object]] = {
     "partition_by": (5, True),
     "failure_policy": (5, "halted", ODD),
     "transactional": NO_FLAG,
-    "group": (5, "", True),
-    "start_from": (5, "noww", True, NAN, ODD),
+    "group": (5, "", True, "slow.ones"),
+    "start_from": [value for value in NO_START if value is not None],
     "commit": (5, "inlined", True),
     "coalesce": NO_FLAG,
     "bookkeeping": NO_FLAG,
-    "name": (5, True, ODD),
+    "name": (5, True, ODD, "a.b", "x" * 65),
 }
 WRONG: dict[str, dict[str, Iterable[object]]] = {
     "Bridge": {
         **dict.fromkeys(
-            ("run_seconds", "transaction_seconds", "lease_ttl", "claim_ttl", "commit_grace", "start_timeout"),
-            (*NO_NUMBER, None, 0),
+            ("run_seconds", "transaction_seconds", "commit_grace", "start_timeout"),
+            (*NO_NUMBER, None, 0, -1, 86_401),
         ),
-        **dict.fromkeys(("dispatch_grace", "spill_after"), (*NO_NUMBER, 0)),
+        **dict.fromkeys(("lease_ttl", "claim_ttl"), (*NO_NUMBER, None, 0.9, 86_401)),
+        **dict.fromkeys(("dispatch_grace", "spill_after"), (*NO_NUMBER, 0, -1, 86_401)),
         **dict.fromkeys(
             ("partitions", "run_size", "run_bytes", "max_crashes", "buffer_bytes", "spill_bytes", "max_message_bytes"),
             (*NO_COUNT, None),
         ),
-        **dict.fromkeys(("queues", "batch_size"), NO_COUNT),
+        "queues": NO_COUNT,
         **dict.fromkeys(("show_expanded_events", "autodiscover"), NO_FLAG),
         **dict.fromkeys(("failure_policy", "commit", "on_history_lost"), (5, "x", None, ODD)),
         **dict.fromkeys(("full_document", "full_document_before_change"), (5, "x", True)),
-        "name": (5, "a.b", True),
-        "database": (5, "", None, "a.b"),
-        "start_from": (5, "noww", None, NAN),
+        "name": (5, True, "", "a b", "a.b", "a/b", "x" * 65, "é", "a\n"),
+        "database": (5, None, "", "admin", "config", "local", "a.b", "a/b", "a b", "a$b", 'a"b', "a\0b", "a\\b"),
+        "start_from": NO_START,
         "comment": (5, True, ODD),
     },
     "on_change": {**OF_HANDLERS, **OF_TASKS},
@@ -115,12 +121,10 @@ WRONG: dict[str, dict[str, Iterable[object]]] = {
         "dead_letter_retention": (*NO_NUMBER, 0),
         "max_attempts": (*NO_COUNT, None),
         **dict.fromkeys(("database", "exchange"), (*NO_TEXT, None)),
-        **dict.fromkeys(("name", "source"), NO_TEXT),
+        "name": NO_TEXT,
         "sweep_every": (*NO_NUMBER, 0),
         "at_once": ("no", 5, None),
-        "foreign_tasks": NO_FLAG,
         "failure_policy": (5, "x", None),
-        "delivers": ("web", 5, [5]),
     },
     "TwoPhaseCommit": {
         **dict.fromkeys(("older_than", "timeout", "deadline"), (*NO_NUMBER, None, 0)),
@@ -131,7 +135,7 @@ WRONG: dict[str, dict[str, Iterable[object]]] = {
     },
     "transactional": {
         "timeout": (*NO_NUMBER, 0),
-        **dict.fromkeys(("own", "durable"), NO_FLAG),
+        **dict.fromkeys(("independent", "durable"), NO_FLAG),
         "outbox": (5, "x"),
     },
     "once": {"keep": (*NO_NUMBER, None, 0), "claim_ttl": (*NO_NUMBER, None, 0), "key": (5, "x")},

@@ -13,7 +13,7 @@ from tests.versions.matrix import CELLS, SHORT
 from tests.versions.report import as_json, as_table, is_done, keep, kept, record
 from tests.versions.run import Outcome, run_cell
 
-PAGE = PROJECT / "docs" / "versions.md"
+PAGE = PROJECT / "tests" / "versions" / "README.md"
 _FOLDER = Path(tempfile.gettempdir()) / "mongo_celery_versions"
 
 
@@ -31,7 +31,9 @@ _FOLDER = Path(tempfile.gettempdir()) / "mongo_celery_versions"
 @click.option("-k", "chosen", help="As pytest takes it; then nothing is kept for `--record`.")
 @click.option("--resume", is_flag=True, help="Leave out cells that have run well with package and tests as they are.")
 @click.option("--json", "wants_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option("--record", "wants_record", is_flag=True, help=f"Write what all have last come to into docs/{PAGE.name}.")
+@click.option(
+    "--record", "wants_record", is_flag=True, help="Write what all have last come to into tests/versions/README.md."
+)
 def versions(
     cells: tuple[str, ...],
     short: bool,

@@ -1,12 +1,13 @@
-"""What follows a change. Handlers know neither app nor bridge, and run inside the context of the app that has them."""
+"""What follows a change. Handlers do not know the app, and run inside the context of the one that has them."""
 
 from flask import current_app, render_template
 
-from mongo_celery import Change, shared_change
+from mongo_celery import Change
+from shop.extensions import bridge
 from shop.models import Order
 
 
-@shared_change(Order)
+@bridge.on_change(Order)
 def show(change: Change) -> None:
     """Keep the page of each order rendered, by the app's own templates."""
     pages, key = change.fenced("pages"), {"_id": change.document_key["_id"]}
@@ -16,7 +17,7 @@ def show(change: Change) -> None:
         pages.replace_one(key, {"text": render_template("order.txt", order=change.full_document)}, upsert=True)
 
 
-@shared_change("stock", fields={"left"})
+@bridge.on_change("stock", fields={"left"})
 def refill(change: Change) -> None:
     """Ask for more of what is scarce: `mongo.db.stock`, by its name in the database of `MONGO_URI`."""
     article = change.full_document

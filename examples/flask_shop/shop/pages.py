@@ -6,7 +6,7 @@ import mongoengine
 from bson import ObjectId
 from flask import Blueprint, abort, jsonify, request
 
-from mongo_celery import Event
+from mongo_celery import STORED_ID, Event
 from shop.extensions import mongo, orders
 from shop.models import Order
 from shop.tasks import confirm
@@ -21,7 +21,7 @@ def place() -> Any:
     try:
         order.save(
             outbox=orders,
-            tasks=[lambda _id: confirm.s(str(_id), "placed")],
+            tasks=[confirm.s(STORED_ID, "placed")],
             events=[Event("order.placed", {"customer": order.customer})],
         )
     except mongoengine.ValidationError as error:

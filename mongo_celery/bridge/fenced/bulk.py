@@ -1,23 +1,22 @@
 """
 Many guarded writes in few commands: `bulk_write` and `update_many`.
 
-Requests become batches in which every `_id` occurs once, so that the order between batches is the user's
-order on each document. A batch is one bulk command. MongoDB counts matches but does not say whose. So if
-the count is short, the stamps of the batch are read once and each document is judged by its own (see
-`documents`):
+Requests become batches in which every `_id` occurs once, so the batches keep the user's order on each document. A batch
+is one bulk command. MongoDB counts matches, but does not name the matched documents. So if the count is short, the
+batch's stamps are read once, and each document is judged by its own stamp (see `documents`):
 
 =======================================  ==============================================================
 stamp                                    reaction
 =======================================  ==============================================================
-newer                                    `StaleFencingTokenError`, after the batch. What was admitted stays
-no document, an upsert                   created: first all of the batch in one transaction, else one by one
-no document, no upsert                   tombstone newer: stale. Else the user's matter
-mine                                     done, now or by an earlier write of this execution
-older, yet not matched                   tried alone
+newer                                    `StaleFencingTokenError`, after the batch. Admitted writes stay
+no document, an upsert                   created: the whole batch in one transaction, otherwise one by one
+no document, no upsert                   tombstone newer: stale. Otherwise the user handles it
+own                                      done, now or by an earlier write of this execution
+older, but not matched                   tried alone
 =======================================  ==============================================================
 
-Deletes that follow each other are one transaction, all or none. Where one of them is stale they run one by one, so that
-what stands before it is done. Whatever is not plain equality on `_id` runs one by one, in its place.
+Consecutive deletes are one transaction, all or none. If one is stale, they run one by one, so that earlier ones are
+done. A filter other than plain equality on `_id` runs alone, in its place.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ BATCH = 500
 
 @dataclass(frozen=True, slots=True)
 class BulkStep:
-    """One request, by its place in the user's list, and what does it alone."""
+    """One request, its place in the user's list, and its write for running it alone."""
 
     place: int
     act: Callable[[], UpdateResult | DeleteResult | None]
@@ -51,7 +50,7 @@ class BulkStep:
 
 @dataclass(frozen=True, slots=True)
 class BulkUpdate(BulkStep):
-    """One update of one document, which can be part of a batch."""
+    """One update of one document. It can join a batch."""
 
     target: Target
     write: FencedUpdate
@@ -60,7 +59,7 @@ class BulkUpdate(BulkStep):
 
 @dataclass(frozen=True, slots=True)
 class BulkDelete(BulkStep):
-    """One delete of one document, which can be part of a batch."""
+    """One delete of one document. It can join a batch."""
 
     target: Target
 
@@ -70,13 +69,13 @@ StepT = TypeVar("StepT", BulkUpdate, BulkDelete)
 
 class BulkWrite:
     """
-    Many writes, and the sum of their results in the shape that PyMongo's own result wraps.
+    Many writes, and the sum of their results in the form that PyMongo's result wraps.
 
     Args:
         documents: the target.
-        command: arguments of each whole command.
-        session: to write with.
-        ordered: whether the first error ends it.
+        command: arguments of each command as a whole.
+        session: for the writes.
+        ordered: True if the first error ends it.
     """
 
     def __init__(
@@ -95,12 +94,12 @@ class BulkWrite:
 
     def run(self, steps: Iterable[BulkStep]) -> dict[str, Any]:
         """
-        Do steps in their order, those of one kind in batches, and return the details.
+        Run steps in their order, batching those of one kind, and return the details.
 
         Raises:
-            StaleFencingTokenError, OutdatedChangeError: a document, or its tombstone, is stamped newer.
-            OutboxRefusedError: what is pending in a document cannot be delivered before its delete.
-            BulkWriteError: at least one write failed. Its indexes are places in the user's list.
+            StaleFencingTokenError, OutdatedChangeError: a document or its tombstone has a newer stamp.
+            OutboxRefusedError: pending entries of a document cannot be delivered before its delete.
+            BulkWriteError: at least one write failed. Indexes refer to the user's list.
         """
         ways: dict[type, Callable[[Any], None]] = {BulkUpdate: self._update, BulkDelete: self._delete}
         for kind, found in groupby(steps, type):
@@ -126,7 +125,7 @@ class BulkWrite:
         return self._session is not None and self._session.in_transaction
 
     def _batches(self, steps: Iterable[StepT]) -> Iterator[list[StepT]]:
-        """Give runs of steps in which no `_id` repeats, up to `BATCH` long."""
+        """Yield runs of steps in which no `_id` repeats, up to `BATCH` long."""
         batch: list[StepT] = []
         seen: set[Any] = set()
         for step in steps:
@@ -140,7 +139,7 @@ class BulkWrite:
             yield batch
 
     def _try_alone(self, steps: Iterable[BulkStep]) -> None:
-        """Do steps one by one, and keep their errors."""
+        """Run steps one by one, and collect their errors."""
         details = self._details
         for step in steps:
             try:
@@ -148,7 +147,7 @@ class BulkWrite:
             except WriteError as error:
                 known = error.details or {}
                 details["writeErrors"].append({**known, "index": step.place, "code": error.code, "errmsg": str(error)})
-            except BulkWriteError as error:  # of an `UpdateMany`
+            except BulkWriteError as error:  # from an `UpdateMany`
                 self._count(error.details)
                 details["writeErrors"] += [{**each, "index": step.place} for each in error.details["writeErrors"]]
             else:
@@ -172,13 +171,13 @@ class BulkWrite:
         except BulkWriteError as error:
             done, is_over = error.details, self._is_in_transaction  # then nothing of it is left
         self._count(done)
-        # As PyMongo: what is before the first error is done, of an unordered bulk write all that has not failed.
+        # As in PyMongo, writes before the first error are done or, if unordered, all writes without an error.
         failed = {steps[each["index"]]: each for each in done["writeErrors"]}
         end = min(failed, default=len(batch)) if self._ordered else len(batch)
         tried = [step for at, step in enumerate(batch[:end]) if at not in failed]
         if done["nMatched"] < len(tried) and not is_over:
             self._settle_misses(tried)
-        if not self._has_ended:  # else by one that stands before
+        if not self._has_ended:  # otherwise an earlier error ended it
             self._details["writeErrors"] += [{**each, "index": batch[at].place} for at, each in failed.items()]
 
     def _settle_misses(self, batch: Sequence[BulkUpdate]) -> None:
@@ -209,12 +208,12 @@ class BulkWrite:
             self._documents.require_fresh(step.target.id, fence, stamps)
 
     def _create(self, steps: Sequence[BulkUpdate]) -> bool:
-        """Create documents, all of them together. Return False if that cannot be, and each is to be tried alone."""
+        """Create documents, all together. Return False if that is impossible and each must be tried alone."""
         try:
             results = self._documents.create([(step.write, step.target) for step in steps], self._session)
         except WriteError:
-            # The transaction has left nothing behind, so each may be tried alone. Inside
-            # the user's own transaction that is over, too, and the error is its end.
+            # The transaction left nothing behind, so each may be tried alone. Inside the user's own transaction, which
+            # has also ended, raise the error.
             if self._is_in_transaction:
                 raise
             return False
@@ -230,7 +229,7 @@ class BulkWrite:
             try:
                 self._details["nRemoved"] += self._documents.delete_all(ids, self._session)
             except (StaleFencingTokenError, OutdatedChangeError, OutboxRefusedError, OperationFailure):
-                # As of creations: nothing of it is left, so each may be tried alone, but in the user's transaction.
+                # As for creations: nothing is left, so each may be tried alone, except in the user's transaction.
                 if self._is_in_transaction:
                     raise
             else:
@@ -254,6 +253,6 @@ class BulkWrite:
             self._details["nModified"] += result.modified_count
 
     def _count(self, done: Mapping[str, Any]) -> None:
-        """Count what a whole command did."""
+        """Count the result of a whole command."""
         for name in (*COUNTS, "writeConcernErrors"):
             self._details[name] += done[name]

@@ -1,25 +1,25 @@
 """
-The fenced view over a PyMongo collection, as `change.fenced(...)` returns it.
+The fenced view of a PyMongo collection. `change.fenced(...)` returns it.
 
-Round trips, where nothing is stale (n = number of batches of 500):
+Round trips if nothing is stale (n = number of batches of 500):
 
 =====================================  ================================================================
 operation                              round trips
 =====================================  ================================================================
-`update_one`, `replace_one` by `_id`   1. So too an upsert that finds its document
-`find_one_and_update` by `_id`         1. Operators on a document not yet stamped in this generation: 2
+`update_one`, `replace_one` by `_id`   1, also for an upsert that finds its document
+`find_one_and_update` by `_id`         1. Operators on a document without a stamp of this term: 2
 any of them by another filter          1 more
 an upsert that inserts                 5: the miss, then a transaction (slot, insert, slot, commit)
 `delete_one` by `_id`                  4: a transaction (slot, delete, tombstone, commit)
-a write that matches nothing           at most 4, to find out why
+a write that matches nothing           at most 4, to find the reason
 `update_many`                          1 + n
 `bulk_write` of updates by `_id`       n. A batch with new documents: 7 more, all of them together
-`bulk_write` of deletes by `_id`       6 for all that follow each other, up to 500. One alone as above
+`bulk_write` of deletes by `_id`       6 for up to 500 consecutive deletes. A single one as above
 `bulk_write` of anything else          as the single operation
-where the target has an outbox         a delete of nothing: 1 more. Of what has tasks pending: their delivery
+delete from a collection with outbox   without a document: 1 more. With pending entries: their delivery
 =====================================  ================================================================
 
-Once per client and collection, the first creation or delete also makes the tombstones' TTL index.
+A client's first insert or delete in a collection also creates the TTL index of the tombstones.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from mongo_celery.outbox import Outbox
 
 CHOICES = 3
-"""How often a write by another filter chooses a document, if each leaves the filter before it is written."""
+"""How often a write with another filter chooses a document, if each chosen one no longer matches when it is written."""
 
 Query = Mapping[str, Any]
 
 
 class DeleteOptions(TypedDict, total=False):
-    """Arguments of PyMongo's method of the same name, here and below."""
+    """Arguments of PyMongo's method with the same name, here and below."""
 
     session: ClientSession | None
     collation: Any
@@ -85,38 +85,38 @@ class UpdateOptions(ReplaceOptions, total=False):
 
 
 _OF_STATEMENT = {"collation", "hint", "array_filters"}
-"""Arguments that belong to one statement of a command; the others belong to all of it."""
+"""Arguments of one statement in a command. The others apply to the whole command."""
 
 
 class FencedCollection:
     """
-    A collection written under one execution's fencing token.
+    A view of a collection whose writes carry the fencing token of one execution.
 
-    Methods have PyMongo's arguments and results. The write concern is majority. A write is refused where
-    the target, or the tombstone of a deleted one, was stamped by a newer execution of the same subscription
-    and partition (P3). Admitted writes stamp the target (``_fence``), so the fence never goes back (P4).
-    Documents as read carry ``_fence``. What outboxes of the app have pending in a target survives: a replacement
-    keeps it, and a delete delivers it first.
+    Methods take PyMongo's arguments and return PyMongo's results. The write concern is majority. A method raises
+    `StaleFencingTokenError` if a newer execution of the same handler and partition has already written to the
+    document or deleted it (P3). Each write stores the fencing token in the document's field ``_fence``, and a stored
+    token never decreases (P4). Documents that you read contain ``_fence``. A replacement keeps the entries that an
+    outbox of the app has in the document, and a delete delivers them first.
 
-    With a `partition_by`, changes of one document may be in several partitions. Then a write that sets, replaces or
-    deletes is also refused where another partition has written for a later change of the same document.
+    With `partition_by`, changes of one document may be in several partitions. A write that sets, replaces or deletes
+    then raises `OutdatedChangeError` if another partition has written for a later change of the document.
 
-    It does not promise anything about documents that the newer execution has not touched, nor about writes
-    past the view. Inside an open transaction of the collection's client, as in a handler with
-    `transactional=True`, each method is part of it without being handed its session (see `current`). There the
-    transaction's write concern counts, not majority. A collation that makes different `_id` equal is not supported
-    by upserts. One thread at a time, as with a session.
+    The view does not protect documents that the newer execution has not touched. It does not see writes that bypass
+    it. Inside an open transaction of the collection's client, as in a handler with `transactional=True`, each method
+    joins the transaction without `session=` (see `current`), and the transaction's write concern applies. Upserts do
+    not support a collation under which different `_id`s are equal. Use a view in one thread at a time, like a session.
 
     Args:
         collection: any PyMongo collection.
-        fence: the execution's right.
-        outboxes: returns the app's outboxes of this collection, as `Change.fenced` does.
-        origin_of: gives the change that a write is for by the target's `_id`, for an execution of several changes.
+        fence: the execution's right to write.
+        outboxes: returns the app's outboxes of this collection, like `Change.fenced`.
+        origin_of: given a target's `_id`, returns the change that the write is for. Needed for executions of several
+            changes.
 
     Raises:
-        ConfigurationError: a collection of an `AsyncMongoClient`. Or, from each method,
-            a transaction of another client of the same cluster is open here.
-        ForkedClientError: from each method, if the client was opened before this process was forked.
+        ConfigurationError: the collection belongs to an `AsyncMongoClient`. Each method also raises it if a transaction
+            of another client of the same cluster is open here.
+        ForkedClientError: raised by each method if the client was opened before this process was forked.
     """
 
     def __init__(
@@ -144,11 +144,11 @@ class FencedCollection:
         **options: Unpack[UpdateOptions],
     ) -> UpdateResult:
         """
-        Update one document, as `Collection.update_one`.
+        Update one document, like `Collection.update_one`.
 
         Raises:
-            StaleFencingTokenError: the target is stamped newer.
-            OutdatedChangeError: another partition has written there for a later change of the same document.
+            StaleFencingTokenError: a newer execution has written to the document.
+            OutdatedChangeError: another partition has written to it for a later change of the same document.
             ConfigurationError: an upsert without equality on `_id`, or an update of ``_fence``.
         """
         session, *given = _split(options)
@@ -165,10 +165,10 @@ class FencedCollection:
         **options: Unpack[ReplaceOptions],
     ) -> UpdateResult:
         """
-        Replace all but the stamps and what is pending, as `Collection.replace_one`. Errors as in `update_one`.
+        Replace one document, like `Collection.replace_one`. Stamps and pending entries stay. Errors as in `update_one`.
 
         Raises:
-            OutboxRefusedError: the document carries tasks: `bulk_write` of a `ReplaceOne` with its tasks adds them.
+            OutboxRefusedError: the replacement has tasks. Add them by `bulk_write` of a `ReplaceOne` with its tasks.
         """
         session, *given = _split(options)
         write = self._updating(self._replacing(replacement), *given)
@@ -186,7 +186,7 @@ class FencedCollection:
         session: ClientSession | None = None,
         **options: Any,
     ) -> Any:
-        """Update and return one document, as `Collection.find_one_and_update`. Errors as in `update_one`."""
+        """Update and return one document, like `Collection.find_one_and_update`. Errors as in `update_one`."""
         given = _drop_missing(projection=projection, return_document=return_document, **options)
         body = _changing(update)
         write = FencedFindAndUpdate(body, given, kept=self._pending.list_kept_fields(body))
@@ -194,15 +194,15 @@ class FencedCollection:
 
     def delete_one(self, filter: Query, **options: Unpack[DeleteOptions]) -> DeleteResult:  # noqa: A002
         """
-        Delete one document, as `Collection.delete_one`, and leave a tombstone (see `tombstones`).
+        Delete one document, like `Collection.delete_one`, and store a tombstone (see `tombstones`).
 
-        A delete by `_id` leaves one even if there is no document: that it is gone is this execution's
-        outcome. What an outbox has pending in the document is delivered first.
+        A delete by `_id` stores a tombstone even if the document does not exist, so that an older execution cannot
+        create it again. Pending entries of an outbox in the document are delivered first.
 
         Raises:
-            StaleFencingTokenError: the target, or its tombstone, is stamped newer.
+            StaleFencingTokenError: a newer execution has written to the document or deleted it.
             OutdatedChangeError: as in `update_one`.
-            OutboxRefusedError: what is pending cannot be delivered now. Inside a transaction nothing is.
+            OutboxRefusedError: pending entries cannot be delivered now. Inside a transaction they never can.
         """
         session, statement, command = _split(options)
         session, given, deleted = self._session(session), {**statement, **command}, 0
@@ -221,18 +221,17 @@ class FencedCollection:
         **options: Unpack[UpdateOptions],
     ) -> UpdateResult:
         """
-        Update many documents, each behind its own guard, as `Collection.update_many`.
+        Update many documents, like `Collection.update_many`. The fencing token of each is checked.
 
-        If one is stamped newer the error comes after its batch: the admitted ones of it are updated. Errors
-        as in `update_one`.
+        If a newer execution has written to one of them, its batch is written without it, then the error is raised.
+        Errors as in `update_one`.
         """
         session, *given = _split(options)
         write = self._updating(_changing(update), *given)
         if upsert or _find_target(filter, write.options) is not None:
             return self._write(write, filter, upsert, None, session) or make_result(0, 0)
         session = self._session(session)
-        # By `_id`, which no update changes: a document that the update moves in another
-        # index would be met, and changed, twice.
+        # By `_id`, which no update changes: a document that the update moves in another index would be changed twice.
         found = self._find(filter, {"_id": 1}, {**write.options, **write.command}, session)
 
         def make_step(target: Target) -> BulkStep:
@@ -254,16 +253,16 @@ class FencedCollection:
         let: Mapping[str, Any] | None = None,
     ) -> BulkWriteResult:
         """
-        Do many writes, as `Collection.bulk_write`. Each document is judged by its own stamp.
+        Make many writes, like `Collection.bulk_write`. The fencing token of each document is checked.
 
-        `InsertOne` and `DeleteMany` are refused: use ``ReplaceOne(..., upsert=True)`` and `DeleteOne`.
+        `InsertOne` and `DeleteMany` are refused. Use ``ReplaceOne(..., upsert=True)`` and `DeleteOne`.
 
         Raises:
-            StaleFencingTokenError: a document, or its tombstone, is stamped newer. Later requests are not
-                tried.
+            StaleFencingTokenError: a newer execution has written to a document or deleted it. Later requests are
+                not tried.
             OutdatedChangeError, OutboxRefusedError: as in the single operations. Later requests are not tried.
-            BulkWriteError: writes failed. Indexes are those of `requests`.
-            ConfigurationError: as in `update_one`, before anything is written.
+            BulkWriteError: writes failed. Indexes refer to `requests`.
+            ConfigurationError: as in `update_one`. Nothing was written.
         """
         session = self._session(session)
         command = _drop_missing(bypass_document_validation=bypass_document_validation, comment=comment, let=let)
@@ -273,7 +272,7 @@ class FencedCollection:
     def _make_step(
         self, place: int, request: Any, command: Mapping[str, Any], session: ClientSession | None
     ) -> BulkStep:
-        """A request as an item of a batch, or as something to be run in its place."""
+        """Return the step for a request: one that can join a batch, or one that runs alone."""
         facts = BulkRequest.of(request)
         if isinstance(request, UpdateMany):
             many = {**facts.options, **command, "session": session, "upsert": facts.upsert}
@@ -330,10 +329,10 @@ class FencedCollection:
         self, wanted: Query, sort: Any, options: Mapping[str, Any], session: ClientSession | None
     ) -> Iterator[Target]:
         """
-        Give the document that a write by `wanted` and `sort` would choose, stale or not.
+        Yield the documents that a write by `wanted` and `sort` would choose, stale or not.
 
-        With the guard in the filter instead, a stale call would skip the guarded document and hit the next. If it has
-        left the filter before it is written, the next one is chosen, as MongoDB would.
+        If the filter contained the guard, a stale call would skip the guarded document and write to the next one. If
+        the document no longer matches when it is written, the next one is chosen, as in MongoDB.
         """
         for _ in range(CHOICES):
             document = next(self._find(wanted, sort, options, session).limit(1), None)
@@ -347,9 +346,9 @@ class FencedCollection:
         return self._documents.collection.find(wanted, {"_id": 1}, sort=order, session=session, **chosen)
 
     def _session(self, given: ClientSession | None) -> ClientSession | None:
-        """Return the session to write with: the given one, or that of the transaction that is open here."""
+        """Return the session for writes: the given one, or that of the open transaction."""
         client = self._documents.collection.database.client
-        # PyMongo only warns: a child that uses the parent's sockets reads another's answers.
+        # PyMongo only warns: a child that uses the parent's sockets reads the answers to others.
         topology = getattr(client, "_topology", None)
         if getattr(topology, "_pid", None) not in (None, os.getpid()):
             raise ForkedClientError(namespace=self._documents.collection.full_name)
@@ -357,7 +356,7 @@ class FencedCollection:
 
 
 def _find_target(wanted: Mapping[str, Any], options: Mapping[str, Any]) -> Target | None:
-    """The document that a filter names by `_id`. A collation may mean another one than it says, so none then."""
+    """Return the document that a filter names by `_id`. None under a collation, which may match another document."""
     return None if "collation" in options else parse_target(wanted)
 
 
@@ -370,7 +369,7 @@ def _drop_missing(**arguments: Any) -> dict[str, Any]:
 
 
 def _split(options: Mapping[str, Any]) -> tuple[ClientSession | None, dict[str, Any], dict[str, Any]]:
-    """Return the session, and the arguments of the statement and those of the whole command."""
+    """Return the session, the arguments of the statement, and those of the whole command."""
     given = _drop_missing(**options)
     session = given.pop("session", None)
     return session, {name: given.pop(name) for name in _OF_STATEMENT & given.keys()}, given

@@ -1,18 +1,18 @@
 """
-Guarded writes to single documents that are known by `_id`: the only place that decides what a miss means.
+Guarded writes to single documents by `_id`. Only this module decides the meaning of a miss.
 
-A guarded write that matches nothing is never taken for success. In this order:
+A guarded write without a match is never taken for success. Reasons, in this order:
 
-1. the document's stamp is newer: `StaleFencingTokenError`;
-2. there is no document, but its tombstone is newer: the same;
-3. there is no document: an upsert creates it (see `tombstones` for how), anything else leaves it to the user;
-4. the stamp admits me: the user's other conditions do not match, or a rival changed the generation between
-   the two statements of an operator update. With conditions the write is tried once more, then it is the
-   user's matter. By `_id` alone it must match in the end, so it is tried up to `ATTEMPTS` times.
+1. the document's stamp is newer: `StaleFencingTokenError`
+2. there is no document, but its tombstone is newer: the same error
+3. there is no document: an upsert creates it (see `tombstones`), other writes leave it to the user
+4. the stamp admits the write: the user's other conditions do not match, or a rival changed the partitioning between the
+   two statements of an operator update. With conditions, the write is tried once more, then the user handles it. By
+   `_id` alone it must match eventually, so it is tried up to `ATTEMPTS` times.
 
-An upsert's E11000 on `_id` means that the document came into being meanwhile or does not match the user's
-conditions. The stamp judges, for a newer execution may have made it. Otherwise as in 4 (executions with equal
-tokens race, too, and rivals may delete and create in turns). On another index it is the user's error at once.
+An upsert's E11000 on `_id` means that the document was created meanwhile, or does not match the user's conditions. The
+stamp decides, because a newer execution may have created it. Otherwise case 4 applies: executions with equal tokens
+also race, and rivals may delete and create in turn. On another index it is the user's error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mongo_celery.mongo.verdicts import is_duplicate_id
 from mongo_celery.mongo.writes import Body, Replacement, Target, single_error
 
 ATTEMPTS = 10
-"""Most attempts of one write. Each one that misses means that a rival's write went through meanwhile."""
+"""Most attempts of one write. Each miss means that a rival's write succeeded meanwhile."""
 
 T = TypeVar("T")
 
@@ -44,13 +44,13 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class FencedUpdate:
     """
-    `update_one` and `replace_one`. Both statements of an operator update travel in one command.
+    `update_one` and `replace_one`. One command contains both statements of an operator update.
 
     Args:
-        body: what the user wants done.
+        body: the user's update.
         options: arguments of a statement (hint, array filters, collation).
-        command: arguments of the whole command (let, comment, bypass_document_validation).
-        kept: fields of outboxes, which a write that drops fields leaves as they are.
+        command: arguments of the command as a whole (let, comment, bypass_document_validation).
+        kept: fields of outboxes. A write that drops fields leaves these unchanged.
     """
 
     body: Body
@@ -59,26 +59,26 @@ class FencedUpdate:
     kept: Sequence[str] = ()
 
     def statements(self, fence: Fence, target: Target) -> list[UpdateOne]:
-        """The guarded statements, of which at most one matches."""
+        """Return the guarded statements. At most one matches."""
         return [
             UpdateOne(target.where(guard), self.body.build_update(stamp, kept=self.kept), **self.options)
             for guard, stamp in fence.list_guards(self.body)
         ]
 
     def insertion(self, target: Target, stamps: Stamps) -> UpdateOne | ReplaceOne[Any]:
-        """The statement that creates the document."""
+        """Return the statement that creates the document."""
         kind = ReplaceOne if isinstance(self.body, Replacement) else UpdateOne
         return kind(
             target.insert_only_filter(), self.body.insertion({FIELD: dict(stamps)}), upsert=True, **self.options
         )
 
     def attempt(self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None) -> Any:
-        """Write to the document if it is there and the guard holds. Return None if nothing matched."""
+        """Write to the document if it exists and the guard matches. Return None if nothing matched."""
         result = self._write_all(into, self.statements(fence, target), session)
         return make_result(result.matched_count, result.modified_count) if result.matched_count else None
 
     def insert(self, into: Collection[Any], creations: Sequence[Creation], session: ClientSession | None) -> list[Any]:
-        """Create documents with their stamps. E11000 on `_id` if one is there."""
+        """Create documents with their stamps. E11000 on `_id` if one exists."""
         statements = [write.insertion(target, stamps) for write, target, stamps in creations]
         upserted = self._write_all(into, statements, session).upserted_ids or {}
         return [make_result(1, 0, upserted=upserted[place]) for place in range(len(creations))]
@@ -86,7 +86,7 @@ class FencedUpdate:
     def _write_all(
         self, into: Collection[Any], statements: Sequence[UpdateOne | ReplaceOne[Any]], session: ClientSession | None
     ) -> BulkWriteResult:
-        """Do statements in one command. An error is that of a single write."""
+        """Run statements in one command. An error is that of a single write."""
         try:
             return into.bulk_write(statements, session=session, **self.command)
         except BulkWriteError as error:
@@ -95,10 +95,10 @@ class FencedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class FencedFindAndUpdate(FencedUpdate):
-    """`find_one_and_update`. An operator update may need its second statement, which is a second command."""
+    """`find_one_and_update`. An operator update may need a second statement, which is a second command."""
 
     def attempt(self, into: Collection[Any], fence: Fence, target: Target, session: ClientSession | None) -> Any:
-        """See `FencedUpdate`."""
+        """Attempt the write, as in `FencedUpdate`."""
         for guard, stamp in fence.list_guards(self.body):
             update = self.body.build_update(stamp, kept=self.kept)
             found = into.find_one_and_update(target.where(guard), update, session=session, **self.options)
@@ -107,7 +107,7 @@ class FencedFindAndUpdate(FencedUpdate):
         return None
 
     def insert(self, into: Collection[Any], creations: Sequence[Creation], session: ClientSession | None) -> list[Any]:
-        """See `FencedUpdate`; of one document."""
+        """Create one document, as in `FencedUpdate`."""
         [(_, target, stamps)] = creations
         body = self.body.insertion({FIELD: dict(stamps)})
         where = target.insert_only_filter()
@@ -119,13 +119,13 @@ Creation = tuple[FencedUpdate, Target, Stamps]
 
 class Documents:
     """
-    The documents of one collection, behind one fence.
+    The documents of one collection under one fence.
 
     Args:
-        collection: the target. Written with majority and read from the primary, whatever it says itself.
-        fence: the execution's right.
-        pending: what outboxes keep in the documents.
-        origin_of: gives the change that a write to a document is for, where the execution has several.
+        collection: the target. Written with majority and read from the primary, whatever its settings.
+        fence: the execution's right to write.
+        pending: the outbox entries in the documents.
+        origin_of: returns the change that a document is written for, if the execution has several.
     """
 
     def __init__(
@@ -144,14 +144,14 @@ class Documents:
         self._origin_of = origin_of
 
     def make_fence(self, document_id: Any, body: Body | None = None) -> Fence:
-        """The right to write to one document. To delete it, without a body."""
+        """Return the right to write to one document, or without a body to delete it."""
         origin = self.fence.origin if self._origin_of is None else self._origin_of(document_id)
         if body is not None and not body.overwrites:
             origin = None
         return self.fence if origin is self.fence.origin else replace(self.fence, origin=origin)
 
     def write(self, write: FencedUpdate, target: Target, *, upsert: bool, session: ClientSession | None) -> Any:
-        """Do `write` and return its result, None if nothing matched. Or raise because the target is stamped newer."""
+        """Do `write` and return its result, or None if nothing matched. Raise if the target's stamp is newer."""
         duplicate: DuplicateKeyError | None = None
         fence, is_inside = self.make_fence(target.id, write.body), session is not None and session.in_transaction
         for attempt in range(ATTEMPTS):
@@ -165,7 +165,7 @@ class Documents:
                     if not is_duplicate_id(error):
                         raise
                     duplicate = error
-                # E11000 ends a user's transaction in the server: nothing can be read or tried there again.
+                # E11000 ends a user's transaction on the server: no read or retry is possible there.
                 self.check_existing(target.id, fence, None if is_inside else session)
                 if is_inside:
                     break
@@ -182,7 +182,7 @@ class Documents:
         Return True if the document exists.
 
         Raises:
-            StaleFencingTokenError, OutdatedChangeError: it, or its tombstone, is stamped newer.
+            StaleFencingTokenError, OutdatedChangeError: the document or its tombstone has a newer stamp.
         """
         [stamps] = read_stamps(self.collection, [document_id], session, bare={})
         exists = stamps is not None
@@ -196,11 +196,11 @@ class Documents:
         fence.demand(stamps, namespace=self.collection.full_name, document_id=document_id)
 
     def create(self, wanted: Sequence[tuple[FencedUpdate, Target]], session: ClientSession | None) -> list[Any]:
-        """Create documents with what their tombstones remember, all or none. Or raise because one is newer."""
+        """Create documents with the stamps of their tombstones, all or none. Raise if one is newer."""
         tombstones, ids = self.tombstones, [target.id for _, target in wanted]
         fences = [self.make_fence(target.id, write.body) for write, target in wanted]
         if session is not None and session.in_transaction and any(fence.origin for fence in fences):
-            # Before E11000 ends the transaction: a handler may pass over an older change.
+            # Check before E11000 ends the transaction: a handler may pass over an older change.
             for found in zip(ids, fences, read_stamps(self.collection, ids, session, bare={}), strict=True):
                 self.require_fresh(*found)
 
@@ -217,10 +217,10 @@ class Documents:
 
     def delete(self, target: Target, session: ClientSession | None, **options: Any) -> int:
         """
-        Delete the document, leave a tombstone even if there was none, and return how many were deleted.
+        Delete the document and leave a tombstone, even if there was none. Return the number of deleted documents.
 
         Raises:
-            OutboxRefusedError: what is pending in it cannot be delivered first.
+            OutboxRefusedError: its pending entries cannot be delivered first.
         """
         for _ in range(ATTEMPTS):
             count = self._delete(target, session, options)
@@ -241,7 +241,7 @@ class Documents:
             else:
                 [current] = read_stamps(self.collection, [target.id], inside, bare={})
                 self.require_fresh(target.id, fence, current)
-            # Admitted, yet not matched: the user's own conditions, or something is pending; what was buried stays so.
+            # Admitted but not matched: the user's conditions, or a pending entry. The tombstone stays.
             is_kept = removed is None and current is not None
             left = buried if is_kept else fence.stamp(merge(buried, current))
             tombstones.settle_slots([(target.id, left)], inside)
@@ -250,7 +250,10 @@ class Documents:
         return self._atomically(body, session)
 
     def delete_all(self, ids: Sequence[Any], session: ClientSession | None) -> int:
-        """Delete several documents in one transaction, all or none, with tombstones. How many there were."""
+        """
+        Delete several documents in one transaction, all or none, with tombstones. Return the number of
+        deleted ones.
+        """
         tombstones = self.tombstones
         fences = [self.make_fence(document_id) for document_id in ids]
 
@@ -270,7 +273,7 @@ class Documents:
         return self._atomically(body, session)
 
     def _atomically(self, body: Callable[[ClientSession], T], session: ClientSession | None) -> T:
-        """Run a body in a transaction of its own, or in the one that is open."""
+        """Run a body in a new transaction, or in the open one."""
         self.tombstones.prepare()
         if session is not None and session.in_transaction:
             return body(session)
@@ -281,5 +284,5 @@ class Documents:
 
 
 def make_result(matched: int, modified: int, **upserted: Any) -> UpdateResult:
-    """PyMongo's result of an update."""
+    """Return PyMongo's result of an update."""
     return UpdateResult({"n": matched, "nModified": modified, "ok": 1.0, **upserted}, acknowledged=True)

@@ -1,32 +1,31 @@
 """
-The fencing token as targets see it: the guard that refuses older ones, the stamp that remembers mine.
+The fencing token in targets: the guard refuses older tokens, and the stamp stores this one.
 
 A target carries one stamp per subscription, under one field::
 
     _fence: {"shop/summarise": {g: 3, p: {"0": 812, "7": 990}, l: {i: 7, t: 990, d: 4711, o: ...}}}
              subscription key   |     |                         '- where the last write came from
                                 |     '- newest token seen from each partition
-                                '- generation of the partition layout
+                                '- term of the partitioning
 
 Invariants, for one target and one key:
 
-F1. A write is admitted if the stamp's ``g`` is older than mine, or equal with ``p.<mine>`` missing or not
-    larger than my token (P3). Equal passes: the second write of one handler carries the token of the first.
-F2. An admitted write leaves ``g`` and every ``p`` of that generation not smaller than it found them (P4).
-F3. Tokens of different partitions are never compared: each has its slot. Tokens of an older generation are
-    dropped with it, since its indexes name other partitions.
-F4. Stamps of other keys are kept, whatever the write does to the rest of the target.
-F5. Where changes of one document may be in several partitions, ``l`` says where the last overwriting write came from:
-    partition, token, document and place in the stream. A write that overwrites is refused where that was another
-    partition, and a later change of the same document. Tokens from before a rewind of mine do not count: what they
-    stand for comes once more.
+F1. A write is admitted if the stamp's ``g`` is older than mine, or equal with ``p.<mine>`` missing or not larger than
+    my token (P3). Equal tokens pass: all writes of one handler carry the same token.
+F2. An admitted write never lowers ``g``, or any ``p`` of that term (P4).
+F3. Tokens of different partitions are never compared: each has its slot. A newer term drops the tokens of an older one,
+    because its indexes name other partitions.
+F4. Every write keeps the stamps of other keys, even if it replaces the rest of the target.
+F5. If changes of one document may be in several partitions, ``l`` describes the last overwriting write: partition,
+    token, document and place in the stream. An overwriting write is refused if ``l`` names another partition and a
+    later change of the same document. Tokens from before a rewind of mine do not count, because their changes come
+    again.
 
-Why an operator update becomes two statements: its operators cannot look at the stored ``g``, so one statement
-serves an equal generation (sets one slot) and one serves an older or no stamp (replaces the map). After the
-first has matched, the second cannot. Pipelines and replacements are one statement, for an expression can
-look.
+An operator update becomes two statements, because its operators cannot read the stored ``g``. One statement serves an
+equal term (sets one slot), the other an older or missing stamp (replaces the map). After the first matches, the second
+cannot. Pipelines and replacements need one statement, because an expression can read ``g``.
 
-Pure: no client, no threads. Users' values never become expressions: they travel in ``$literal``.
+Pure: no client, no threads. Users' values never become expressions: ``$literal`` contains them.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ from mongo_celery.errors import ConfigurationError, OutdatedChangeError, StaleFe
 from mongo_celery.mongo.writes import Addition, Body, Operators
 
 FIELD = "_fence"
-"""The field of a target that holds the stamps; users' updates may not touch it."""
+"""The field of a target that holds the stamps. Users' updates must not touch it."""
 
 TOKEN_MAX = 2**63 - 1
-"""Tokens and generations are signed 64-bit numbers in every store."""
+"""Tokens and terms are signed 64-bit numbers in every store."""
 
 HAND_MADE_TOKEN = -1
-"""What a change that was built by hand has for a token: smaller than all there are, and no fence takes it."""
+"""The token of a manually built change: smaller than all others, and no fence accepts it."""
 
 HAND_MADE = (
     "A change that was built by hand has no fence that compares with those of live changes: deliver documents that "
     "exist by `celery -A APP changes snapshot start HANDLER`; a unit test gives a fence, Change.build(..., "
     "fence=Fence(...))."
 )
-"""Why a change that was built by hand writes nothing fenced, and what to do."""
+"""Why a manually built change writes nothing fenced, and the fix."""
 
 _KEY = re.compile(r"[^.$\x00/][^.$\x00/]*/[^.$\x00/]+")
 
@@ -61,11 +60,11 @@ _KEY = re.compile(r"[^.$\x00/][^.$\x00/]*/[^.$\x00/]+")
 @dataclass(frozen=True, slots=True)
 class Origin:
     """
-    The change that a write is for, as changes of its document in other partitions compare with it (F5).
+    The change that caused a write, in a form that other partitions can compare (F5).
 
     Attributes:
         document: stable hash of the changed document, from 0 to 2^63 - 1.
-        place: in the stream. Bytes, as many for each change, which compare in its order.
+        place: in the stream. Bytes of fixed length that sort in stream order.
         since: earlier tokens do not count.
     """
 
@@ -77,21 +76,21 @@ class Origin:
 @dataclass(frozen=True, slots=True)
 class Fence:
     """
-    The right of one execution to write, as an older or newer one of the same partition compares with it.
+    The right of one execution to write. It compares with older and newer executions of the same partition.
 
     Args:
         key: ``"<bridge>/<subscription>"``, without ``.`` and ``$``, since it names a field.
-        generation: the partition layout's number, from 0.
+        partitioning: the term in which the partitioning took effect, from 0.
         index: the partition's index, from 0.
         token: the claim's fencing token, from 0 to 2^63 - 1.
-        origin: the change, where others of its document may be in other partitions.
+        origin: the change, if other changes of its document may be in other partitions.
 
     Raises:
-        ConfigurationError: a part is out of its range, or the token is that of a change built by hand.
+        ConfigurationError: a part is out of range, or the token comes from `build`.
     """
 
     key: str
-    generation: int
+    partitioning: int
     index: int
     token: int
     origin: Origin | None = None
@@ -104,7 +103,7 @@ class Fence:
             )
         if self.token == HAND_MADE_TOKEN:
             raise ConfigurationError(HAND_MADE, fence=self)
-        for name in ("generation", "index", "token"):
+        for name in ("partitioning", "index", "token"):
             if not 0 <= getattr(self, name) <= TOKEN_MAX:
                 raise ConfigurationError(f"A fence's {name} lies between 0 and 2^63 - 1.", fence=self)
 
@@ -115,24 +114,24 @@ class Fence:
 
     def admits(self, stamps: Mapping[str, Any] | None) -> bool:
         """
-        Return True if a target that carries `stamps` (the value of ``_fence``, or None) may be written (F1, F5).
+        Return True if this execution may write to a target with `stamps` (the value of ``_fence``, or None) (F1, F5).
 
-        The same verdict as `guard` gives in the server: use it with a store that can check and write in one
+        `guard` gives the same answer in the server. Use `admits` with a store that can check and write in one
         transaction.
         """
         return not self._is_stale(stamps) and not self._is_outdated(stamps)
 
     def _is_stale(self, stamps: Mapping[str, Any] | None) -> bool:
         entry = (stamps or {}).get(self.key)
-        generation = entry.get("g") if isinstance(entry, Mapping) else None
-        if not isinstance(generation, int) or generation != self.generation:
-            return isinstance(generation, int) and generation > self.generation
+        partitioning = entry.get("g") if isinstance(entry, Mapping) else None
+        if not isinstance(partitioning, int) or partitioning != self.partitioning:
+            return isinstance(partitioning, int) and partitioning > self.partitioning
         seen = _slots(entry).get(str(self.index))
         return isinstance(seen, int) and seen > self.token
 
     def _is_outdated(self, stamps: Mapping[str, Any] | None) -> bool:
         entry = (stamps or {}).get(self.key)
-        last = entry.get("l") if isinstance(entry, Mapping) and entry.get("g") == self.generation else None
+        last = entry.get("l") if isinstance(entry, Mapping) and entry.get("g") == self.partitioning else None
         if self.origin is None or not isinstance(last, Mapping):
             return False
         is_other = last["i"] != self.index and last["t"] >= self.origin.since
@@ -140,25 +139,24 @@ class Fence:
 
     def stamp(self, stamps: Mapping[str, Any] | None) -> dict[str, Any]:
         """
-        The value of ``_fence`` after this execution's write to a target that carried `stamps` (F2-F5).
+        Return the value of ``_fence`` after this execution's write to a target with `stamps` (F2-F5).
 
         Raises:
-            StaleFencingTokenError, OutdatedChangeError: `stamps` are newer. Stamping over them would take the fence
-                back.
+            StaleFencingTokenError, OutdatedChangeError: `stamps` are newer. The new stamp would move the fence back.
         """
         self.demand(stamps)
         entry: Any = (stamps or {}).get(self.key)
-        known = entry if isinstance(entry, Mapping) and entry.get("g") == self.generation else {}
+        known = entry if isinstance(entry, Mapping) and entry.get("g") == self.partitioning else {}
         slots = {"p": {**_slots(known), str(self.index): self.token}}
-        return {**(stamps or {}), self.key: {**known, "g": self.generation, **slots, **self._last()}}
+        return {**(stamps or {}), self.key: {**known, "g": self.partitioning, **slots, **self._last()}}
 
     def demand(self, stamps: Mapping[str, Any] | None, **facts: Any) -> None:
         """
-        Refuse to write to a target that carries newer stamps.
+        Refuse to write to a target with newer stamps.
 
         Args:
             stamps: the value of ``_fence``, or None.
-            facts: become attributes of the error.
+            facts: attributes for the error.
 
         Raises:
             StaleFencingTokenError: a newer execution of this partition has written.
@@ -167,30 +165,30 @@ class Fence:
         if self._is_stale(stamps):
             raise self.stale(**facts)
         if self._is_outdated(stamps):
-            raise OutdatedChangeError(key=self.key, generation=self.generation, index=self.index, **facts)
+            raise OutdatedChangeError(key=self.key, partitioning=self.partitioning, index=self.index, **facts)
 
     def _last(self) -> dict[str, Any]:
-        """The part of the stamp that says where this write comes from."""
+        """Return the part of the stamp that names the origin of this write."""
         origin = self.origin
         if origin is None:
             return {}
         return {"l": {"i": self.index, "t": self.token, "d": origin.document, "o": origin.place}}
 
     def has_token(self, stamps: Mapping[str, Any] | None) -> bool:
-        """Return True if `stamps` hold exactly my token in my slot."""
+        """Return True if `stamps` have exactly this token for this handler."""
         entry = (stamps or {}).get(self.key)
-        if not isinstance(entry, Mapping) or entry.get("g") != self.generation:
+        if not isinstance(entry, Mapping) or entry.get("g") != self.partitioning:
             return False
         return bool(_slots(entry).get(str(self.index)) == self.token)
 
     def guard(self) -> dict[str, Any]:
-        """The filter that MongoDB matches exactly where `admits` holds. It seeds no field of an upsert."""
+        """Return the MongoDB filter that matches exactly if `admits` is true. It adds no field to an upsert."""
         return {"$or": [self._guard_same(), self._guard_older()]}
 
     def _guard_same(self) -> dict[str, Any]:
-        """The part of the guard for a stamp of my own generation."""
+        """Return the part of the guard for a stamp of my term."""
         guard: dict[str, Any] = {
-            f"{self.path}.g": self.generation,
+            f"{self.path}.g": self.partitioning,
             f"{self.path}.p.{self.index}": {"$not": {"$gt": self.token}},
         }
         if self.origin is not None:
@@ -201,20 +199,20 @@ class Fence:
         return guard
 
     def _guard_older(self) -> dict[str, Any]:
-        """The part of the guard for an older stamp, or none: `$lt` would not match a missing field."""
-        return {f"{self.path}.g": {"$not": {"$gte": self.generation}}}
+        """Return the part of the guard for an older or missing stamp: `$lt` would not match a missing field."""
+        return {f"{self.path}.g": {"$not": {"$gte": self.partitioning}}}
 
     def expression(self) -> dict[str, Any]:
-        """The new value of ``_fence`` as an aggregation expression over the stored document (F2-F5)."""
+        """Return the new value of ``_fence`` as an aggregation expression over the stored document (F2-F5)."""
         mine = {str(self.index): {"$literal": self.token}}
         slots = {"p": {"$mergeObjects": [f"${self.path}.p", mine]}}
         merged = {"$mergeObjects": [f"${self.path}", slots, {"$literal": self._last()}]}
-        same = {"$eq": [f"${self.path}.g", {"$literal": self.generation}]}
+        same = {"$eq": [f"${self.path}.g", {"$literal": self.partitioning}]}
         entry = {"$cond": [same, merged, {"$literal": self._fresh()}]}
         return {"$mergeObjects": [f"${FIELD}", {self.key: entry}]}
 
     def list_guards(self, body: Body) -> list[tuple[dict[str, Any], Addition]]:
-        """Pairs of guard and stamp, to be tried in order. At most one matches."""
+        """Return pairs of guard and stamp, to try in order. At most one matches."""
         if not isinstance(body, Operators):
             return [(self.guard(), Addition(FIELD, {}, self.expression()))]
         slot = {f"{self.path}.p.{self.index}": self.token}
@@ -226,18 +224,18 @@ class Fence:
         ]
 
     def _fresh(self) -> dict[str, Any]:
-        """The stamp in a target that has none of this generation."""
-        return {"g": self.generation, "p": {str(self.index): self.token}, **self._last()}
+        """Return the stamp for a target without a stamp of this term."""
+        return {"g": self.partitioning, "p": {str(self.index): self.token}, **self._last()}
 
     def stale(self, **facts: Any) -> StaleFencingTokenError:
-        """The error for a target that has been stamped newer."""
+        """Return the error for a target with a newer stamp."""
         return StaleFencingTokenError(
-            key=self.key, generation=self.generation, index=self.index, token=self.token, **facts
+            key=self.key, partitioning=self.partitioning, index=self.index, token=self.token, **facts
         )
 
 
 def merge(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The newest of two values of ``_fence``: the larger generation of each key, its later place, its larger tokens."""
+    """Return the newest of two ``_fence`` values: for each key the larger term, the later place, the larger tokens."""
     merged = dict(first or {})
     for key, entry in (second or {}).items():
         other = merged.get(key)
@@ -262,7 +260,7 @@ def _slots(entry: Any) -> Mapping[str, Any]:
 
 def refuse_stamps(body: Body) -> Body:
     """
-    The same body, as far as the user leaves the stamps alone.
+    Return the body unchanged if it does not write to the stamps.
 
     Raises:
         ConfigurationError: it writes to ``_fence``.
@@ -270,7 +268,7 @@ def refuse_stamps(body: Body) -> Body:
     named = body.find_name(FIELD)
     if named is not None:
         raise ConfigurationError(
-            f"{named!r} belongs to the fence and is kept by it: leave it out of what you write.",
+            f"{named!r} belongs to the fence, which maintains it. Do not write it.",
             field=named,
         )
     return body

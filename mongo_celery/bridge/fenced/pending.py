@@ -1,4 +1,4 @@
-"""Pending outbox entries in the documents of a fenced collection: kept, or delivered before a delete."""
+"""Pending outbox entries in the documents of a fenced collection. They are kept, or delivered before a delete."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pymongo.collection import Collection
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.writes import Body, Operators, Target
+from mongo_celery.outbox.pending import COUNT, FIELD
 
 if TYPE_CHECKING:
     from mongo_celery.outbox import Outbox
@@ -23,7 +24,7 @@ _HELD = "another relay holds them, or they wait to be tried again after a failur
 _BROKER = "the broker does not answer"
 _HELD_SECONDS = 5.0
 _PAUSES = Pauses(first=0.02, longest=0.5)
-"""Another relay is done with a document in a moment, as a rule."""
+"""Pauses between attempts. Another relay usually finishes with a document in a moment."""
 
 
 class PendingTasks:
@@ -32,7 +33,7 @@ class PendingTasks:
 
     Args:
         collection: the documents.
-        outboxes: returns the outboxes that keep entries in them. Asked when a write could take entries away.
+        outboxes: returns the outboxes that keep entries in them. Called when a write could remove entries.
     """
 
     def __init__(self, collection: Collection[Any], outboxes: Callable[[], Sequence[Outbox]]) -> None:
@@ -48,44 +49,43 @@ class PendingTasks:
 
     @property
     def none_pending(self) -> list[Mapping[str, Any]]:
-        """Conditions of a document in which nothing is pending."""
-        return [{outbox.field.count: {"$not": {"$gt": 0}}} for outbox in self._outboxes]
+        """Return the conditions of a document without pending entries."""
+        return [{COUNT: {"$not": {"$gt": 0}}} for _ in self._outboxes]
 
     def list_kept_fields(self, body: Body) -> Sequence[str]:
-        """Return the fields that a write must not drop. None where it cannot."""
-        return () if isinstance(body, Operators) else [outbox.field.name for outbox in self._outboxes]
+        """Return the fields that a write must keep. None if it cannot drop any."""
+        return () if isinstance(body, Operators) else [FIELD for _ in self._outboxes]
 
     def refuse_entries(self, replacement: Body) -> None:
         """
-        Refuse a new document that brings entries.
+        Refuse a new document that contains entries.
 
         Raises:
-            OutboxRefusedError: it does. The message names what adds them instead.
+            OutboxRefusedError: it contains entries. The message names the way to add them.
         """
-        for field in (outbox.field.name for outbox in self._outboxes):
-            if replacement.find_name(field) is not None:
-                raise OutboxRefusedError(
-                    f"{field} belongs to an outbox of {self._collection.full_name}: a replacement that brings it would "
-                    "drop what is pending there, so nothing was written. To replace a document and carry tasks, write "
-                    "bulk_write([outbox.with_tasks(ReplaceOne(filter, document, upsert=True), tasks)]).",
-                )
+        if self._outboxes and replacement.find_name(FIELD) is not None:
+            raise OutboxRefusedError(
+                f"{FIELD} belongs to an outbox of {self._collection.full_name}: a replacement that brings it would "
+                "drop what is pending there, so nothing was written. To replace a document and carry tasks, write "
+                "bulk_write([outbox.with_tasks(ReplaceOne(filter, document, upsert=True), tasks)]).",
+            )
 
     def deliver(self, target: Target, session: ClientSession | None) -> bool:
         """
-        Deliver what is pending in a document, and return True if there was anything.
+        Deliver the pending entries of a document, and return True if there were any.
 
         Raises:
-            OutboxRefusedError: it cannot be delivered now, and may be later. If the broker is away, its cause says so.
+            OutboxRefusedError: they cannot be delivered now. If the broker is away, that is the cause.
         """
         there = [self._deliver(outbox, target.where(), session) for outbox in self._outboxes]
         return any(there)
 
     def _deliver(self, outbox: Outbox, where: Mapping[str, Any], session: ClientSession | None) -> bool:
         deadline, attempts = time.monotonic() + _HELD_SECONDS, 0
-        while (document_id := self._waiting(outbox, where, session)) is not None:
+        while (document_id := self._waiting(where, session)) is not None:
             if session is not None and session.in_transaction:
                 raise self.make_refusal(document_id[0], _IN_TRANSACTION)
-            delivery = outbox.backing.deliver_now(document_id[0])
+            delivery = outbox.runtime.deliver_now(document_id[0])
             if delivery.broker_down:
                 raise self.make_refusal(document_id[0], _BROKER) from OperationalError(_BROKER)
             if delivery.error is not None or time.monotonic() > deadline:
@@ -97,18 +97,17 @@ class PendingTasks:
 
     def refuse_any(self, where: Mapping[str, Any], session: ClientSession) -> None:
         """
-        Refuse to delete documents while something is pending in one of them.
+        Refuse to delete documents if one of them has pending entries.
 
         Raises:
-            OutboxRefusedError: it is.
+            OutboxRefusedError: one of them has pending entries.
         """
-        for outbox in self._outboxes:
-            found = self._waiting(outbox, where, session)
-            if found is not None:
-                raise self.make_refusal(found[0], _IN_TRANSACTION)
+        found = self._waiting(where, session) if self._outboxes else None
+        if found is not None:
+            raise self.make_refusal(found[0], _IN_TRANSACTION)
 
     def make_refusal(self, document_id: Any, reason: str) -> OutboxRefusedError:
-        """Return the error of a delete that would take pending entries away."""
+        """Return the error of a delete that would remove pending entries."""
         return OutboxRefusedError(
             f"document {document_id!r} of {self._collection.full_name} has pending entries that could not be delivered "
             f"({reason}); it was not deleted. Try again when they are.",
@@ -116,8 +115,8 @@ class PendingTasks:
             retryable=True,
         )
 
-    def _waiting(self, outbox: Outbox, where: Mapping[str, Any], session: ClientSession | None) -> tuple[Any] | None:
-        """The `_id` of a document in which something is pending. In a tuple, since it may be null."""
-        pending = {**where, "$and": [*where.get("$and", ()), {outbox.field.count: {"$gt": 0}}]}
+    def _waiting(self, where: Mapping[str, Any], session: ClientSession | None) -> tuple[Any] | None:
+        """Return the `_id` of a document with pending entries. In a tuple, because it may be null."""
+        pending = {**where, "$and": [*where.get("$and", ()), {COUNT: {"$gt": 0}}]}
         found = self._collection.find_one(pending, {"_id": 1}, session=session)
         return None if found is None else (found["_id"],)

@@ -1,31 +1,27 @@
 """
-Tombstones: what a fenced delete leaves behind, so that an older execution cannot revive the document.
+Tombstones of fenced deletes. They stop an older execution from reviving the document.
 
-They live in the sibling collection ``<collection>.fence_tombstones``, one per deleted `_id`, with the
-stamps that the document had (of all keys) and the deleter's::
+They are in the sibling collection ``<collection>.fence_tombstones``, one per deleted `_id`, with all stamps of the
+document and the deleter's::
 
     {_id: <the target's _id>, _fence: {...}, expireAt: <server's time + ttl>, writes: <number>}
 
-Why a sibling. A stub in the target's own place would be atomic by itself, but every reader would see it, a
-unique index would take its missing field for a null (two deletes, E11000), and a validator would refuse it.
+Reason for a sibling: a stub in the target's place would be atomic, but every reader would see it, a unique index would
+take its missing field for a null (two deletes, E11000), and a validator would refuse it.
 
-Why transactions. Two documents cannot be checked and written at once without one. "Tombstone first, then
-delete" leaves the upsert's side open: it looks, finds none, and inserts after the delete. Reading the
-tombstone inside a transaction is not enough either: snapshots let the upsert commit on what it read (write
-skew). So:
+Reason for transactions: two documents cannot be checked and written atomically without one. "Tombstone first, then
+delete" leaves a gap for the upsert: it finds no tombstone, and inserts after the delete. Reading the tombstone in a
+transaction is not enough either: snapshots let the upsert commit on what it read (write skew). So:
 
-T1. Whoever creates or removes a target through a fence first *writes* the tombstone's slot in the same
-    transaction, even if none is there. Two such transactions on one `_id` therefore conflict, and one of
-    them starts again and sees what the other did.
-T2. A transaction settles the slot: a delete leaves the merged stamps, a creation moves them into the
-    document and removes the slot, so a tombstone exists only where no fenced document does.
-T3. So at every moment the newest stamps of an `_id` are in the document or in its tombstone, never only in
-    a client.
+T1. Every fenced create or delete first *writes* the tombstone's slot in the same transaction, even if there is no
+    tombstone. Two such transactions on one `_id` conflict, so one of them restarts and sees the other's result.
+T2. A transaction settles the slot. A delete leaves the merged stamps. A creation moves them into the document and
+    removes the slot. So a tombstone exists only if there is no fenced document.
+T3. So the newest stamps of an `_id` are always in the document or its tombstone, never only in a client.
 
-A crash at any point leaves a transaction that the server aborts: target, slot and stamps stay as they were.
-Until it does (`transactionLifetimeLimitSeconds`, 60 s), others that create or delete this one `_id` are
-refused by the server and try again.
-Updates and replacements of documents that exist need none of this: document and stamp are one.
+A crash at any point leaves a transaction that the server aborts: target, slot and stamps stay unchanged. Until then
+(`transactionLifetimeLimitSeconds`, 60 s) the server refuses other creates and deletes of this `_id`, which are tried
+again. Updates and replacements of existing documents need no transaction: the stamp is part of the document.
 """
 
 from __future__ import annotations
@@ -44,7 +40,7 @@ from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.table import create_indexes
 
 SUFFIX = ".fence_tombstones"
-"""A target's tombstones are in the collection of its name and this suffix; change streams leave it out."""
+"""Suffix of a target's tombstone collection. Change streams exclude these collections."""
 
 TTL_MS = 7 * 24 * 60 * 60 * 1000
 """How long a delete is remembered: far longer than any execution or queued message lives."""
@@ -56,10 +52,10 @@ Stamps = Mapping[str, Any]
 
 class Tombstones:
     """
-    The tombstones of one collection. Every method but `prepare` and `read` runs in the caller's transaction.
+    The tombstones of one collection. All methods except `prepare` and `read` run in the caller's transaction.
 
     Args:
-        target: the collection that they belong to, with its concerns.
+        target: the collection of the documents, with its concerns.
     """
 
     def __init__(self, target: Collection[Any]) -> None:
@@ -74,8 +70,8 @@ class Tombstones:
         """
         Create the TTL index, once per client and process.
 
-        Always before a transaction touches the collection: later, an index built outside of it
-        would wait for the lock that this very transaction holds.
+        Call it before a transaction touches the collection. Later, an index built outside the transaction would wait
+        for the transaction's own lock.
         """
         done = _prepared.setdefault(self._collection.database.client, set())
         if self._collection.full_name not in done:
@@ -83,7 +79,7 @@ class Tombstones:
             done.add(self._collection.full_name)
 
     def take_slots(self, ids: Sequence[Any], session: ClientSession) -> list[Stamps | None]:
-        """Write the slots of `ids` (T1) and return the stamps found there, None for no tombstone."""
+        """Write the slots of `ids` (T1) and return their stamps, or None for no tombstone."""
         touch = {"$inc": {"writes": 1}}
         if len(ids) == 1:
             found: Any = self._collection.find_one_and_update(
@@ -101,7 +97,7 @@ class Tombstones:
         return self.read(ids, session)
 
     def settle_slots(self, outcome: Sequence[tuple[Any, Stamps | None]], session: ClientSession) -> None:
-        """For each id: leave a tombstone with these stamps, or, where they are None, none (T2)."""
+        """For each id, leave a tombstone with these stamps. If they are None, leave none (T2)."""
         gone = [i for i, stamps in outcome if stamps is None]
         if gone:
             self._collection.delete_many({"_id": {"$in": gone}}, session=session)
@@ -110,7 +106,7 @@ class Tombstones:
             self._collection.bulk_write(kept, ordered=False, session=session)
 
     def read(self, ids: Sequence[Any], session: ClientSession | None) -> list[Stamps | None]:
-        """The stamps of `ids`, None for no tombstone."""
+        """Return the stamps of `ids`, or None for no tombstone."""
         if session is not None and session.in_transaction:
             self.prepare()
         return read_stamps(self._collection, ids, session)
@@ -127,7 +123,7 @@ def read_stamps(
     *,
     bare: Stamps | None = None,
 ) -> list[Stamps | None]:
-    """The ``_fence`` of each of `ids`: None where there is no document, `bare` where it has no stamp."""
+    """Return the ``_fence`` of each of `ids`: None if there is no document, `bare` if it has no stamp."""
     found = list(collection.find({"_id": {"$in": list(ids)}}, {FIELD: 1}, session=session))
     if len(ids) == 1:
         return [document.get(FIELD, bare) for document in found] or [None]
@@ -136,7 +132,7 @@ def read_stamps(
     stamps = {id_key(document["_id"], codec): document.get(FIELD, bare) for document in found}
     if stamps.keys() <= set(asked):
         return [stamps.get(key) for key in asked]
-    # The collection's collation holds equal what differs here, and only the server knows which of them.
+    # The collection's collation may treat different ids as equal, and only the server knows which.
     return [
         stamps[key] if key in stamps else read_stamps(collection, [i], session, bare=bare)[0]
         for i, key in zip(ids, asked, strict=True)

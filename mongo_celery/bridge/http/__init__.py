@@ -1,4 +1,4 @@
-"""Probes, metrics and a page beside the listeners of one process."""
+"""Probes, metrics and a status page beside the listeners of one process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 def make_http_service(address: str, app_argument: object = None, *, tried: bool = False) -> Beside:
     """
-    Return the HTTP service for `run_listeners` to run beside its listeners. Imports no server before this call.
+    Return the HTTP service for `run_listeners`. No server is imported before this call.
 
     Args:
         address: `[HOST:]PORT`.
-        app_argument: the value of `celery -A`, for the commands that are shown.
-        tried: take the address once, and give it back.
+        app_argument: the value of `celery -A`, for displayed commands.
+        tried: True to bind the address once and release it.
 
     Raises:
-        ConfigurationError: it is not an address, or `tried` and it cannot be served.
+        ConfigurationError: it is not an address, or it cannot be bound (with `tried`).
     """
     from mongo_celery.bridge.http.server import HttpServer, parse_address
     from mongo_celery.bridge.http.service import HttpService

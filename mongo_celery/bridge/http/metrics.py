@@ -1,9 +1,9 @@
 """
-Bridges as Prometheus metrics. They need the extra `metrics`.
+Prometheus metrics of bridges. They need the extra `metrics`.
 
-The help of each metric says what it is of. *State* is the same for all listeners of a bridge. *Leader* is what the
-leading listener has reported some seconds ago. *Process* is counted by this process since its start, while it leads.
-Labels are names of bridges and handlers, states and codes; never keys or texts.
+The help of each metric names its kind. *State* is the same for all listeners of a bridge. *Leader* is the leading
+listener's report from some seconds ago. *Process* counts since the start of this process, while it leads. Labels are
+names of bridges and handlers, states and codes, never keys or texts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from prometheus_client import ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from mongo_celery.bridge.http.recent import call_all
 from mongo_celery.bridge.listener.activity import BUCKETS, Activity
 from mongo_celery.bridge.operations.bridge_snapshot import PARTITION_STATES, BridgeSnapshot
 from mongo_celery.bridge.operations.judgement import CODES
 from mongo_celery.findings import SEVERITIES
+from mongo_celery.metrics import make_families
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.outbox.prometheus import OutboxCollector
 from mongo_celery.twophase.prometheus import TransactionCollector
@@ -53,7 +53,7 @@ GAUGES = {
     "listener_alive": ("Process: 1 if the loop of the listener works, as /healthz.", ""),
     "leading": ("Process: 1 if it leads.", ""),
 }
-"""Help and labels beside `bridge`."""
+"""Help, and labels in addition to `bridge`."""
 
 COUNTERS = {
     "takeovers": ("Process: how often it began to lead.", ""),
@@ -62,7 +62,7 @@ COUNTERS = {
     "dispatched": ("Process: changes in the runs that it sent, repetitions included.", "handler"),
     "dispatched_again": ("Process: changes in the runs that it sent again, since it saw nothing of them.", "handler"),
     "committed": ("Process: changes that positions passed: handled, skipped, or dead letters.", "handler"),
-    "retries": ("Process: attempts after which the handler asked for another.", "handler"),
+    "retries": ("Process: attempts that ended with a request for a retry.", "handler"),
     "crashes": ("Process: attempts that ended without a result.", "handler"),
     "waits": ("Process: attempts that met an outage of MongoDB or the broker.", "handler"),
     "stored": ("Process: changes that it stored, since their partition was blocked.", "handler"),
@@ -78,7 +78,7 @@ LATENCIES = {
 
 
 def read_others(app: Celery) -> list[Metric]:
-    """Read the metrics of the outboxes and transactions of an app. An outer `pymongo.timeout` does not cut them."""
+    """Read the metrics of an app's outboxes and transactions. An outer `pymongo.timeout` does not cut them short."""
     found = call_all([
         lambda: [*OutboxCollector(app, answer_seconds=ANSWER_SECONDS).collect()],
         lambda: [*TransactionCollector(app, answer_seconds=ANSWER_SECONDS).collect()],
@@ -92,12 +92,12 @@ def expose(
     others: Callable[[], Sequence[Metric]],
 ) -> bytes:
     """
-    Return the metrics of this process, and of the bridges, outboxes and transactions of its app, in Prometheus' format.
+    Return the metrics of this process, and of its app's bridges, outboxes and transactions, in Prometheus format.
 
     Args:
         activities: of the listeners of this process.
-        read: return the snapshots of their bridges, in the same order, within a bounded time.
-        others: return the metrics of outboxes and transactions.
+        read: returns the snapshots of their bridges, in the same order, within a limited time.
+        others: returns the metrics of outboxes and transactions.
     """
     found = call_all([
         ProcessCollector(registry=None).collect,
@@ -108,17 +108,12 @@ def expose(
 
 
 def _collect(activities: Sequence[Activity], snapshots: Sequence[BridgeSnapshot]) -> list[Metric]:
-    kinds = ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS), (HistogramMetricFamily, LATENCIES))
-    families: dict[str, Any] = {
-        name: kind(PREFIX + name, text, labels=["bridge", *labels.split()])
-        for kind, table in kinds
-        for name, (text, labels) in table.items()
-    }
+    families = make_families(PREFIX, "bridge", GAUGES, COUNTERS, LATENCIES)
 
     for activity, shown in zip(activities, snapshots, strict=True):
 
         def add(name: str, value: Any, *labels: str, bridge: str = activity.bridge, **more: float) -> None:
-            if value is not None:  # 0 would say that it is known
+            if value is not None:  # 0 would be a known value
                 families[name].add_metric([bridge, *labels], value, **more)
 
         _add_process(add, activity)
@@ -162,8 +157,9 @@ def _add_state(add: Callable[..., None], shown: BridgeSnapshot) -> None:
     for cause, count in shown.dropped.items():
         add("dropped_messages", count, cause)
     for handler in shown.handlers:
-        for name in ("lag_seconds", "oplog_left_seconds", "dead_letters", "parked_keys"):
-            add(name, getattr(handler, name), handler.name)
+        for name, (_, labels) in GAUGES.items():
+            if labels == "handler":
+                add(name, getattr(handler, name), handler.name)
         states = Counter(each.state for each in handler.partitions)
         for state in PARTITION_STATES:
             add("partitions", states[state], handler.name, state)

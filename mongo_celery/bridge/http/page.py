@@ -1,8 +1,8 @@
 """
-The page: page.html, filled in with snapshots of bridges. It is complete without its script.
+The status page: page.html with snapshots of bridges. It is complete without its script.
 
-In page.html `{name.field:filter}` is a value, escaped. `<for x in y>` repeats, `<if y>` leaves out. Style and script
-stay as they are.
+In page.html, `{name.field:filter}` is an escaped value. `<for x in y>` repeats, and `<if y>` omits. Style and script
+are copied unchanged.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from string import Formatter
 from typing import Any
 
 from mongo_celery.bridge.operations.bridge_snapshot import (
+    LEVELS,
     BridgeSnapshot,
     DeadLetterGroup,
     HandlerStatus,
     PartitionStatus,
 )
-from mongo_celery.bridge.operations.judgement import CODES
-from mongo_celery.findings import Finding
 from mongo_celery.quantities import duration, number, size
 from mongo_celery.visible import visible
 
@@ -38,33 +37,23 @@ POLICY = (
     f"default-src 'none'; style-src 'sha256-{_STYLE}'; script-src 'sha256-{_SCRIPT}'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""A browser obeys only the style and the script of page.html."""
+"""A browser accepts only the style and the script of page.html."""
 
 _TAG = re.compile(r"(</?(?:for|if|style|script)\b[^<>]*>)")
 _ROWS_MAX = 20
-_LEVELS = {
-    **dict.fromkeys(("healthy", "flowing", "running", "done"), "ok"),
-    **dict.fromkeys(("degraded", "paused", "waiting", "retrying", "not_led"), "warn"),
-    **dict.fromkeys(("failing", "halted", "history_lost", "match_refused", "stopped", "failed"), "bad"),
-}
 
 
-def render_page(snapshots: Sequence[BridgeSnapshot], **values: object) -> str:
-    """
-    Return the page as HTML.
-
-    Args:
-        snapshots: of the bridges.
-        values: `host` and `pid` of this process, and `others`: name and state of outboxes and transactions.
-    """
+def render_page(snapshots: Sequence[BridgeSnapshot], host: str, pid: int) -> str:
+    """Return the page as HTML, from the bridges' snapshots and this process's host and id."""
     worst = max(snapshots, key=lambda each: each.exit_code).verdict
     names = ", ".join(each.bridge for each in snapshots)
     now = f"{datetime.now(UTC):%H:%M:%S}"
-    return "".join(_render(_NODES, {**values, "snapshots": snapshots, "worst": worst, "names": names, "now": now}))
+    process = {"host": host, "pid": pid, "now": now}
+    return "".join(_render(_NODES, {**process, "snapshots": snapshots, "worst": worst, "names": names}))
 
 
 class Markup(str):
-    """HTML, which is not escaped again."""
+    """HTML that must not be escaped again."""
 
     __slots__ = ()
 
@@ -81,7 +70,7 @@ class _Values(Formatter):
 
 
 def _parse(parts: Iterator[str]) -> list[Any]:
-    """Return texts, and loops and conditions with the nodes inside, until the end of one."""
+    """Return texts, loops and conditions with their inner nodes, up to the end of one."""
     nodes: list[Any] = []
     for text in parts:
         nodes.append(text)
@@ -109,17 +98,6 @@ _VALUES = _Values()
 _NODES = _parse(iter(_TAG.split(_FILE)))
 
 
-def _prose(finding: Finding) -> Markup:
-    """Return a sentence; of the commands between its backticks, which `_commands` has as a whole, the end."""
-    parts = enumerate(escape(visible(finding.sentence)).split("`"))
-    return Markup("".join(f"<code>{part.split(' changes ')[-1]}</code>" if at % 2 else part for at, part in parts))
-
-
-def _commands(finding: Finding) -> list[str]:
-    quoted = [each for each in finding.sentence.split("`")[1::2] if each.startswith("celery ")]
-    return list(dict.fromkeys([finding.command, *quoted] if finding.command else quoted))
-
-
 def _age(moment: datetime | None) -> str:
     return duration(None if moment is None else max((datetime.now(UTC) - moment).total_seconds(), 0))
 
@@ -132,13 +110,9 @@ def _rate(rate: float | None) -> str:
     return _amount(rate if rate is None else round(rate, 1 if rate < 10 else None))  # noqa: PLR2004
 
 
-def _level(state: str) -> str:
-    return _LEVELS.get(state, "")
-
-
 def _find_level(*codes: str) -> Callable[[BridgeSnapshot], str]:
-    """Return a filter: the level of the worst finding of these codes."""
-    return lambda shown: next((_LEVELS[each.severity] for each in shown.findings if each.code in codes), "")
+    """Return a filter for the level of the worst finding with these codes."""
+    return lambda shown: next((LEVELS[each.severity] for each in shown.findings if each.code in codes), "")
 
 
 def _oplog_left(shown: BridgeSnapshot) -> str | None:
@@ -147,11 +121,11 @@ def _oplog_left(shown: BridgeSnapshot) -> str | None:
 
 
 def _kind(partition: PartitionStatus) -> str:
-    return "running ok" if partition.is_running and not partition.is_blocked else _level(partition.state)
+    return "running ok" if partition.is_running and not partition.is_blocked else LEVELS.get(partition.state, "")
 
 
 def _notes(handler: HandlerStatus) -> str:
-    """Return the partitions of a handler in words."""
+    """Describe a handler's partitions in words."""
     states = Counter(each.state for each in handler.partitions if each.state not in {"flowing", "not_led"})
     notes = [f"{count} {state}" for state, count in states.items()]
     notes += [f"{_amount(handler.stored)} stored"] if handler.stored != 0 else []
@@ -160,10 +134,10 @@ def _notes(handler: HandlerStatus) -> str:
 
 
 def _list_blocked(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
-    """Return the partitions that no finding names: those that retry or wait, and all of several that are halted."""
+    """Return blocked partitions without a finding: those that retry or wait, and all of several halted ones."""
     found: list[tuple[str, PartitionStatus]] = []
     for handler in shown.handlers:
-        states = {"retrying", "waiting"} | ({"halted"} if len(handler.list_in("halted")) > 1 else set())
+        states = {"retrying", "waiting"} | ({"halted"} if len(handler.list_partitions("halted")) > 1 else set())
         found += [(handler.name, each) for each in handler.partitions if each.state in states or each.crashes]
     return found[:_ROWS_MAX]
 
@@ -172,26 +146,20 @@ def _newest(groups: Sequence[DeadLetterGroup]) -> list[DeadLetterGroup]:
     return sorted(groups, key=lambda each: str(each.newest_at), reverse=True)[:_ROWS_MAX]
 
 
-def _words(code: str) -> str:
-    return code.replace("_", " ")
-
-
 _FILTERS: Mapping[str, Callable[[Any], Any]] = {
-    "page": lambda code: f"docs/operations/{CODES.get(code, 'README')}.md#{code}",
-    "color": lambda verdict: {"ok": "17784a", "warn": "d99a1c", "bad": "c9303a"}[_LEVELS[verdict]],
+    "page": lambda code: f"docs/operations/runbook.md#{code}",
+    "color": lambda verdict: {"ok": "17784a", "warn": "d99a1c", "bad": "c9303a"}[LEVELS[verdict]],
     "late": _find_level("halted", "lag", "no_listener", "reading_waits", "no_worker", "consumers", "broker_down"),
     "room": _find_level("backlog_bound", "backlog_refused", "backlog_missing"),
     "dead": _find_level("dead_letters"),
     "history": _find_level("history_lost", "history_at_risk"),
     "duration": duration,
     "size": size,
-    "level": _level,
-    "words": _words,
+    "level": lambda state: LEVELS.get(state, ""),
+    "words": lambda code: code.replace("_", " "),
     "age": _age,
     "amount": _amount,
     "rate": _rate,
-    "prose": _prose,
-    "commands": _commands,
     "kind": _kind,
     "notes": _notes,
     "oplog_left": _oplog_left,

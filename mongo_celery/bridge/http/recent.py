@@ -1,4 +1,4 @@
-"""Values that requests read from servers, so that a server that hangs delays one request at most, and not for long."""
+"""Cached values from servers, so that a server that hangs delays at most one request, and only briefly."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ from mongo_celery.mongo.redaction import short, without_credentials
 T = TypeVar("T")
 
 _OLD_SECONDS = 5.0
+_REST = 4
 
 
 class Recent(Generic[T]):
     """
-    A value that is read once in `keep` seconds at most, by a thread that asks for it.
+    A value that a requesting thread reads at most once in `keep` seconds.
 
-    Others get the value before. If that is older by some seconds, they wait.
+    Other threads get the previous value. If that is some seconds older, they wait. A value that takes long to read is
+    kept longer, so the server is not busy with these requests most of the time.
 
     Args:
-        read: return the value.
-        explain: return the value for an error, from a sentence on it.
-        keep: seconds.
+        read: returns the value.
+        explain: returns the value for an error, from its sentence.
+        keep: seconds to keep the value.
     """
 
     def __init__(self, read: Callable[[], T], explain: Callable[[str], T], keep: float = 1.0) -> None:
         self._read, self._explain = read, explain
-        self._keep = keep
+        self._least = self._keep = keep
         self._lock = threading.Lock()
         self._value: T
         self._at = float("-inf")
@@ -44,8 +46,10 @@ class Recent(Generic[T]):
         if age > self._keep and self._lock.acquire(blocking=age > self._keep + _OLD_SECONDS):
             try:
                 if time.monotonic() - self._at > self._keep:
+                    begun = time.monotonic()
                     self._value = self._try()
                     self._at = time.monotonic()
+                    self._keep = max(self._least, min(_REST * (self._at - begun), _OLD_SECONDS))
             finally:
                 self._lock.release()
         return self._value
@@ -61,6 +65,6 @@ class Recent(Generic[T]):
 
 
 def call_all(reads: Sequence[Callable[[], T]]) -> list[T]:
-    """Call functions at the same time: one that waits for its server does not delay the others."""
+    """Call functions concurrently, so that one that waits for its server does not delay the others."""
     with ThreadPoolExecutor(len(reads)) as threads:
         return list(threads.map(lambda read: read(), reads))

@@ -1,7 +1,8 @@
 """
-A read-only HTTP server beside the listeners: GET and HEAD, with a thread for each of a bounded number of connections.
+A read-only HTTP server beside the listeners. It serves GET and HEAD with one thread for each of a limited number of
+connections.
 
-It knows nothing of the answers. A connection ends with its answer. Nothing that a client sends is logged.
+It does not know the content of answers. A connection ends with its answer. The server logs nothing from clients.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import logging
 import re
 import socket
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
@@ -25,10 +25,13 @@ from mongo_celery.errors import ConfigurationError
 logger = logging.getLogger("mongo_celery.http")
 
 CONNECTIONS_MAX = 32
-"""One more ends the oldest, so that clients that send nothing cannot keep a probe out."""
+"""Largest number of connections. A new one ends the oldest, so silent clients cannot block a probe."""
 
 THREADS_MAX = 128
-"""A connection that is ended leaves its thread until its answer is there. Beyond these, a new one is ended at once."""
+"""
+Largest number of threads. An ended connection keeps its thread until its answer is ready. Above this, a new connection
+ends immediately.
+"""
 
 _ADDRESS = re.compile(r"(?:(?P<host>\[[^\[\]]+\]|[^\[\]:\s]*):)?(?P<port>\d{1,5})")
 _HEADERS = {
@@ -40,7 +43,7 @@ _HEADERS = {
 
 
 class Response(NamedTuple):
-    """An answer; `policy` is its `Content-Security-Policy`."""
+    """An answer. `policy` is its `Content-Security-Policy`."""
 
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
@@ -49,12 +52,12 @@ class Response(NamedTuple):
 
 
 Answer = Callable[[str], Response | None]
-"""Return the response for a path. None means that nothing is there."""
+"""Return the response for a path. None if the path does not exist."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
     """
-    Parse `HOST:PORT`, `[IPV6]:PORT`, `:PORT` or `PORT`. Without a host it is loopback.
+    Parse `HOST:PORT`, `[IPV6]:PORT`, `:PORT` or `PORT`. The default host is loopback.
 
     Raises:
         ConfigurationError: the text is not an address.
@@ -80,7 +83,7 @@ def is_own_host(header: str) -> bool:
     """
     Return True if a `Host` header names this machine.
 
-    A website can point its own name to 127.0.0.1, so that a browser there reads this server (DNS rebinding).
+    A website can point its name to 127.0.0.1, so that a browser on this machine reads this server (DNS rebinding).
     """
     try:
         return is_loopback(urlsplit(f"//{header}").hostname or "")
@@ -90,10 +93,10 @@ def is_own_host(header: str) -> bool:
 
 class HttpServer(ThreadingHTTPServer):
     """
-    Serves from entering to leaving. It takes the address when it is made.
+    Serves inside its block. The constructor binds the address.
 
     Raises:
-        ConfigurationError: the text is not an address, or it cannot be served.
+        ConfigurationError: the text is not an address, or it cannot be bound.
     """
 
     block_on_close = False
@@ -103,8 +106,7 @@ class HttpServer(ThreadingHTTPServer):
         host, port = parse_address(address)
         self.answer = answer
         self.guards_host = is_loopback(host)
-        self._connections: OrderedDict[Any, None] = OrderedDict()
-        self._room = threading.BoundedSemaphore(THREADS_MAX)
+        self._connections: list[Any] = []  # oldest first, until their threads end
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), _RequestHandler)
@@ -126,38 +128,28 @@ class HttpServer(ThreadingHTTPServer):
         self.server_close()
 
     def server_bind(self) -> None:
-        """Bind without the look-up of this machine's name, which may wait for a name server."""
+        """Bind without looking up this machine's name, which may wait for a name server."""
         TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread."""
-        self._connections[request] = None
-        if len(self._connections) > CONNECTIONS_MAX:
-            with suppress(OSError):
-                self._connections.popitem(last=False)[0].shutdown(socket.SHUT_RDWR)
-        if not self._room.acquire(blocking=False):
-            self.shutdown_request(request)
+        """Answer in a thread, within both limits."""
+        if len(self._connections) >= THREADS_MAX:
+            super().shutdown_request(request)
             return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # the system has no thread left
-            self._room.release()
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, then make room for another thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
+        self._connections.append(request)
+        for oldest in self._connections[:-CONNECTIONS_MAX]:
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
-        self._connections.pop(request, None)
+        """End a connection and its thread."""
+        with suppress(ValueError):
+            self._connections.remove(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that hang up. An error of an answer is logged before it comes here."""
+        """Ignore clients that hang up. Errors of an answer are logged before."""
 
 
 class _RequestHandler(BaseHTTPRequestHandler):
@@ -190,7 +182,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
             self.wfile.write(response.body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuse a request. Nothing of it is repeated."""
+        """Refuse a request without repeating any of it."""
         del message, explain
         self.close_connection = True
         self._send(Response(b"Only GET and HEAD of a path are answered.\n", status=code))

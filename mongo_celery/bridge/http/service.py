@@ -1,15 +1,16 @@
 """
-The routes beside the listeners of one process. All are read-only.
+The routes of one process's HTTP service. All are read-only.
 
 | path | answer |
 |---|---|
-| `/healthz` | 503 if the loop of a listener hangs. It asks no server |
+| `/healthz` | 503 if the loop of a listener hangs. It queries no server |
 | `/readyz` | 503 unless each listener leads or stands by, and its MongoDB answers |
-| `/verdict` | 503 if a bridge is failing: for an alarm |
+| `/verdict` | 503 if a bridge is failing, for alarms |
 | `/metrics` | for Prometheus |
 | `/`, `/status` | the page, and the snapshots as JSON |
 
-The threads of the server read MongoDB, each value once a second at most. The listeners do not wait for them.
+The server's threads read MongoDB, each value at most once a second, and less often if that takes long. The listeners do
+not wait for them.
 """
 
 from __future__ import annotations
@@ -26,14 +27,12 @@ from typing import TYPE_CHECKING, Any
 from mongo_celery.bridge.http.page import POLICY, render_page
 from mongo_celery.bridge.http.recent import Recent, call_all
 from mongo_celery.bridge.http.server import HttpServer, Response
-from mongo_celery.bridge.operations.bridge_snapshot import EXIT_CODES, BridgeSnapshot, Workers, unreadable
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, Workers, to_plain, unreadable
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.broker.workers import ask_for_queues
 from mongo_celery.command_line import CommandLine
-from mongo_celery.outbox.registry import OUTBOXES
-from mongo_celery.quantities import duration
-from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
+from mongo_celery.findings import EXIT_CODES
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -42,23 +41,24 @@ if TYPE_CHECKING:
 
 
 class _Bridge:
-    """One bridge: its listener in this process, and what servers answer about it."""
+    """One bridge: its listener in this process, and its servers' answers."""
 
     def __init__(self, wiring: Wiring, activity: Activity, program: str) -> None:
         read = partial(read_snapshot, wiring, CommandLine(program, wiring.line.bridge))
-        explain = partial(unreadable, wiring.name)
         self.activity = activity
         self.reach: Recent[object] = Recent(wiring.reach, str)
-        self.snapshot = Recent(partial(read, groups=False), explain)
-        self.snapshot_with_groups = Recent(read, explain)
+        self.snapshot = Recent(read, partial(unreadable, wiring.name))
         self.workers = Recent(partial(_count_workers, wiring), lambda _error: None, keep=15.0)
 
     def read_whole(self) -> BridgeSnapshot:
-        """Return the snapshot with its dead letters, and the workers that answer."""
-        return replace(self.snapshot_with_groups(), workers=self.workers())
+        """Return the snapshot and the answering workers. Both are read concurrently."""
+        reads: list[Callable[[], Any]] = [self.snapshot, self.workers]
+        snapshot, workers = call_all(reads)
+        found: BridgeSnapshot = replace(snapshot, workers=workers)
+        return found
 
     def describe_readiness(self) -> dict[str, Any]:
-        """Return whether its listener is ready, and why MongoDB does not answer."""
+        """Return whether the listener is ready, and why MongoDB does not answer."""
         found = self.reach()
         error = found if isinstance(found, str) else None
         ready = self.activity.is_ready and error is None
@@ -67,20 +67,19 @@ class _Bridge:
 
 class HttpService(HttpServer):
     """
-    HTTP beside the listeners of one process.
+    The HTTP service beside the listeners of one process.
 
     Raises:
-        ConfigurationError: the address cannot be served.
+        ConfigurationError: the address cannot be bound.
     """
 
     def __init__(self, app: Celery, activities: Sequence[Activity], address: str, app_argument: object) -> None:
-        wirings = BRIDGES.named(app, [each.bridge for each in activities])
+        wirings = BRIDGES.select(app, [each.bridge for each in activities])
         program = app_argument if isinstance(app_argument, str) else "APP"
         self._activities = activities
         self._bridges = [_Bridge(*each, program) for each in zip(wirings, activities, strict=True)]
-        self._others = Recent(partial(_describe_others, app), lambda error: [("error", error)], keep=5.0)
         self._metrics_of_others = Recent(partial(_read_metrics, app), lambda _error: [])
-        self._process = {"host": socket.gethostname(), "pid": os.getpid()}
+        self._host, self._pid = socket.gethostname(), os.getpid()
         routes: dict[str, Callable[[], Response]] = {
             "/": self._page,
             "/status": self._status,
@@ -105,10 +104,10 @@ class HttpService(HttpServer):
         return call_all([each.snapshot for each in self._bridges])
 
     def _verdict(self) -> Response:
-        bridges = [each.plain() for each in self._read_snapshots()]
-        worst = max((each["verdict"] for each in bridges), key=EXIT_CODES.__getitem__)
+        snapshots = self._read_snapshots()
+        worst = max((each.verdict for each in snapshots), key=EXIT_CODES.__getitem__)
         names = ("bridge", "verdict", "note", "findings")
-        shown = [{name: each[name] for name in names} for each in bridges]
+        shown = [{name: to_plain(getattr(each, name)) for name in names} for each in snapshots]
         return _as_json({"verdict": worst, "bridges": shown}, ok=worst != "failing")
 
     def _metrics(self) -> Response:
@@ -122,11 +121,13 @@ class HttpService(HttpServer):
 
     def _status(self) -> Response:
         snapshots = call_all([each.read_whole for each in self._bridges])
-        return _as_json({"process": self._process, "bridges": [each.plain() for each in snapshots]})
+        return _as_json(
+            {"process": {"host": self._host, "pid": self._pid}, "bridges": [each.plain() for each in snapshots]}
+        )
 
     def _page(self) -> Response:
         snapshots = call_all([each.read_whole for each in self._bridges])
-        text = render_page(snapshots, others=self._others(), **self._process)
+        text = render_page(snapshots, self._host, self._pid)
         return Response(text.encode(), "text/html; charset=utf-8", policy=POLICY)
 
 
@@ -146,17 +147,3 @@ def _read_metrics(app: Celery) -> list[Any]:
     from mongo_celery.bridge.http.metrics import read_others
 
     return read_others(app)
-
-
-def _describe_others(app: Celery) -> list[tuple[str, str]]:
-    """Return name and state of each outbox and of each `TwoPhaseCommit`."""
-    found = []
-    for outbox in OUTBOXES.of(app):
-        status = outbox.status()
-        late = "" if status.oldest_seconds is None else f", the oldest for {duration(status.oldest_seconds)}"
-        counts = f"{status.pending} pending{late}, {status.failing} failing, {status.dead_letters} dead letters"
-        found.append((outbox.name, counts))
-    for commit in TWO_PHASE_COMMITS.of(app):
-        states = [f"{each.count} {state}" for state, each in sorted(commit.log.standing().items())]
-        found.append((commit.name, ", ".join(states) or "all are final"))
-    return found

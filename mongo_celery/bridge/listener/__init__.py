@@ -7,8 +7,8 @@ The listener: standby -> lease -> take-over -> stream -> window -> dispatch -> w
          ^                                                                               |
          +-------------------------------------------------------------------------------+
 
-One thread leads and decides. One reads the stream. One renews the lease. One removes stored changes that
-are committed. One reads the ends of the oplog. One asks the broker about queues while something is out. The leading
-thread trusts the lease until its own monotonic clock says otherwise, then stops to dispatch immediately, without
-waiting for an answer. A listener that has lost its lease stands by. It does not exit.
+One thread leads and decides, one reads the stream, and one renews the lease. Others remove committed stored changes,
+read the ends of the oplog, and query the broker about queues with runs in flight. The leading thread trusts the lease
+until its own monotonic clock says that it has expired. Then it stops dispatching immediately, without waiting for an
+answer. A listener that has lost its lease becomes a standby. It does not exit.
 """

@@ -1,26 +1,25 @@
 """
-Read a chunk of existing documents, and check the collection that they are in.
+Read a chunk of existing documents, and check their collection.
 
-A chunk is bounded by rows and by bytes. First the next `_id`s are listed, by the index alone. Then the range up to the
-last one is read, shaped as events, and what the handler's `match` and the snapshot's own leave
-of it is returned. So one of which nothing is wanted has an end too, and only where nothing is left to scan the snapshot
-is at its end. A range with too many bytes ends earlier. No two documents need be of one time: each is as of some time
-after L, and before H.
+A chunk is bounded by rows and bytes. First the index alone lists the next `_id`s. Then the range up to the last one is
+read in the form of events, filtered by the conditions of handler and snapshot. So even a chunk without wanted documents
+has an end, and the snapshot ends only when nothing is left to scan. A range with too many bytes ends earlier. Documents
+may be from different times: each is from some time after L and before H.
 
-The snapshot's end is the largest `_id` that is there for the first chunk that is recorded.
+The snapshot ends at the largest `_id` that exists at the first recorded chunk.
 
-The order is that of the collection's own index on `_id`, whatever types are mixed there. Comparisons are expressions
-with literals: a query's own compare within one type, and take a document for operators.
+The order is that of the collection's index on `_id`, with all types mixed. Comparisons are expressions with literals,
+because those of a query compare within one type, and treat a document as operators.
 
-What a user's condition does with a single document must not stop the others: a range that fails is read again with
-half as many, and the one document that fails alone is refused, and meets its handler's failure policy.
+If a user's condition fails on one document, this must not stop the others. A failed range is read again with half as
+many. A single document that fails is refused, and its handler's failure policy applies.
 
-Nothing here belongs to the leading thread, but for what it is given.
+Nothing here belongs to the leading thread, except its arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,10 +55,10 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 ROWS = 2000
-"""Documents of a chunk: few enough that what workers have to do for others in between does not wait for long."""
+"""Documents in a chunk: few enough that other handlers' changes do not wait long for workers."""
 
 READ_SECONDS = 10.0
-"""Seconds that the reading of a chunk may take."""
+"""Time limit for reading a chunk, in seconds."""
 
 _CHECK_SECONDS = 3.0
 _OF_THE_SERVER = frozenset({"admin", "config", "local"})
@@ -72,7 +71,7 @@ Shape = Sequence[Mapping[str, Any]]
 
 
 class KeyChange(NamedTuple):
-    """The last change of a key that was taken in since a chunk was begun: its token, and whether it has a document."""
+    """The last change of a key since a chunk began: its token, and whether it has a document."""
 
     data: str
     has_document: bool
@@ -82,27 +81,27 @@ class KeyChange(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Chunk:
     """
-    One chunk under way. The reading thread writes it up to `high`, the leading one from then on.
+    A chunk in progress. The reading thread writes it up to `high`, the leading one afterwards.
 
     Attributes:
-        subscription: that the documents are for. One under another layout is another one.
-        rows: how many documents it has at most.
-        sent_at: when it was begun, on the monotonic clock.
-        begun: its number; 0 until it is begun.
-        low: L, a cluster time before its reading. None until it is known.
-        high: H, the cluster time of a write after its reading. None until it is read.
-        place: behind which its documents are appended. Empty until H is known.
-        items: what is to be appended there, in order, by key.
-        count: how many documents were scanned.
-        end: the last `_id` of these. None where nothing was left.
-        until: the largest `_id` that is to be scanned, now or later. None where nothing was there.
-        changes: what was taken in of the subscription's changes since it was begun, by key.
-        objection: why it may not be appended, as a sentence: the key of a change cannot be read, or the collection was
-            moved. Empty for nothing.
-        again: `_id`s that are read again, since a change without its document came in between.
-        rounds: how often that was so.
-        ends: of each partition, the last token that is not known to be committed or stored.
-        passed_at: when the last write that moves the stream was sent.
+        subscription: the one that gets the documents. After repartitioning it is another one.
+        rows: largest number of documents.
+        sent_at: monotonic time of its begin.
+        begun: its number. 0 until it has begun.
+        low: L, a cluster time before the reading. None until known.
+        high: H, the cluster time of a write after the reading. None until it is read.
+        place: its documents are appended after this place. Empty until H is known.
+        items: the events to append, in order, by key.
+        count: number of scanned documents.
+        end: the last scanned `_id`. None if nothing was left.
+        until: the largest `_id` of the snapshot. None if the collection was empty.
+        changes: the subscription's changes since its begin, by key.
+        objection: a sentence why it must not be appended: a change's key is unreadable, or the collection was moved.
+            Empty for none.
+        again: `_id`s to read again, because a change without its document came in between.
+        rounds: how often that happened.
+        ends: the last token of each partition that is not known to be committed or stored.
+        passed_at: time of the last write to move the stream.
         error: why it was dropped.
     """
 
@@ -127,17 +126,17 @@ class Chunk:
     error: Exception | None = None
 
     def note(self, change: PendingChange, event: ChangeEvent) -> None:
-        """Keep the last change of a key. One whose key cannot be read may be of any."""
+        """Keep the last change of a key. A change with an unreadable key may have any key."""
         try:
             document = event.document
             if document["operationType"] in MOVES | EXPANDED_OPERATIONS:
-                return  # a change of no document
+                return  # not a change of a document
             ns = document["ns"]
             if f"{ns['db']}.{ns['coll']}" != self.snapshot.source:
                 return
             key, operation = read_key(document), document["operationType"]
             if self.high is not None and key not in self.items:
-                return  # so that behind a long backlog few are kept
+                return  # keep few in a long backlog
             given = document.get("fullDocument") is not None
             has_document = change.refusal is None and (given or operation == "delete")
             self.changes[key] = KeyChange(change.data, has_document, given and operation == "update")
@@ -145,7 +144,7 @@ class Chunk:
             self.objection = "the key of a change that came in between cannot be read"
 
     def note_move(self, event: Mapping[str, Any]) -> None:
-        """See if the collection may be another one by this event."""
+        """Check if this event may have replaced the collection."""
         if event["operationType"] not in MOVES:
             return
         database, _, collection = self.snapshot.source.partition(".")
@@ -155,10 +154,10 @@ class Chunk:
 
     def settle(self, looks_up: bool) -> list[PendingChange]:
         """
-        Return what is to be appended. What is to be read again is in `again`.
+        Return the events to append. `again` has the ranges to read again.
 
-        A document whose key was changed behind L is left out. So is one with an update before L that was looked up
-        meanwhile, where the handler is given all changes.
+        It omits a document whose key changed after L. If the handler gets all changes, it also omits one with an
+        earlier update that was looked up meanwhile.
         """
         assert self.low is not None, "it was read"
         low, takes_all = place_after_time(self.low), self.subscription.plan.handler.filter.takes_every_change
@@ -180,7 +179,7 @@ class Chunk:
 
 
 def read_key(event: Mapping[str, Any]) -> bytes:
-    """The `_id` of an event's document, byte for byte."""
+    """Return the `_id` of an event's document, byte for byte."""
     key = event["documentKey"]
     return bytes(key.raw) if len(key) == 1 else bson.encode({_BOUND: key[_BOUND]}, codec_options=EVENT_TYPES)
 
@@ -191,8 +190,8 @@ class CollectionFacts:
     The facts of a collection.
 
     Attributes:
-        uuid: which one of its name. None of a view and of time series.
-        objection: why there can be no snapshot of it, as the rest of a sentence. None where there can.
+        uuid: identifies the collection of its name. None for a view and for time series.
+        objection: why it cannot have a snapshot, as the rest of a sentence. None if it can.
     """
 
     uuid: bytes | None
@@ -201,7 +200,7 @@ class CollectionFacts:
 
 def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
     """
-    Return the facts of a collection now. None if there is none of this name.
+    Return the current facts of a collection. None if it does not exist.
 
     Raises:
         PyMongoError: also without the right to list collections.
@@ -209,7 +208,7 @@ def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
     database, _, name = source.partition(".")
     with pymongo.timeout(_CHECK_SECONDS):
         command = {"listCollections": 1, "filter": {"name": name}}
-        types: CodecOptions[Any] = CodecOptions()  # by the client's a UUID might be another type
+        types: CodecOptions[Any] = CodecOptions()  # by the client's options a UUID might have another type
         answer: Any = client[database].command(command, codec_options=types)
     found = answer["cursor"]["firstBatch"]
     if not found:
@@ -226,7 +225,7 @@ def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
 
 
 def estimate(client: MongoClient[Any], source: str) -> int | None:
-    """Return the number of documents of a collection, by its metadata. None without an answer."""
+    """Return the number of documents from the collection's metadata. None without an answer."""
     database, _, name = source.partition(".")
     try:
         with pymongo.timeout(_CHECK_SECONDS):
@@ -236,20 +235,20 @@ def estimate(client: MongoClient[Any], source: str) -> int | None:
 
 
 def list_conditions(match: object, snapshot: Snapshot) -> list[Mapping[str, Any]]:
-    """The expressions that an event has to fulfil: the handler's `match`, and the snapshot's."""
+    """Return the conditions on events: the handler's `match` and the snapshot's."""
     own = json_util.loads(snapshot.match) if snapshot.match is not None else None
     return [each for each in (match, own) if isinstance(each, Mapping)]
 
 
 def build_shape(source: str, time: Timestamp, conditions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The stages that make events of documents. What they leave is without token, type and time."""
+    """Return the stages that turn documents into events without token, type and time."""
     event = {"operationType": AS, "clusterTime": time, **_name_document(source), "fullDocument": "$$ROOT"}
     wanted = [{"$match": {"$expr": condition}} for condition in conditions]
     return [{"$replaceWith": event}, *wanted, {"$unset": ["_id", "operationType", "clusterTime"]}]
 
 
 def _name_document(source: str) -> dict[str, Any]:
-    """Return the fields that name a document in its event, as expressions."""
+    """Return the fields that identify a document in its event, as expressions."""
     database, _, collection = source.partition(".")
     ns = {"db": {"$literal": database}, "coll": {"$literal": collection}}
     return {"ns": ns, "documentKey": {_BOUND: "$_id"}}
@@ -261,13 +260,13 @@ def is_passing(error: Exception) -> bool:
 
 
 def concerns_a_document(error: Exception) -> bool:
-    """Return True if an error may be about one of the documents that were read, or about what is asked of it."""
+    """Return True if an error may concern one of the documents, or the condition on it."""
     is_answer = isinstance(error, OperationFailure) and not is_passing(error)
     return is_answer and error_code(error) != Code.InvalidOptions and judge_error(error) not in _OF_NO_DOCUMENT
 
 
 def find_collections(wiring: Wiring, source: Source) -> Iterator[str]:
-    """Namespaces of the collections of a source that there are. One that is named may come later."""
+    """Return the namespaces of a source's existing collections. A named one may come later."""
     if source.collection is not None:
         yield str(source)
         return
@@ -276,33 +275,27 @@ def find_collections(wiring: Wiring, source: Source) -> Iterator[str]:
     for database in databases:
         if database is None or database in _OF_THE_SERVER or database == wiring.options.database:
             continue
-        for name, kind in _kinds(client, database):
-            if kind == "collection" and not name.startswith("system.") and source.covers(database, name):
-                yield f"{database}.{name}"
-
-
-def _kinds(client: Any, database: str) -> Iterator[tuple[str, str]]:
-    """The collections of a database, and what each is."""
-    found: Iterable[Mapping[str, Any]] = client[database].list_collections()
-    return ((each["name"], each.get("type", "collection")) for each in found)
+        for each in client[database].list_collections(filter={"type": "collection"}):
+            if not each["name"].startswith("system.") and source.covers(database, each["name"]):
+                yield f"{database}.{each['name']}"
 
 
 class SnapshotFailedError(Exception):
-    """There is no point in trying again: as where what the snapshot itself asks of documents cannot be judged."""
+    """A failure that a repetition cannot fix, such as an invalid condition of the snapshot."""
 
 
 class ChunkFailedError(Exception):
-    """Another attempt, later or smaller, may succeed."""
+    """A failure that may pass with a later or smaller attempt."""
 
 
 class ChunkReader:
     """
-    Reads chunks for one term, from one thread.
+    Reads chunks for one term in one thread.
 
     Args:
         client: of the watched data.
-        room: bytes that a chunk has at most, but for a single document that has more.
-        version: of the term.
+        room: largest number of bytes in a chunk, except for a single larger document.
+        version: the term's.
     """
 
     def __init__(self, client: MongoClient[Any], room: int, version: int) -> None:
@@ -313,13 +306,13 @@ class ChunkReader:
 
     def read(self, chunk: Chunk) -> None:
         """
-        Read what follows the last one that was scanned, or what is to be read again. All of it as of L or later.
+        Read the documents after the scanned range, or those to read again. All are from L or later.
 
-        Its `items`, and for the first time its `count`, `end` and `until` are set.
+        This sets `items`, and the first time also `count`, `end` and `until`.
 
         Raises:
-            PyMongoError: nothing of it may be used.
-            SnapshotFailedError: as before, and it is the snapshot's own fault.
+            PyMongoError: use nothing of it.
+            SnapshotFailedError: the same, because of the snapshot itself.
         """
         with pymongo.timeout(READ_SECONDS):
             if chunk.again:
@@ -333,7 +326,7 @@ class ChunkReader:
                 ids = ids[: len(ids) // 2]
 
     def _read_rows(self, chunk: Chunk, ids: list[DocumentId]) -> bool:
-        """Read the range that ends with the last of these. False where it has to be smaller."""
+        """Read the range up to the last of these. Return False if it must be smaller."""
         read = self._read_range(chunk, _behind(chunk.snapshot.last, ids[-1]), len(ids))
         if read is None:
             return False
@@ -344,7 +337,7 @@ class ChunkReader:
         return True
 
     def _read_range(self, chunk: Chunk, bounds: Mapping[str, Any], rows: int) -> bool | None:
-        """Read the events of a range. False where the rest of it has no room. None where it fails as a whole."""
+        """Read the events of a range. Return False if its rest has no room, None if it fails as a whole."""
         assert chunk.low is not None, "a chunk is read when L is known"
         conditions = list_conditions(chunk.subscription.plan.handler.filter.match, chunk.snapshot)
         shape = build_shape(chunk.snapshot.source, chunk.low, conditions)
@@ -368,17 +361,17 @@ class ChunkReader:
         return is_whole
 
     def _largest(self, chunk: Chunk) -> DocumentId | None:
-        """The largest `_id` of all."""
+        """Return the largest `_id` of all."""
         found = self._find(chunk, {"filter": {}, "sort": {_BOUND: -1}, "limit": 1})
         return DocumentId.of(bytes(found[0].raw)) if found else None
 
     def _list_ids(self, chunk: Chunk) -> list[DocumentId]:
-        """The next `_id`s in their order. Fewer than its rows where fewer are left, or fit into an answer."""
+        """Return the next `_id`s in order, fewer if fewer are left or fit into an answer."""
         found = (DocumentId.of(bytes(each.raw)) for each in self._find(chunk, {"limit": chunk.rows}))
         return [each for each in found if each is not None]
 
     def _find(self, chunk: Chunk, bounds: Mapping[str, Any]) -> list[RawBSONDocument]:
-        """Some `_id`s of what is left, by the index alone."""
+        """Return the next `_id`s that are still to be read, from the index alone."""
         command = {
             "find": chunk.snapshot.source.partition(".")[2],
             "filter": _behind(chunk.snapshot.last, chunk.until),
@@ -393,12 +386,12 @@ class ChunkReader:
     def _range(
         self, chunk: Chunk, bounds: Mapping[str, Any], shape: Shape, rows: int
     ) -> tuple[list[RawBSONDocument], bool]:
-        """The first events of a range, as many as fit into one answer, and whether that is all."""
+        """Return the first events of a range that fit into one answer, and whether these are all."""
         database, _, collection = chunk.snapshot.source.partition(".")
         command = {
             "aggregate": collection,
             "pipeline": [{"$match": bounds}, {"$sort": {_BOUND: 1}}, *shape],
-            "cursor": {"batchSize": 2 * rows + 1},  # some may have been inserted since it was bounded
+            "cursor": {"batchSize": 2 * rows + 1},  # some may have been inserted since the range was set
         }
         cursor = self._answer(chunk, command)["cursor"]
         if cursor["id"]:
@@ -414,7 +407,7 @@ class ChunkReader:
         return answer
 
     def _blame(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
-        """A condition of the snapshot's own that fails is nobody's document's fault, and costs no handler anything."""
+        """Raise if the snapshot's own condition fails. Then no document is the cause, and no handler is affected."""
         if chunk.snapshot.match is None or chunk.low is None:
             return
         match = chunk.subscription.plan.handler.filter.match
@@ -428,13 +421,13 @@ class ChunkReader:
         raise SnapshotFailedError(f"its match {chunk.snapshot.match} cannot be judged: {brief(error)}") from error
 
     def _refuse(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
-        """The one document that cannot be an event: its key, and why."""
+        """Return the key of the one document that cannot become an event, and the reason."""
         found, _ = self._range(chunk, bounds, [{"$replaceWith": _name_document(chunk.snapshot.source)}], 1)
         read_error = ReadError(f"the document could not be read as an event: {brief(error)}")
         chunk.items.update(self._item(chunk, bytes(each.raw), read_error) for each in found)
 
     def _item(self, chunk: Chunk, shaped: bytes, read_error: ReadError | None = None) -> tuple[bytes, PendingChange]:
-        """The key of a document, and the change that it is, at L: it gets its place when it is appended."""
+        """Return a document's key and its change, at L. It gets its place when it is appended."""
         assert chunk.low is not None, "it was read"
         self._number += 1
         data = make_token(chunk.low, self._version, self._number)
@@ -444,7 +437,7 @@ class ChunkReader:
 
 
 def _behind(last: DocumentId | None, end: DocumentId | None = None) -> dict[str, Any]:
-    """The filter of what lies behind one `_id`, up to another."""
+    """Return the filter for `_id`s after one and up to another."""
     bounds = []
     if last is not None:
         bounds.append({"$gt": ["$_id", last.make_document("$literal")]})

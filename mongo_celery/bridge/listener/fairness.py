@@ -1,18 +1,18 @@
 """
-Fair dispatch between the handlers of a group, whose runs are taken by the same workers.
+Fair dispatch between the handlers of a group, which share workers.
 
-Workers take runs in about the order in which they were sent, and do not interrupt a run. A handler that takes a
-second, with a run of each partition in the queue, would slow down a no-op beside it to its own speed.
+Workers take runs roughly in the order of sending, and do not interrupt a run. If a slow handler of one second had a run
+of each partition in the queue, it would slow down a fast one beside it to its own speed.
 
-A handler is **long** if its runs take `LONG_SECONDS` or more on average. One rule holds for the long handlers of a
-shared group, all together:
+A handler is **long** if its runs take `LONG_SECONDS` or more on average. One rule applies to all long handlers of a
+shared group together:
 
     They may have only a few unclaimed runs: half as many as they have running, and at least `LEAST_UNCLAIMED`. While
     quick runs wait for a worker, they may have in flight only half as many as the group has running, and at least one.
 
-Of several long handlers the one with the fewest runs in flight is next. Quick handlers are never held back.
+Among long handlers, the one with the fewest runs in flight is next. Quick handlers never wait.
 
-A run that nobody takes counts for `PATIENCE_SECONDS` only, so that a queue without a worker holds back no other.
+A run that no worker takes counts only for `PATIENCE_SECONDS`, so a queue without a worker delays no other.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.listener.dispatcher import Dispatch
     from mongo_celery.bridge.listener.partition import Partition
-    from mongo_celery.bridge.listener.subscription import Subscription
-
-    Due = tuple[Partition, Dispatch]
+    from mongo_celery.bridge.listener.subscription import Dispatch, Subscription
 
 LONG_SECONDS = 0.2
 LEAST_UNCLAIMED = 2
@@ -39,11 +36,11 @@ _WEIGHT = 0.125
 
 class Fairness:
     """
-    The fairness of one term. Pure. Used by the leading thread.
+    The fairness of one term. Pure. The leading thread uses it.
 
     Args:
         groups: of every handler, by name.
-        limited: handlers with a rate limit: their runs wait for tokens, and not for workers.
+        limited: handlers with a rate limit, whose runs wait for tokens, not for workers.
     """
 
     def __init__(self, groups: Mapping[str, str | None], limited: AbstractSet[str] = frozenset()) -> None:
@@ -54,13 +51,13 @@ class Fairness:
         self._group_of = {name: group for group in self._groups for name in group.names}
 
     def note_run(self, name: str, seconds: float) -> None:
-        """Note how long a run of a handler has occupied its worker."""
+        """Note how long a handler's run has occupied its worker."""
         if name in self._group_of:
             self._group_of[name].note_run(name, seconds)
 
-    def due(self, subscriptions: Mapping[str, Subscription], now: float) -> list[Due]:
-        """Return the runs to dispatch now: all that are due, without those that the rule holds back."""
-        chosen: list[Due] = []
+    def due(self, subscriptions: Mapping[str, Subscription], now: float) -> list[Dispatch]:
+        """Return the runs to dispatch now: all due ones except those that the rule delays."""
+        chosen: list[Dispatch] = []
         for name, each in subscriptions.items():
             if (each.candidates or each.has_replays) and name not in self._group_of:
                 chosen += each.due(now)
@@ -69,7 +66,7 @@ class Fairness:
         return chosen
 
     def next_due(self, subscriptions: Mapping[str, Subscription]) -> float:
-        """Return the monotonic time of the next run that waits for a time alone, and not for its share."""
+        """Return the monotonic time at which the next run is due, without the handlers that wait for their share."""
         next_at = math.inf
         for name, each in subscriptions.items():
             if each.candidates and (name not in self._group_of or name not in self._group_of[name].held):
@@ -77,13 +74,19 @@ class Fairness:
         return next_at
 
 
+def make_fairness(subscriptions: Mapping[str, Subscription]) -> Fairness:
+    """Return the fairness of a term for these subscriptions."""
+    groups = {name: each.plan.handler.group for name, each in subscriptions.items()}
+    return Fairness(groups, {name for name, each in subscriptions.items() if each.plan.token_seconds})
+
+
 class Group:
     """
     The handlers of one group, two or more.
 
     Attributes:
-        names: of all of them. Those that were served last are last.
-        held: long handlers that may have more due than was sent.
+        names: all of them. Those served last are last.
+        held: long handlers whose due runs were not all sent.
     """
 
     def __init__(self, names: Iterable[str], limited: AbstractSet[str]) -> None:
@@ -94,12 +97,12 @@ class Group:
         self._delayed_at = -math.inf
 
     def note_run(self, name: str, seconds: float) -> None:
-        """Keep the average time of a handler's runs, of the last ones most."""
+        """Update the average time of a handler's runs, with more weight on recent ones."""
         before = self._seconds.get(name, seconds)
         self._seconds[name] = before + (seconds - before) * _WEIGHT
 
-    def due(self, subscriptions: Mapping[str, Subscription], now: float) -> Iterator[Due]:
-        """Yield the runs to dispatch. Afterwards `held` is known."""
+    def due(self, subscriptions: Mapping[str, Subscription], now: float) -> Iterator[Dispatch]:
+        """Yield the runs to dispatch. Afterwards `held` is set."""
         long = {name for name in self.names if self._seconds.get(name, 0.0) >= LONG_SECONDS}
         in_flight = {name: _in_flight(subscriptions[name], now) for name in self.names} if long else {}
         for name in self.names:
@@ -122,7 +125,7 @@ class Group:
         self.held = set(waiting)
 
     def _room(self, long: AbstractSet[str], in_flight: Mapping[str, list[Partition]], now: float) -> int:
-        """Return how many more runs the long handlers may have in flight."""
+        """Return how many more runs in flight the long handlers may have."""
         running = {name: sum(map(_is_running, each)) for name, each in in_flight.items()}
         count, executed = (sum(len(in_flight[name]) for name in long), sum(running[name] for name in long))
         room = max(LEAST_UNCLAIMED, executed // 2) - (count - executed)
@@ -135,7 +138,7 @@ class Group:
 
 
 def _in_flight(subscription: Subscription, now: float) -> list[Partition]:
-    """Return the partitions whose run in flight has a worker, or waits for one and will soon have it."""
+    """Return the partitions whose run in flight has a worker, or will soon have one."""
     return [
         each
         for each in subscription.in_flight
@@ -144,11 +147,11 @@ def _in_flight(subscription: Subscription, now: float) -> list[Partition]:
 
 
 def _is_running(partition: Partition) -> bool:
-    """Return True if a worker executes the run in flight. One that is handled has left its worker."""
+    """Return True if a worker is executing the run in flight. A handled run has left its worker."""
     return partition.image.live and partition.image.handled is None
 
 
 def _waiting_seconds(partition: Partition, now: float) -> float:
-    """Return the seconds for which the run in flight has waited for a worker. Negative if it does not."""
+    """Return the seconds that the run in flight has waited for a worker. Negative if it is not waiting."""
     run = partition.in_flight
     return now - run.sent_at if run is not None and partition.is_unclaimed else -1.0

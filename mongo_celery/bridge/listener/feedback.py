@@ -1,10 +1,10 @@
 """
-Handlers that feed themselves: what they write is the next change that they get, without an end.
+Handlers that trigger themselves: each of their writes is the next change that they get, endlessly.
 
-A change that was written while the change before it, of the same key, was handled may follow from the handler's own
-write. By chance it happens a few times in a row. Users' writes come before the run has begun, or after its end, as soon
-as they are quicker or slower than the handler. Both times are the server's. One before 6.0 does not tell when a change
-was written, and then nothing is said.
+If a change was written while the change before it, of the same key, was being handled, it may come from the handler
+itself. By chance this happens a few times in a row. Users' writes come before the run begins or after it ends, as soon
+as they are faster or slower than the handler. Both times are the server's. Before MongoDB 6.0 the time of a change is
+unknown, and nothing is reported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.window import PendingChange
 
 ROUNDS = 200
-"""So many changes of one key in a row, each written during the run before, are no chance."""
+"""If this many changes of one key in a row were written during the run before, it is not chance."""
 
 _KEYS = 256
 _RECENT_SECONDS = 60.0
@@ -33,7 +33,7 @@ _COUNTED_BY = 100
 
 @dataclass(slots=True, eq=False)
 class SentKey:
-    """The changes of one key: when its last run was, and how many in a row were written during the run before."""
+    """The changes of one key: its last run, and how many in a row were written during the run before."""
 
     ran: tuple[int, int] | None = None
     count: int = 0
@@ -43,7 +43,7 @@ class SentKey:
     label: str = ""
 
     def note_end(self, image: Image) -> None:
-        """Note when the run was claimed and committed, as far as that is known."""
+        """Note when the run was claimed and committed, if known."""
         ran = image.ran if image.ran is not None and image.ran.get("last") == image.committed else None
         claimed, at = (None, None) if ran is None else (ran.get("claimed"), ran.get("at"))
         self.ran = None
@@ -52,13 +52,13 @@ class SentKey:
 
 
 class Feedback:
-    """The keys of one handler that were sent last."""
+    """One handler's recently sent keys."""
 
     def __init__(self) -> None:
         self._keys: dict[int, SentKey] = {}
 
     def note_dispatch(self, change: PendingChange) -> SentKey:
-        """Return the key of a run that is about to be sent: its first change represents all of it."""
+        """Return the key of a run before it is sent. Its first change stands for all of it."""
         key = self._keys.pop(change.hash, None) or SentKey()
         self._keys[change.hash] = key
         if len(self._keys) > _KEYS:
@@ -69,7 +69,7 @@ class Feedback:
         return key
 
     def report(self) -> dict[str, Any] | None:
-        """Return the key that feeds the handler most, rounded, so that reports do not differ all the time."""
+        """Return the key that triggers the handler most, rounded, so that reports do not always differ."""
         recent = time.monotonic() - _RECENT_SECONDS
         found = [key for key in list(self._keys.values()) if key.count >= ROUNDS and key.sent_at > recent]
         if not found:

@@ -1,28 +1,31 @@
 """
-History lost: the oplog no longer reaches back to the position of a subscription.
+Lost history: the oplog no longer reaches a subscription's position.
 
-It concerns each handler for itself. One whose place is in the oplog continues, whatever happens to others. The rest, in
-this order:
+This concerns each handler separately. If its place is in the oplog, it continues, whatever happens to others. For the
+rest, in this order:
 
-1. `on_history_lost`, the option or the one of the process, is `oldest` or `now`: it is moved there, and what it gave up
-   is kept among its `gaps`.
-2. `start_from="oldest"` has chosen a place that rolled away before anything was stored or claimed there: it is chosen
-   again, once.
-3. else it is blocked, loudly: `lost` in its document records since when and where. The stream is opened without it, and
-   its watermark stays. Its partitions stay as they are. `changes reset` moves its position. A listener that leads sees
-   that within a second, and reads from there. It keeps what it has buffered: the oplog may no longer have that.
+1. If `on_history_lost`, by option or for this process, is `oldest` or `now`, the handler moves there. Its `gaps` record
+   the skipped part.
+2. If `start_from="oldest"` chose a place that fell off the oplog before anything was stored or claimed there, it
+   chooses once more.
+3. Otherwise the handler is blocked, with an error in the log, and `lost` in its document records time and place. The
+   stream is opened without it. Its watermark and its partitions do not change. `changes reset` moves its position. A
+   leading listener notices that within a second, and reads from there. It keeps its buffer, which the oplog may no
+   longer have.
 
-Judged twice: before the stream is opened, by the oldest entry of the oplog where it may be read, and when the server
-refuses the place at which the stream was opened. Then each is judged by how far it has been read in this term, since
-what is buffered is not lost: it runs as long as the listener lives. What is stored at or below the watermark runs in
-any case. What is stored behind it waits for the decision, and runs once the stream was read behind it. Where the
-oplog may not be read, the one with the first position is lost for certain. If that was not all, the next refusal shows
-the next one.
+Positions are judged twice. Before the stream is opened, the oldest oplog entry decides, if it is readable. When the
+server refuses the stream's place, the reading progress of each handler in this term decides, because buffered changes
+are not lost: they run while the listener lives. Stored changes up to the watermark always run. Stored changes after it
+wait for the decision, and run once the stream has passed them. If the oplog is not readable, only the handler with the
+first position is surely lost. If that was not enough, the next refusal shows the next one.
 
-If no handler can be read any more, the listener drains what it has buffered and ends with the sentence: there is
-nothing to lead, and a supervisor's alarm is louder than a record.
+If no handler can be read any more, the listener drains its buffer and ends with the error: there is nothing to lead,
+and a supervisor's alarm is more noticeable than a log record.
 
-No start is ever lowered: neither by the oldest entry, if a handler's own start was pinned behind it, nor for a handler
+An error of MongoDB can interrupt this. Then the stream is opened again where all stored positions can be read. If that
+is not enough, the server refuses it again, and the gaps are judged again.
+
+A start never moves back: not to the oldest entry if a handler's own start was pinned after it, and not for a handler
 whose place is in the oplog.
 """
 
@@ -30,8 +33,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from bson import Timestamp
@@ -60,38 +62,18 @@ _DECISION_SECONDS = 1.0
 Subscriptions = Mapping[str, Subscription]
 
 
-@dataclass(slots=True)
-class _Gap:
-    """
-    A history that was lost, as far as it is settled. What an error has interrupted is taken up again.
-
-    Attributes:
-        left: who is not judged yet.
-        before: the position of each one when the loss was found.
-        places: at which some continue, by policy: each one means one place for all of them.
-        moved: who was moved.
-    """
-
-    left: list[str]
-    before: Mapping[str, Start]
-    oplog: Oplog | None
-    error: HistoryLostError
-    places: dict[str, Timestamp] = field(default_factory=dict)
-    moved: list[str] = field(default_factory=list)
-
-
 class LostHistory:
     """
-    Find the handlers that have lost their history in one term, and resolve each loss.
+    Finds the handlers that have lost their history in one term, and resolves each loss.
 
     Args:
-        wiring: of the bridge. The oplog of its client is asked how far it reaches back.
+        wiring: of the bridge. Its client reads the reach of the oplog.
         decision: `halt`, `oldest` or `now`.
-        fingerprint: of the stream that is read.
+        fingerprint: of the current stream.
 
     Attributes:
         due_at: monotonic time of the next tick that may have something to do.
-        is_unread: whether nothing is read, since a refusal is not settled.
+        is_unread: True if nothing is read, because a refusal is not settled.
     """
 
     def __init__(self, wiring: Wiring, renewal: Renewal, *, decision: str, fingerprint: str) -> None:
@@ -106,38 +88,36 @@ class LostHistory:
         self.is_unread = False
         self._refusal: HistoryLostError | None = None
         self._retry = RetryGate()
-        self._gap: _Gap | None = None
 
-    # -- when it is judged -------------------------------------------------------------------------
+    # -- judgement -----------------------------------------------------------------------------------
 
     def begin(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> Position | None:
         """
         Judge every place before the stream is opened.
 
         Returns:
-            Where to open it: at the smallest place of those that can be read. None when there is none.
+            The position to open it at: the smallest readable place. None if there is none.
 
         Raises:
             LeaseLostError: the term has ended.
-            AccessError: the oldest entry is asked for and may not be read.
+            AccessError: the oldest entry is needed, and the right to read it is missing.
         """
         oplog = oplog_or_none(self._client)
         lost = []
-        starts = {name: start for name, start in starts.items() if not subscriptions[name].is_stopped}
         for name, start in starts.items():
+            if subscriptions[name].is_stopped:
+                continue
             if oplog is not None and (not oplog.holds(start.place[0]) or _is_of_another_set(start, oplog)):
                 lost.append(name)
             elif start.lost is not None:
-                if oplog is not None and _was_rolled_over(start.lost):  # a member with a longer oplog, or a larger one
+                if oplog is not None and _was_rolled_over(start.lost):  # a member with a longer or larger oplog
                     self._store.subscriptions.clear_lost(name, self._renewal.term.number)
                 else:
                     lost.append(name)
-        if not lost:
-            return open_position(starts, self._fingerprint) if starts else None
-        return self._settle(_Gap(lost, starts, oplog, HistoryLostError()), subscriptions)
+        return self._settle(lost, starts, oplog, HistoryLostError(), subscriptions)
 
     def note_refusal(self, error: HistoryLostError) -> None:
-        """Note that the server refuses the place at which the stream is read, so that nothing is read any more."""
+        """Note that the server refuses the stream's place, so nothing is read any more."""
         self._refusal, self.is_unread, self.due_at = error, True, 0.0
 
     def tick(
@@ -148,20 +128,24 @@ class LostHistory:
         read_from: Callable[[Position | None], None],
     ) -> None:
         """
-        Settle a refusal, or see whether a command has moved those that have lost something.
+        Settle a refusal, or check whether a command has moved the handlers with lost history.
 
         Args:
-            read_from: called with the position to read on from, if that is another one. None if nobody can be read.
+            read_from: called with the position to continue from, if it differs. None if no handler can be read.
 
         Raises:
-            HistoryLostError, LeaseLostError, AccessError: as `follow_moves` and `settle_refusal`.
+            HistoryLostError, LeaseLostError, AccessError: as in `follow_moves` and `settle_refusal`.
         """
         if not self._retry.is_open(now):
             return
         try:
-            if self._refusal is not None:
-                position = self.settle_refusal(self._refusal, subscriptions, watermarks)
-                self._refusal, self.is_unread = None, False
+            if self.is_unread:
+                refusal, self._refusal = self._refusal, None
+                if refusal is not None:
+                    position = self.settle_refusal(refusal, subscriptions, watermarks)
+                else:  # an error has interrupted that
+                    position = self.find_position(subscriptions)
+                self.is_unread = False
                 read_from(position)
             elif (position := self.follow_moves(subscriptions, now)) is not None:
                 read_from(position)
@@ -183,43 +167,34 @@ class LostHistory:
         self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks
     ) -> Position | None:
         """
-        The server refuses the place at which the stream is read: judge who has lost something by that.
-
-        To be called again after a `PyMongoError`: it resumes where that came up, and judges nobody twice.
+        Judge which handlers have an oplog gap, after the server refused the stream's place.
 
         Returns:
-            Where to read on: at the smallest place of those that can be read. None when there is none.
+            The position to continue from: the smallest readable place. None if there is none.
 
         Raises:
             LeaseLostError: the term has ended.
-            AccessError: the oldest entry is asked for and may not be read.
+            AccessError: the oldest entry is needed, and the right to read it is missing.
         """
-        if self._gap is None:
-            self._gap = self._find_gap(error, subscriptions, watermarks)
-        position = self._settle(self._gap, subscriptions)
-        self._gap = None
-        return position
-
-    def _find_gap(self, error: HistoryLostError, subscriptions: Subscriptions, watermarks: Watermarks) -> _Gap:
-        watermarks.store(subscriptions.values(), 0.0)  # what is done is not judged by an older place
+        watermarks.store(subscriptions.values(), 0.0)  # an older place must not decide about finished changes
         before = self._read_starts(subscriptions)
         reached = self._find_reached(subscriptions, before)
         oplog = oplog_or_none(self._client)
         smallest = min((start.place for start in reached.values()), default=None)
-        # If no position is before the oldest entry, the server has refused the token at which the stream was opened.
+        # If no position is before the oldest entry, the server has refused the stream's start token.
         rolled = [name for name, start in reached.items() if oplog is not None and start.place[0] < oplog.first]
         lost = rolled or [name for name, start in reached.items() if start.place == smallest]
-        return _Gap(lost, before, oplog, error)
+        return self._settle(lost, before, oplog, error, subscriptions)
 
     def follow_moves(self, subscriptions: Subscriptions, now: float) -> Position | None:
         """
-        Find the blocked handlers that `changes reset` has moved. Ask MongoDB once a second while there are any.
+        Find the blocked handlers that `changes reset` has moved. While there are any, query MongoDB once a second.
 
         Returns:
-            The position to read from if it has. Else None.
+            The position to read from. None if no handler has an oplog gap.
 
         Raises:
-            HistoryLostError: nobody is left who can be read, nothing is left to run, and nobody was moved.
+            HistoryLostError: no handler can be read, nothing is left to run, and no handler was moved.
             LeaseLostError: the term has ended.
         """
         lost = [name for name, subscription in subscriptions.items() if subscription.lost]
@@ -227,52 +202,61 @@ class LostHistory:
             return None
         is_runnable = any(subscription.is_runnable for subscription in subscriptions.values())
         is_over = len(lost) == len(subscriptions) and not is_runnable
-        if now - self._followed_at < _DECISION_SECONDS and not is_over:  # before giving up somebody may have decided
+        if now - self._followed_at < _DECISION_SECONDS and not is_over:  # before giving up, check for a decision
             return None
         self._followed_at = now
-        starts = self._read_starts(subscriptions)
-        moved = [name for name in lost if starts[name].lost is None]
-        if not moved:
-            if is_over:
-                raise self._error
-            return None
+        position = self.find_position(subscriptions)
+        moved = [name for name in lost if not subscriptions[name].lost]
+        if not moved and is_over:
+            raise self._error
         for name in moved:
-            subscriptions[name].move(starts[name].time)
             logger.warning(
                 "handler %s continues at %s: a command has moved it over its lost history",
                 name,
-                starts[name].time.as_datetime().isoformat(),
+                subscriptions[name].plan.start.as_datetime().isoformat(),
                 extra={"event": "gap_passed", "subscription": name},
             )
-        return open_position(self._find_reached(subscriptions, starts), self._fingerprint)
+        return position if moved else None
 
     def find_position(self, subscriptions: Subscriptions) -> Position | None:
         """
-        Return the place to read on, so that nobody who can be read misses anything. None if nobody can be read.
+        Return the position to continue from without a gap for any readable handler. None if no handler can be read.
+
+        This also moves subscriptions whose start has changed.
 
         Raises:
             LeaseLostError: the term has ended.
         """
-        reached = self._find_reached(subscriptions, self._read_starts(subscriptions))
+        starts = self._read_starts(subscriptions)
+        for name, each in subscriptions.items():
+            if starts[name].lost is None and (each.lost or starts[name].time != each.plan.start):
+                each.move(starts[name].time)
+        reached = self._find_reached(subscriptions, starts)
         return open_position(reached, self._fingerprint) if reached else None
 
-    # -- what happens to it ------------------------------------------------------------------------
+    # -- consequences --------------------------------------------------------------------------------
 
-    def _settle(self, gap: _Gap, subscriptions: Subscriptions) -> Position | None:
-        """Move those for whom an option has decided, let the others stay where they are, and say so."""
-        for name in list(gap.left):
-            start = gap.before[name]
-            policy = self._choose_policy(subscriptions[name], start, gap.oplog)
-            if policy is not None and self._try_to_move(subscriptions[name], policy, start, gap):
-                gap.moved.append(name)
-            else:
-                self._mark_lost(subscriptions[name], start, gap.oplog, gap.error)
-            gap.left.remove(name)
-        after = self._read_starts(subscriptions)
-        for name in gap.moved:
-            subscriptions[name].move(after[name].time)
-        reached = self._find_reached(subscriptions, after)
-        return open_position(reached, self._fingerprint) if reached else None
+    def _settle(
+        self,
+        lost: Iterable[str],
+        starts: Mapping[str, Start],
+        oplog: Oplog | None,
+        error: HistoryLostError,
+        subscriptions: Subscriptions,
+    ) -> Position | None:
+        """Move handlers for which an option decides, block the others, and log both."""
+        places: dict[str, Timestamp] = {}  # by policy: each has one place for all its handlers
+        for name in lost:
+            policy = self._choose_policy(subscriptions[name], starts[name], oplog)
+            if policy is not None and policy not in places:
+                first = oplog.first if oplog is not None and policy == "oldest" else None
+                places[policy] = first or start_time(self._client, policy)
+            is_moved = policy is not None and self._try_to_move(
+                subscriptions[name], policy, places[policy], starts[name], oplog, error
+            )
+            if not is_moved:
+                self._mark_lost(subscriptions[name], starts[name], oplog, error)
+        return self.find_position(subscriptions)
 
     def _choose_policy(self, subscription: Subscription, start: Start, oplog: Oplog | None) -> str | None:
         if self._decision != "halt":
@@ -282,20 +266,25 @@ class LostHistory:
             return None
         return None if self._store.partitions.are_touched(subscription.name) else "oldest"
 
-    def _try_to_move(self, subscription: Subscription, policy: str, before: Start, gap: _Gap) -> bool:
-        """Move a handler to where its policy says. False if that place itself was refused, so that it cannot help."""
+    def _try_to_move(
+        self,
+        subscription: Subscription,
+        policy: str,
+        place: Timestamp,
+        before: Start,
+        oplog: Oplog | None,
+        error: HistoryLostError,
+    ) -> bool:
+        """Move a handler to its policy's place. Return False if the server has refused that place itself."""
         name, version = subscription.name, self._renewal.term.number
-        if policy not in gap.places:
-            first = gap.oplog.first if gap.oplog is not None and policy == "oldest" else None
-            gap.places[policy] = first or start_time(self._client, policy)
-        if before.watermark is None and before.place[0] >= gap.places[policy]:
+        if before.watermark is None and before.place[0] >= place:
             return False
-        start = max(gap.places[policy], before.place[0])
+        start = max(place, before.place[0])
         self._store.partitions.forget_attempts(name, subscription.plan.layout.term)
         if not self._store.subscriptions.move_start(name, version, start, policy):
             return False
-        unseen = "" if gap.oplog is not None else ". The oplog cannot be read here: the handler had the lowest position"
-        said = _quote(gap.error)
+        unseen = "" if oplog is not None else ". The oplog cannot be read here: the handler had the lowest position"
+        said = _quote(error)
         logger.error(
             "history of handler %s is lost; it continues at %s (on_history_lost=%s)%s%s",
             name,
@@ -313,7 +302,7 @@ class LostHistory:
         name, place = subscription.name, start.place[0]
         oldest = oplog.first if oplog is not None else None
         reason = _reason(place, oldest, error)
-        # The stored position is left as it is: somebody may move it at this very moment.
+        # The stored position does not change: a person may be moving it now.
         if start.lost is None and not self._store.subscriptions.mark_lost(
             name, self._renewal.term.number, place, oldest, reason
         ):
@@ -337,7 +326,7 @@ class LostHistory:
         return read_starts(self._store, list(subscriptions), self._renewal.term.number)
 
     def _find_reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
-        """Up to where each one that can be read has been read. In front of its start nothing is owed."""
+        """Return each readable handler's reading progress. Before its start it misses nothing."""
         return {
             name: max(starts[name], _find_read_end(subscription, starts[name]), key=lambda each: each.place)
             for name, subscription in subscriptions.items()
@@ -346,7 +335,7 @@ class LostHistory:
 
 
 def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError) -> str:
-    """Return the reason why a place cannot be read, as part of a sentence. If the server was asked, its answer."""
+    """Return the reason why a place cannot be read, as part of a sentence. After a query, with the server's answer."""
     reason = "the server refuses that place"
     if oldest is not None and place < oldest:
         reason = f"the oplog begins at {moment(oldest.as_datetime().isoformat())}"
@@ -355,31 +344,31 @@ def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError)
 
 
 def _quote(error: HistoryLostError) -> str:
-    """The server's own words. Empty where it was not asked."""
+    """Return the server's own words. Empty without an answer."""
     return str(error).partition("The server said: ")[2]
 
 
 def _is_of_another_set(start: Start, oplog: Oplog) -> bool:
     """
-    Return True if somebody has read up to a place before the set was made: its state was restored from another one's.
+    Return True if a place is older than the replica set, so that its state was restored from another set.
 
-    The server would begin with the first entry, and so with the restoring. A start that was given may be as early.
+    The server would begin at its first entry, and so with the restore. A given start may be as early.
     """
     read = None if start.watermark is None else start.watermark.cluster_time
     return oplog.is_whole and read is not None and start.time < read < oplog.first
 
 
 def _was_rolled_over(lost: Mapping[str, Any]) -> bool:
-    """Return True if the oplog said so. A token that was refused is refused again."""
+    """Return True if the oplog showed the loss. A refused token would be refused again."""
     return lost.get("oldest") is not None and lost["at"] < lost["oldest"]
 
 
 def _find_read_end(subscription: Subscription, start: Start) -> Start:
     """
-    Return the end of what was read for a subscription, as a place to read on.
+    Return the last place that a subscription has read, to continue from there.
 
-    By its time, not by its token, of which only the comparable part is kept: what has that very time comes again and
-    is not new.
+    It is a time, because only the comparable part of the token is stored. Changes of exactly that time come again, and
+    are not new.
     """
     seen = subscription.window.seen
     if not seen or (start.watermark is not None and seen <= start.watermark.data):

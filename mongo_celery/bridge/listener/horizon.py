@@ -1,12 +1,12 @@
 """
-The horizon of the oplog beside each subscription: nobody loses history without a warning.
+The position of each subscription in the oplog. No handler loses history without a warning.
 
-The housekeeping thread reads the oldest and the latest entry, every few seconds: a slow MongoDB delays a warning, and
-never the listener. The leading thread compares what was read last with the position of each subscription. Only an oplog
-that removes entries endangers anybody: one that is whole, or has room left, only grows.
+The housekeeping thread reads the oldest and the latest entry every few seconds. So a slow MongoDB delays a warning, but
+never the listener. The leading thread compares the last reading with each subscription's position. Only an oplog that
+removes entries is a risk: one that is whole, or has room, only grows.
 
-One partition is blocked, as a rule: the one whose change is the oldest that is not done. It holds the place up to
-which its subscription must be read again. The record names it, and the command that frees it.
+Usually one blocked partition is the reason: the one with the oldest unfinished change. It holds the place from which
+its subscription must be read again. The log record names it, and the command that frees it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pymongo
 from bson import Timestamp
@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 THRESHOLDS = (0.5, 0.75, 0.9, 1.0)
-"""Shares of the oplog's window that lie behind a subscription; at each of them it is named once."""
+"""Shares of the oplog's window at which a subscription is reported, once for each."""
 
 SERIOUS = 0.9
-"""From this share on it is an error."""
+"""The share from which a report is an error."""
 
 _SLACK = 0.05
 _LONGEST_PAUSE = 10.0
@@ -51,11 +51,11 @@ class Risk:
     A subscription that may lose its history.
 
     Attributes:
-        share: of the oplog's window that lies behind it. From 1 on a restart loses changes.
-        partition: the one that holds it. None where nothing read is left to do, and reading itself is late.
-        state: of that partition: as `status` has it where it is blocked (`halted`, `paused`, `retrying`, or `waiting`
-            for MongoDB or the broker), else `running`, or `unclaimed` while no worker has taken its run.
-        cause: what it waits for, of `waiting`.
+        share: share of the oplog's window after its position. From 1 a restart loses changes.
+        partition: the one that holds the position. None if all read changes are done, and reading itself is late.
+        state: of that partition. If blocked, as in `status` (`halted`, `paused`, `retrying`, or `waiting` for MongoDB
+            or the broker). Otherwise `running`, or `unclaimed` while no worker has taken its run.
+        cause: the server that it waits for, if `waiting`.
     """
 
     subscription: str
@@ -64,50 +64,35 @@ class Risk:
     state: str | None
     cause: str | None = None
 
-    def report(self) -> dict[str, Any]:
-        """As the listener's report has it."""
-        return {
-            "subscription": self.subscription,
-            "share": round(self.share, 3),
-            "partition": self.partition,
-            "state": self.state,
-            "cause": self.cause,
-        }
-
 
 class Horizon:
-    """
-    Watches the oplog for one term.
-
-    Attributes:
-        risks: the subscriptions behind which at least half of the oplog's window lies, by the last judgement.
-    """
+    """Watches the oplog for one term."""
 
     def __init__(self, wiring: Wiring) -> None:
-        self.risks: tuple[Risk, ...] = ()
         self._wiring = wiring
         self._read: Oplog | None = None
         self._judged: Oplog | None = None
         self._named: dict[str, float] = {}
 
     def share(self, subscription: Subscription) -> float:
-        """Return the share of the oplog's window behind a subscription, by the last reading; 0 if nothing rolls."""
+        """
+        Return the share of the oplog's window after a subscription, from the last reading. 0 if nothing
+        is removed.
+        """
         oplog = self._read
         return max(oplog.lag_share(_place(subscription)), 0.0) if oplog is not None else 0.0
 
     def judge(self, subscriptions: Iterable[Subscription]) -> None:
-        """Compare with what was read last, if that is new, and name those who have passed a threshold."""
+        """Compare with a new reading, and report handlers that have passed a threshold."""
         oplog = self._read
         if oplog is self._judged:
             return
         self._judged = oplog
         if oplog is None:  # it has room again
-            self.risks = ()
             return
-        found = [judge_risk(subscription, oplog) for subscription in subscriptions if not subscription.lost]
-        for risk in found:
-            self._name(risk)
-        self.risks = tuple(risk for risk in found if risk.share >= THRESHOLDS[0])
+        for subscription in subscriptions:
+            if not subscription.lost:
+                self._name(judge_risk(subscription, oplog))
 
     def _name(self, risk: Risk) -> None:
         passed = max((threshold for threshold in THRESHOLDS if risk.share >= threshold), default=0.0)
@@ -120,19 +105,19 @@ class Horizon:
                 logger.error("%s", sentence, extra={"event": "history_at_risk", **extra})
             else:
                 logger.warning("%s", sentence, extra={"event": "history_at_risk", **extra})
-        elif risk.share < named - _SLACK:  # a share that trembles at a threshold is named once
+        elif risk.share < named - _SLACK:  # report a share that varies around a threshold once
             self._named[risk.subscription] = passed
 
     def read_oplog(self) -> float:
-        """Read how far the oplog reaches. Return the seconds until the next reading."""
+        """Read the reach of the oplog. Return the seconds until the next reading."""
         oplog: Oplog | None = None
         try:
             with pymongo.timeout(ANSWER_SECONDS):
                 oplog = read_oplog(self._wiring.client)
                 self._read = oplog if oplog.removes(oplog_fill(self._wiring.client)) else None
-        except PyMongoError:  # asked again soon; that MongoDB does not answer is said by those who need it
+        except PyMongoError:  # repeated soon: others report that MongoDB does not answer
             pass
-        except DeploymentError as error:  # no right to read it, or a mongos, which has none
+        except DeploymentError as error:  # no right to read it, or a mongos without an oplog
             logger.info(
                 "nothing can warn before history is lost, since the oplog cannot be read here: %s",
                 error,
@@ -143,7 +128,7 @@ class Horizon:
 
 
 def judge_risk(subscription: Subscription, oplog: Oplog) -> Risk:
-    """Return the position of a subscription beside the oplog, and what holds it there."""
+    """Return a subscription's position in the oplog, and the partition that holds it."""
     head = subscription.window.oldest
     share = max(oplog.lag_share(_place(subscription)), 0.0)
     if head is None:
@@ -157,7 +142,7 @@ def judge_risk(subscription: Subscription, oplog: Oplog) -> Risk:
 
 
 def remedy(line: CommandLine, subscription: str, partition: int | None, state: str | None) -> str:
-    """Return the command that frees a partition, or what to check."""
+    """Return the command that frees a partition, or the thing to check."""
     where = (subscription, [] if partition is None else [partition])
     remedies = {
         "halted": f"`{line.on('retry', *where)}` or `{line.on('skip', *where)}`",
@@ -179,7 +164,7 @@ def _sentence(risk: Risk, line: CommandLine) -> str:
         held = f"held by partition {risk.partition}, which is {risk.state}{cause}"
     if risk.share < 1:
         return (
-            f"{risk.share:.0%} of the oplog's window lie behind handler {risk.subscription} ({held}). At 100% its "
+            f"handler {risk.subscription} is {risk.share:.0%} of the oplog's window behind ({held}). At 100% its "
             f"history is lost. Free it: {free}"
         )
     return (
@@ -189,13 +174,13 @@ def _sentence(risk: Risk, line: CommandLine) -> str:
 
 
 def _place(subscription: Subscription) -> Timestamp:
-    """Return the place from which it would be read again. Before its start nothing is owed."""
+    """Return the place from which it would be read again. Before its start it misses nothing."""
     mark = subscription.window.watermark
     start = subscription.plan.start
     return max(mark.cluster_time, start) if mark is not None and mark.cluster_time is not None else start
 
 
 def _pause(oplog: Oplog | None) -> float:
-    """Seconds to the next reading of the oplog: often in a window, and seldom by the clock."""
+    """Return the seconds until the next reading: several in a window, but not too often."""
     window = oplog.window_seconds if oplog is not None else _LONGEST_PAUSE * _READINGS_A_WINDOW
     return min(max(window / _READINGS_A_WINDOW, _SHORTEST_PAUSE), _LONGEST_PAUSE)

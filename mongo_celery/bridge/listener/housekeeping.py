@@ -1,7 +1,7 @@
 """
-The housekeeping of one term: what a listener asks servers beside its work, in one thread.
+The housekeeping of one term: server queries beside the listener's work, in one thread.
 
-Nothing waits for it: a server that is slow or frozen delays other jobs by the bound of one call, and never the leader.
+Nothing waits for it. A slow or frozen server delays other jobs by one call's time limit, and never the leader.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _FAILED_SECONDS = 30.0
 
 class Job:
     """
-    Something that is done again and again.
+    A repeated job.
 
     Args:
-        run: does it, within a bound of time. Returns the seconds until the next time, infinite for none.
+        run: does it in bounded time. Returns the seconds until the next run, or infinity for none.
         close: called in the thread at the end.
-        changed: notified that it is due.
+        changed: notified when the job becomes due.
 
     Attributes:
         due_at: monotonic time of the next run.
@@ -38,7 +38,7 @@ class Job:
         self._changed = changed
 
     def wake(self) -> None:
-        """Have it run as soon as the thread is free. Callable from any thread."""
+        """Run it as soon as the thread is free. Any thread may call this."""
         with self._changed:
             self.due_at = 0.0
             self._changed.notify()
@@ -54,7 +54,7 @@ class Housekeeping:
         self._thread = threading.Thread(target=self._run, name="mongo_celery-housekeeping", daemon=True)
 
     def add(self, run: Callable[[], float], close: Callable[[], None] = lambda: None) -> Job:
-        """Have something done from now on. Callable from any thread."""
+        """Add a job. Any thread may call this."""
         job = Job(run, close, self._changed)
         with self._changed:
             self._jobs.append(job)
@@ -62,18 +62,18 @@ class Housekeeping:
         return job
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Begin nothing more. Does not wait: a call that is under way has a limit."""
+        """Start no more jobs, without waiting. A running call has a time limit."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
 
     def _run(self) -> None:
         while (job := self._await_job()) is not None:
-            job.due_at = time.monotonic() + _FAILED_SECONDS  # whoever wakes it meanwhile makes that earlier
+            job.due_at = time.monotonic() + _FAILED_SECONDS  # `wake` may meanwhile set an earlier time
             try:
                 pause = job.run()
             except Exception as error:  # noqa: BLE001 - one job must not end the others
@@ -97,7 +97,7 @@ class Housekeeping:
         return None
 
     def _log(self, job: Job, error: Exception) -> None:
-        if self._is_over:  # its client may be closed by now
+        if self._is_over:  # its client may already be closed
             return
         logger.error(
             "%s failed, trying again in %.0f s: %s: %s. Report this error",

@@ -1,12 +1,12 @@
 """
-A listener inside a worker: the counterpart of Celery's embedded beat.
+A listener inside a worker, like Celery's embedded beat.
 
-Nobody else watches it, so whatever ends it without `stop` is logged as critical, and it is started again
-after a pause. A worker that is about to end starts nothing.
+No other process watches it. So if it ends without `stop`, this is logged as critical, and it is started again after a
+pause. A worker that is about to end starts nothing.
 
-`worker --listener` embeds a listener as `-B` embeds beat: a process of its own where the pool is prefork, a thread
-elsewhere. It is a worker step, not a consumer step: a consumer restarts with every broker reconnect, and the lease
-must not.
+`worker --listener` embeds a listener as `-B` embeds beat: in its own process with the prefork pool, otherwise in a
+thread. It is a worker step, not a consumer step: a consumer restarts with every broker reconnect, and the lease must
+not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from mongo_celery.mongo.repeating import Pauses
 logger = logging.getLogger("mongo_celery.listener")
 
 EMBEDDED = Pauses(first=5.0, longest=60.0)
-"""For an embedded listener: shorter than for a failed bridge, since the cause may be a server that was away."""
+"""
+Pauses for an embedded listener. They are shorter than for a failed bridge, because the cause may be an unavailable
+server.
+"""
 
 _STOP_SECONDS = 5.0
 _WATCH_SECONDS = 0.5
@@ -45,12 +48,12 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 class ListenerProcess:
     """
-    The listeners of an app in a process of their own, as the prefork pool's worker embeds beat.
+    The listeners of an app in their own process, as the prefork worker embeds beat.
 
     Args:
         app: the worker's app.
-        is_ending: whether the worker shuts down. Then an ended process is left alone.
-        beside: runs as long as the listeners do, where they do.
+        is_ending: returns True if the worker is shutting down. Then an ended process is not replaced.
+        beside: runs in their process as long as the listeners.
     """
 
     def __init__(self, app: Celery, is_ending: Callable[[], bool], beside: Beside | None) -> None:
@@ -69,14 +72,14 @@ class ListenerProcess:
     def stop(self) -> None:
         """End the process."""
         self._stopping.set()
-        self._watch.join()  # first: from here on nobody starts another process
+        self._watch.join()  # first: then nothing starts another process
         self._process.terminate()
         self._process.join(_STOP_SECONDS)
 
     terminate = stop
 
     def _launch(self) -> None:
-        """Signals wait until the child is itself: the worker's handlers, which it inherits, would swallow them."""
+        """Start the process with signals blocked: the worker's handlers, which it inherits, would swallow them."""
         process = Process(target=_main, args=(self._app, os.getpid(), self._beside), daemon=True)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
         try:
@@ -106,20 +109,20 @@ class ListenerProcess:
             self._relaunch()
 
     def _relaunch(self) -> None:
-        """A fork that fails leaves the ended process in place, so that it is tried again."""
+        """Start it again. After a failed fork, keep the ended process, so that the start is repeated."""
         ended = self._process
         try:
             self._launch()
         except OSError as error:
             logger.critical("cannot start the embedded listener: %s", error, extra={"event": "listener_failed"})
             return
-        ended.join(0)  # it has ended: this frees what the worker still holds of it
+        ended.join(0)  # it has ended: this frees its resources in the worker
 
 
 def _main(app: Celery, worker: int, beside: Beside | None) -> None:
-    """Listen until the worker ends this process, or has itself been killed: nobody else could end it."""
+    """Listen until the worker ends this process or was killed. No other process could end it."""
     for number in (signal.SIGQUIT, *_ENDING_SIGNALS):
-        signal.signal(number, signal.SIG_DFL)  # not the worker's own handlers, which were inherited
+        signal.signal(number, signal.SIG_DFL)  # not the worker's inherited handlers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
     set_process_title("celery", info="listener")
     threading.Thread(target=_watch_worker, args=(worker,), name="mongo_celery-worker-watch", daemon=True).start()
@@ -139,7 +142,7 @@ LISTENER_OPTION = click.Option(
     is_flag=True,
     help="Also run the listener of this app's bridges, as -B runs beat. Safe on any number of workers: one leads.",
 )
-"""One object for all apps, as the next one: Celery keeps a set of options by identity."""
+"""One object for all apps, like the next one: Celery keeps a set of options by identity."""
 
 HTTP_OPTION = click.Option(
     ("--listener-http",),
@@ -149,11 +152,11 @@ HTTP_OPTION = click.Option(
 
 
 Serving = Callable[..., Beside]
-"""Makes the server of an address, as `bridge.http.make_http_service`. Errors are `ConfigurationError`."""
+"""Makes the server of an address, like `bridge.http.make_http_service`. Errors are `ConfigurationError`."""
 
 
 class ListenerStep(bootsteps.StartStopStep):
-    """Runs the listeners inside a worker that was started with `--listener`."""
+    """Runs the listeners inside a worker with the option `--listener`."""
 
     label = "Listener"
     conditional = True
@@ -163,15 +166,15 @@ class ListenerStep(bootsteps.StartStopStep):
         super().__init__(parent, **kwargs)
         self.enabled = bool(listener)
         if listener_http is not None and not listener:
-            raise click.UsageError("--listener-http serves what a listener says of itself: give --listener, too.")
+            raise click.UsageError("--listener-http needs an embedded listener. Add --listener.")
         self._http = listener_http
 
     def create(self, worker: Any) -> Any:
-        """The service that the worker starts and stops."""
+        """Return the service that the worker starts and stops."""
         app, is_ending, beside = worker.app, partial(_is_ending, worker), self._beside()
         if worker.pool_cls.__module__.endswith("prefork"):
             return ListenerProcess(app, is_ending, beside)
-        listeners = [Listener(wiring) for wiring in BRIDGES.named(app, [])]
+        listeners = [Listener(wiring) for wiring in BRIDGES.select(app, [])]
         context = beside(app, [each.activity for each in listeners]) if beside is not None else None
         return ListenerThreads(listeners, EMBEDDED, beside=context, is_ending=is_ending)
 
@@ -188,17 +191,17 @@ class ListenerStep(bootsteps.StartStopStep):
 
 
 def _is_ending(worker: Any) -> bool:
-    """Return True if a worker shuts down: by a signal, or already stopping its steps."""
-    from celery.worker import state as worker_state  # a web server has no use for all that it imports
+    """Return True if a worker is shutting down, by a signal or by stopping its steps."""
+    from celery.worker import state as worker_state  # a web server does not need all its imports
 
     signals: tuple[Any, ...] = (worker_state.should_stop, worker_state.should_terminate)
-    if any(each is not None and each is not False for each in signals):  # an exit status, and 0 is one
+    if any(each is not None and each is not False for each in signals):  # an exit status, which may be 0
         return True
     return worker.blueprint.human_state() in _ENDING_STATES
 
 
 def install(app: Celery, serving: Serving) -> None:
-    """Give an app's workers the options and the step. Once for each app."""
+    """Add the options and the step to an app's workers, once per app."""
     ListenerStep.serving = staticmethod(serving)
     app.user_options["worker"].update({LISTENER_OPTION, HTTP_OPTION})
     app.steps["worker"].add(ListenerStep)

@@ -1,7 +1,7 @@
 """
-The life of a listener: wait for the servers, stand by, lead, step down, stand by again.
+The life of a listener: wait for the servers, be a standby, lead, step down, be a standby again.
 
-`run` returns after `stop`, and raises when something is wrong that waiting cannot fix.
+`run` returns after `stop`, and raises an error that waiting cannot fix.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.leader import Leader
 from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.bridge.listener.renewal import Renewal
+from mongo_celery.bridge.listener.takeover import begin_term
 from mongo_celery.bridge.state.audit import make_record, user_at_host
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.stream.isolator import find_refused_matches
@@ -34,7 +35,8 @@ from mongo_celery.errors import (
     MongoCeleryError,
     ServerUnavailableError,
 )
-from mongo_celery.mongo.opening import renew_connections, replace_connections
+from mongo_celery.mongo.driver_internals import replace_connections
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
@@ -56,16 +58,17 @@ _ATTEMPT_SECONDS = 10.0
 
 class Listener:
     """
-    The listener of one bridge. Any number may run, one leads.
+    The listener of one bridge. Any number may run, but only one leads.
 
     Args:
-        wiring: of the bridge to listen for.
-        on_history_lost: takes the place of the option, for this process.
-        take_over: lead once also where the lease has the identity of another environment or app.
-        reason: why, for the audit record.
+        wiring: of the bridge.
+        on_history_lost: overrides the option for this process.
+        take_over: lead once even if the lease has the identity of another environment or app.
+        reason: the reason of a take-over, for the audit record.
 
     Attributes:
-        activity: what it does, for observers. Callable from any thread.
+        activity: for observers in any thread.
+        has_lease: True if it may hold the lease. Otherwise the process may end in the middle of a call without loss.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Listener:
         self._takes_over, self._reason = take_over, reason
         self._options = wiring.options
         self._stopping = threading.Event()
+        self.has_lease = False
         self._leader: Leader | None = None
         self._waits_for: object = None
         self._noted_at = float("-inf")
@@ -88,7 +92,7 @@ class Listener:
         self.activity = Activity(wiring.name, names, wiring.options.lease_ttl)
 
     def stop(self) -> None:
-        """Step down and return from `run`. Callable from any thread."""
+        """Step down and return from `run`. Any thread may call this."""
         self._stopping.set()
         leader = self._leader
         if leader is not None:
@@ -98,14 +102,14 @@ class Listener:
         """
         Listen until `stop` is called.
 
-        Afterwards the lease is released and a standby can take over immediately. Handlers that were running
-        continue, and the next listener adopts them.
+        Afterwards the lease is released, and a standby can take over immediately. Running handlers continue, and the
+        next listener adopts them.
 
         Raises:
-            ConfigurationError: nothing to listen for, or an option or source is wrong.
-            DeploymentError: a wrong topology, a missing right, servers that stay away, or a bridge of this name of
-                another app or environment on the same MongoDB.
-            StreamError: the stream cannot continue. Also HistoryLostError.
+            ConfigurationError: there is nothing to listen for, or an option or source is wrong.
+            DeploymentError: the topology is wrong, a right is missing, servers stay away, or another app or environment
+                has a bridge of this name on the same MongoDB.
+            StreamError: the stream cannot continue. Includes HistoryLostError.
         """
         check_app(self._wiring.app)
         selectors, scope = self._plan()
@@ -116,7 +120,7 @@ class Listener:
             term = self._try_to_lead(leases, identity)
             if term is not None:
                 self._lead(leases, term, selectors, scope)
-                self._pause()  # whatever ended the term may end the next one as soon: no hot loop
+                self._pause()  # the same cause may end the next term as fast: avoid a hot loop
 
     def _plan(self) -> tuple[list[Selector], Scope]:
         if not self._wiring.handlers:
@@ -127,7 +131,7 @@ class Listener:
         return self._wiring.stream()
 
     def _wait_for_servers(self) -> None:
-        """Both servers must answer once, within `start_timeout`. Later absences are waited out."""
+        """Wait until both servers have answered once, within `start_timeout`. Later outages are waited out."""
         until = time.monotonic() + self._options.start_timeout
         while not self._stopping.is_set():
             self.activity.note_turn()
@@ -144,7 +148,7 @@ class Listener:
             self._stopping.wait(_SERVER_PAUSE)
 
     def _missing_server(self) -> tuple[str, str] | None:
-        # By default the driver would search for a server for longer than a short `start_timeout`.
+        # By default the driver would search for a server longer than a short `start_timeout`.
         bound = min(max(self._options.start_timeout / 4, _SERVER_PAUSE), _ATTEMPT_SECONDS)
         try:
             with pymongo.timeout(bound):
@@ -161,10 +165,10 @@ class Listener:
 
     def _try_to_lead(self, leases: Leases, identity: Identity) -> Term | None:
         """
-        One attempt to acquire the lease, then a short pause.
+        Try once to acquire the lease, then pause briefly.
 
         Raises:
-            ForeignBridgeError: the bridge is that of another app or environment.
+            ForeignBridgeError: the bridge belongs to another app or environment.
         """
         self.activity.note_turn()
         try:
@@ -174,13 +178,14 @@ class Listener:
             if term is not None:
                 return term
             if not lease:
-                leases.ensure()  # somebody has removed the document, and only an existing one is acquired
+                leases.ensure()  # the document was removed, and only an existing one can be acquired
             self.activity.note_standby()
             self._log_standby(lease, identity)
             if time.monotonic() - self._noted_at >= _NOTING_SECONDS:
                 leases.note_standby()
                 self._noted_at = time.monotonic()
         except PyMongoError as error:
+            self.has_lease = False
             final = explain_error(error, self._wiring.state_concern)
             if final is not None:
                 raise final from error
@@ -190,10 +195,10 @@ class Listener:
 
     def _compare(self, lease: Mapping[str, Any], identity: Identity) -> str | None:
         """
-        Compare the identity that the lease keeps. Return the difference that this process may pass over.
+        Compare the lease's identity. Return a difference that this process may ignore.
 
         Raises:
-            ForeignBridgeError: there is one, and this process may not.
+            ForeignBridgeError: there is a difference that this process must not ignore.
         """
         difference = identity.difference(lease.get("identity"))
         if difference is None or self._takes_over:
@@ -203,7 +208,7 @@ class Listener:
         )
         raise ForeignBridgeError(
             f"bridge {self._wiring.name} in the state database {self._options.database} is that of another app or "
-            f"environment: {difference} ({leader}). {ways_out()}",
+            f"environment: {difference} ({leader}). {ways_out(self._wiring.line)}",
         )
 
     def _acquire(
@@ -213,7 +218,11 @@ class Listener:
         lease: Mapping[str, Any],
         difference: str | None,
     ) -> Term | None:
+        self.has_lease = True  # before reading `_stopping`: its setter reads this
+        if self._stopping.is_set():
+            return None
         term = leases.acquire(identity.plain(), lease.get("identity"))
+        self.has_lease = term is not None
         if term is not None:
             self._takes_over, self._waits_for = False, None
         if term is not None and difference:
@@ -227,7 +236,7 @@ class Listener:
         return term
 
     def _keep_record(self, difference: str) -> None:
-        """Store the audit record of a take-over. The bridge is led also where that cannot be."""
+        """Store the audit record of a take-over. If that fails, lead the bridge anyway."""
         audit = self._wiring.store.audit
         handlers, effect = build_identity(self._wiring).handlers, {"difference": difference}
         record = make_record("listener", ["--take-over"], self._reason, user_at_host(), handlers, effect)
@@ -242,7 +251,7 @@ class Listener:
             )
 
     def _log_standby(self, lease: Mapping[str, Any], identity: Identity) -> None:
-        """Log once for each term of another listener that this one stands by."""
+        """Log, once per term of another listener, that this one is a standby."""
         if not lease.get("live") or lease["listenerId"] == self._waits_for:
             return
         self._waits_for = lease["listenerId"]
@@ -259,12 +268,12 @@ class Listener:
         self._stopping.wait(_STANDBY_PAUSES.nth())
 
     def _lead(self, leases: Leases, term: Term, selectors: list[Selector], scope: Scope) -> None:
-        """One term, from its acquisition to its end."""
+        """Run one term, from its acquisition to its end."""
         logger.info(
-            "leading bridge %s with version %d",
+            "leading bridge %s with term %d",
             self._options.name,
             term.number,
-            extra={"event": "lease_acquired", "version": term.number},
+            extra={"event": "lease_acquired", "term": term.number},
         )
         renewal = Renewal(leases, self._wiring.store.signing, term, self._options.lease_ttl)
         renewal.start()
@@ -274,7 +283,7 @@ class Listener:
             renewal.read_key()
             self._lead_term(renewal, selectors, scope)
         except LeaseLostError:
-            replace_connections(self._wiring.client)  # they may be the reason that there was no progress
+            replace_connections(self._wiring.client)  # they may be the reason for the lack of progress
             logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
             renew_connections(self._wiring.client, failure)
@@ -290,9 +299,10 @@ class Listener:
             raise
         finally:
             self._leader = None
-            self.activity.note_term_end()
+            self.activity.note_standby()
             renewal.stop()
             self._release(leases, renewal, ended_by)
+            self.has_lease = False
 
     def _lead_term(self, renewal: Renewal, selectors: list[Selector], scope: Scope) -> None:
         refused = find_refused_matches(self._wiring.stream_client, scope)
@@ -306,10 +316,12 @@ class Listener:
                 said,
                 extra={"event": "match_refused", "handler": name},
             )
+        led = [each for each in self._wiring.handlers if each.name not in refused]
+        beginning = begin_term(self._wiring, renewal, list(zip(led, selectors, strict=True)), self._wiring.handlers)
         self._leader = Leader(
             self._wiring,
             renewal,
-            selectors,
+            beginning,
             scope,
             self._stopping,
             self._on_history_lost or self._options.on_history_lost,
@@ -333,7 +345,7 @@ class Listener:
 
 
 def _sentence(error: Exception | None) -> str | None:
-    """Return what the lease keeps of the exception that ended a term. One that nobody foresaw is named by its class."""
+    """Return the text that the lease stores for the exception that ended a term. An unexpected one appears by class."""
     if error is None:
         return None
     return str(error) if isinstance(error, MongoCeleryError) else f"{type(error).__name__}: {short(error)}"
@@ -341,10 +353,10 @@ def _sentence(error: Exception | None) -> str | None:
 
 def check_app(app: Celery) -> None:
     """
-    Refuse an app whose messages cannot be those of a bridge.
+    Refuse an app that a bridge cannot use for its messages.
 
     Raises:
-        ConfigurationError: a setting of Celery's would drop the commit behind a handler.
+        ConfigurationError: a Celery setting would drop the commit after a handler.
     """
     if app.conf.task_always_eager:
         raise ConfigurationError("task_always_eager drops chains, so no change would be committed; unset it here.")

@@ -1,4 +1,4 @@
-"""The times at which something that has failed is tried again, and something that lasts is logged again."""
+"""Pauses before repeating something that failed, and before logging a lasting state again."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import time
 
 from mongo_celery.mongo.repeating import Pauses
 
+_LOG_SECONDS = 30.0
 _ONE_SECOND = Pauses(first=1.0, longest=1.0)
 
 
 class RetryGate:
     """
-    The next attempt of something that has failed.
+    The next attempt after failures.
 
     Args:
-        pauses: between one attempt and the next. By default a second each.
+        pauses: between two attempts. By default one second.
 
     Attributes:
-        opens_at: monotonic time of the next attempt; 0 if nothing has failed.
-        failures: attempts that have failed, one after the other.
+        opens_at: monotonic time of the next attempt. 0 without a failure.
+        failures: number of failed attempts in a row.
     """
 
     def __init__(self, pauses: Pauses = _ONE_SECOND) -> None:
@@ -28,15 +29,15 @@ class RetryGate:
         self._pauses = pauses
 
     def is_open(self, now: float) -> bool:
-        """Return True if it may be tried."""
+        """Return True if an attempt is allowed."""
         return now >= self.opens_at
 
     def note_failure(self, lived: float = 0.0) -> float:
         """
-        Close until the pause is over. It begins now: the attempt may have taken longer than that.
+        Close until the pause is over. It begins now, because the attempt may have taken longer.
 
         Args:
-            lived: seconds for which it went well. For longer than the longest pause: then pauses begin anew.
+            lived: seconds of success before the failure. If longer than the longest pause, the pauses begin anew.
 
         Returns:
             The seconds of the pause.
@@ -49,36 +50,32 @@ class RetryGate:
         return pause
 
     def note_success(self) -> None:
-        """Begin with the shortest pause again."""
+        """Begin again with the shortest pause."""
         self.opens_at, self.failures = 0.0, 0
 
 
 class LogThrottle:
     """
-    The log records about a state that lasts: one now and then.
-
-    Args:
-        seconds: between two records.
+    The log records about a lasting state: one from time to time.
 
     Attributes:
-        left_out: records that were left out since the last one.
+        left_out: number of records omitted since the last one.
     """
 
-    def __init__(self, seconds: float = 30.0) -> None:
+    def __init__(self) -> None:
         self.left_out = 0
-        self._seconds = seconds
         self._logged_at = -math.inf
 
     def may_log(self) -> bool:
-        """Return True if a record is due. Then none is for a while."""
+        """Return True if a record is due. Then no other is due for a while."""
         now = time.monotonic()
-        if now - self._logged_at < self._seconds:
+        if now - self._logged_at < _LOG_SECONDS:
             self.left_out += 1
             return False
         self._logged_at = now
         return True
 
     def describe_left_out(self) -> str:
-        """Return the end of a sentence about the records that were left out, and begin to count anew."""
+        """Return the end of a sentence about omitted records, and reset the count."""
         count, self.left_out = self.left_out, 0
         return f" (and {count} more since the last such line)" if count else ""

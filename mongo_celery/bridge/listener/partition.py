@@ -1,20 +1,18 @@
 """
-One partition as the listener knows it, and the next step there.
+The listener's view of one partition, and its next step.
 
-Pure: fed with images of the partition's document and the monotonic time of reading them. At most one
-run is in flight per partition (window 1). This is where that is kept, and the only liveness rule of
-the protocol, the sweep:
+Pure: its input is images of the partition's document and the monotonic times of reading them. At most one run per
+partition is in flight (window 1), which is kept here. The sweep is the protocol's only liveness rule:
 
 1. handled: commit it after `commit_grace`, whatever the claim says.
-2. a live claim: wait, whoever owns it. So handlers of an earlier term finish undisturbed.
-3. a lapsed claim, or an unclaimed message: dispatch again after the grace, counted by the monotonic clock from
-   the latest of my last dispatch, the last change seen, the first successful read that showed the claim lapsed,
-   and the last return of the broker or of a consumer. The grace doubles with each repetition up to five minutes,
-   because a message may wait behind slow ones. A return makes it short again. A message that is known to be
-   lost (`lost_messages`) is dispatched again without it.
-4. a partition that is not won yet belongs to an older term: wait, and take in what that term commits.
-5. a claim that was taken and has ended without an outcome (a retry, a recorded crash): its message is used
-   up, so the change is dispatched as soon as it is due.
+2. a live claim of any owner: wait, so that handlers of an earlier term finish undisturbed.
+3. a lapsed claim, or an unclaimed message: dispatch again after the grace. The monotonic clock counts it from the
+   latest of: my last dispatch, the last change seen, the first read that showed the lapse, and the last return of the
+   broker or a consumer. The grace doubles with each repetition up to five minutes, because a message may wait after
+   slow ones. A return resets it. If a message is known to be lost (`unclaimed`), it is dispatched again immediately.
+4. a partition that is not won yet belongs to an older term: wait, and take in that term's commits.
+5. a claim ended without an outcome (a retry, a recorded crash): its message is used up, so the change is dispatched as
+   soon as it is due.
 """
 
 from __future__ import annotations
@@ -38,18 +36,18 @@ _DOUBLINGS = 16
 _NEVER = math.inf
 _PASSING = {"live", "due_in"}
 _essence = attrgetter(*(each.name for each in fields(Image) if each.compare and each.name not in _PASSING))
-"""The fields of an image that change by a write only, and not with time."""
+"""The fields of an image that only a write changes, not time."""
 
 
 class Step(Enum):
-    """The next step of the leader about a partition."""
+    """The leader's next step for a partition."""
 
     WAIT = "wait"
     ENDED = "ended"
-    """The run in flight is over: the image says how far the partition is."""
+    """The run in flight is over. The image shows the partition's progress."""
 
     MOVED = "moved"
-    """The run in flight continues, and has recorded how far it is: what it has done is over."""
+    """The run in flight continues and has recorded progress. Its finished part is over."""
 
     COMMIT = "commit"
     SUPERSEDED = "superseded"
@@ -58,10 +56,10 @@ class Step(Enum):
 @dataclass(slots=True)
 class InFlight:
     """
-    A run that was dispatched, or that was found running at take-over. Without what it has recorded as done.
+    A run that was dispatched, or was found running at take-over, without its recorded part.
 
     Attributes:
-        taken_at: when it was first seen to be claimed. None before.
+        taken_at: when its claim was first seen. None before.
         left_at: when it was first seen to have left its worker, handled or not. None before.
     """
 
@@ -76,7 +74,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class GracePeriods:
-    """The waiting times of the sweep, in seconds."""
+    """The sweep's waiting times, in seconds."""
 
     dispatch_grace: float
     commit_grace: float
@@ -85,14 +83,14 @@ class GracePeriods:
 @dataclass(frozen=True, slots=True)
 class Rejection:
     """
-    A partition's next run cannot be sent: the broker rejects its message while it takes others.
+    A partition's next run cannot be sent: the broker rejects its message but accepts others.
 
     Attributes:
-        label: names the change, without contents of its document.
+        label: names the change, without its document's contents.
         size: bytes of the run's changes.
-        error: the reason that was given.
-        since: when it was first rejected.
-        count: how often it was rejected.
+        error: the broker's reason.
+        since: time of the first rejection.
+        count: number of rejections.
         until: monotonic time of the next attempt.
     """
 
@@ -111,8 +109,8 @@ class NotStored:
 
     Attributes:
         gate: the next attempt.
-        error: the reason that was given last.
-        since: when it first failed.
+        error: the last reason.
+        since: time of the first failure.
     """
 
     gate: RetryGate
@@ -126,30 +124,32 @@ class Partition:
 
     Attributes:
         index: its number.
-        image: the last one read.
-        in_flight: the run that is in flight, or None.
-        ready_at: monotonic time from which the next run may be dispatched. Infinite while something is out
-            or the partition is blocked.
-        attempt: how often the change at the head was dispatched, for the task id.
-        is_repeated: whether the next dispatch is of a run that was out, and of which nothing was seen.
-        repeats: how often it was dispatched again since its last claim, or the last return of the broker.
-        taken_at: when a run was last seen to be claimed for the first time.
+        image: the last one that was read.
+        in_flight: the run in flight, or None.
+        ready_at: monotonic time from which the next run may be dispatched. Infinite while a run is in flight or the
+            partition is blocked.
+        attempt: number of dispatches of the first change, for the task id.
+        is_repeated: True if the next dispatch repeats a run without any visible effect.
+        repeats: number of repeated dispatches since its last claim, or the broker's last return.
+        unclaimed_since: time of the first sending of the run in flight, even if it was sent again. Or the time when it
+            was given up after a claim.
+        taken_at: when the claim of a run was last seen for the first time.
         taken_sent_at: when that run was sent.
-        token_seconds: how long an unclaimed run may wait for a token of its handler's rate limit.
-        rejection: why the next run cannot be sent. None while nothing is wrong.
-        won: whether the take-over has raised the partition's epoch to this term's. If not, an open transaction has
+        token_seconds: time that an unclaimed run may wait for a token of its handler's rate limit.
+        rejection: why the next run cannot be sent. None if it can.
+        won: True if the take-over has raised the partition's epoch to this term's. Otherwise an open transaction has
             locked it, and an older term may still act there.
-        queue: changes that were read and are neither committed nor stored.
+        queue: changes that were read but are neither committed nor stored.
         backlog: its stored changes. None if it runs from the queue.
-        stored_to: up to where this term has stored and marked what was in the queue.
+        stored_to: the place up to which this term has stored and marked the queue.
         undeliverable: places of undeliverable changes that may not be stored yet.
-        blocked_since: what was committed when it was first seen to be blocked there, and when that was.
-        not_stored: why its changes are not stored. None while nothing has failed.
-        replay: the next dead letter that is to be replayed.
-        is_replaying: whether a dead letter was sent since the requests were read.
-        has_replayed: whether it was a dead letter that was sent last.
-        sent: numbers of the changes that were sent last, and when. None if their commit was seen.
-        sent_key: what `feedback` knows of the key that was sent last.
+        blocked_since: the committed position and the time when it was first seen blocked.
+        not_stored: why its changes are not stored. None without a failure.
+        replay: the next dead letter to replay.
+        is_replaying: True if a dead letter was sent since the requests were read.
+        has_replayed: True if the last sent run was a dead letter.
+        sent: numbers of the last sent changes, and the time. None after their commit was seen.
+        sent_key: `feedback` about the last sent key.
     """
 
     def __init__(self, partition_id: str, image: Image, version: int, graces: GracePeriods, now: float) -> None:
@@ -164,6 +164,7 @@ class Partition:
         self._version = version
         self._graces = graces
         self.repeats = 0
+        self.unclaimed_since = 0.0
         self.taken_at = self.taken_sent_at = -math.inf
         self.token_seconds = 0.0
         self.queue = Queue()
@@ -184,17 +185,17 @@ class Partition:
 
     @property
     def next_sequence(self) -> int:
-        """Number of the next change, given at dispatch."""
+        """Number of the next change, assigned at dispatch."""
         return self.image.committed + 1
 
     @property
     def has_next(self) -> bool:
-        """Return True if it has changes that are not committed, in the queue or stored."""
+        """Return True if it has uncommitted changes, in the queue or stored."""
         return self.backlog is not None or bool(self.queue.changes)
 
     @property
     def is_busy(self) -> bool:
-        """Return True if it has something to do, or in flight."""
+        """Return True if it has work left or in flight."""
         return self.in_flight is not None or self.has_next
 
     @property
@@ -206,7 +207,7 @@ class Partition:
         return image.state == "halted" or self.has_next
 
     def is_secured(self, data: str) -> bool:
-        """Return True if all up to a token is committed, or stored and marked by this term."""
+        """Return True if everything up to a token is committed, or stored and marked by this term."""
         return data <= max(self.image.data, self.stored_to)
 
     @property
@@ -218,13 +219,13 @@ class Partition:
 
     @property
     def must_store_again(self) -> bool:
-        """Return True if queued changes are at or below its mark: nothing of it runs before they are stored again."""
+        """Return True if queued changes are at or below its mark. They must be stored again before anything runs."""
         first = self.queue.first
         return self.backlog is not None and first is not None and first.data <= self.backlog.to
 
     @property
     def seen(self) -> Seen | None:
-        """State by which the server may leave this partition out of a poll. None if time alone may change it."""
+        """State with which the server may omit this partition from a poll. None if time alone may change it."""
         run, image = self.in_flight, self.image
         if run is None or not self.won or image.handled is not None:
             return None
@@ -234,32 +235,36 @@ class Partition:
 
     @property
     def is_unclaimed(self) -> bool:
-        """Return True if a message is in flight that nobody is known to have taken."""
+        """Return True if a message is in flight, and no worker is known to have taken it."""
         run, image = self.in_flight, self.image
         if run is None or not self.won:
             return False
         return image.fencing_token == run.fencing_token and image.handled is None and not image.live
 
     def is_free(self, now: float) -> bool:
-        """Return True if a dead letter may be sent: nothing is out, and nothing blocks but a retry time."""
+        """Return True if a dead letter may be sent: nothing is in flight, and at most a retry time blocks."""
         rejected = self.rejection is not None and self.rejection.until > now
         return self.in_flight is None and self.won and self.ready_at < _NEVER and not rejected
 
     def reset_grace(self, at: float) -> None:
-        """Begin the grace of the run in flight anew at this time, and short."""
+        """Restart the grace of the run in flight at this time, with its shortest length."""
         self._changed_at = max(self._changed_at, at)
         self.repeats = 0
 
     def repeat(self, now: float) -> None:
-        """The message that is out will not be taken any more: dispatch the change again."""
+        """Dispatch the change again, because no worker will take the message in flight."""
+        if self.in_flight is not None and self.in_flight.taken_at is not None:
+            self.unclaimed_since = now
         self._give_up()
         self.is_repeated = True
         self.ready_at = now + max(self.image.due_in, 0.0)
 
     def note_sent(self, now: float, count: int = 1) -> None:
-        """Note that a run of so many changes that begins with `next_sequence` was published. Of none, a dead letter."""
+        """Note that a run of this many changes from `next_sequence` was published. 0 means a dead letter."""
         if count:
             self.sent = range(self.next_sequence, self.next_sequence + count), now
+        if not self.is_repeated:
+            self.unclaimed_since = now
         self.in_flight = InFlight(self.next_sequence, self.image.fencing_token, now)
         self.ready_at = _NEVER
         self.rejection = None
@@ -268,12 +273,12 @@ class Partition:
         self.is_repeated = False
 
     def note_rejected(self, rejection: Rejection) -> None:
-        """The run that begins with `next_sequence` was rejected: this partition waits, and no other."""
+        """Note that the broker rejected the run from `next_sequence`. Only this partition waits."""
         self.rejection = rejection
         self.ready_at = rejection.until
 
     def is_unchanged(self, image: Image) -> bool:
-        """Return True if a newer image says nothing new of a partition that has nothing to do, and no time to await."""
+        """Return True if a newer image has no news about a partition without work or pending times."""
         if self.in_flight is not None or self.backlog is not None or self.queue.changes or self.is_replaying:
             return False
         if image.claim is not None or image.due_in > 0 or self.image.due_in > 0 or not self.won:
@@ -306,7 +311,7 @@ class Partition:
         return self._judge_unclaimed(self.in_flight, image, now)
 
     def _note_move(self, run: InFlight, before: Image, now: float) -> Step:
-        """The position is another one: the run is over, unless it moved under a claim of the current run."""
+        """Note a moved position: the run is over, unless the position moved under the current run's claim."""
         image = self.image
         of_it = image.fencing_token == run.fencing_token + 1 or (
             before.live and image.fencing_token == before.fencing_token
@@ -319,7 +324,7 @@ class Partition:
         return Step.ENDED
 
     def _note_claim(self, run: InFlight, now: float) -> None:
-        """Note when a run was first seen to be claimed, and when to have left its worker."""
+        """Note when a run was first seen as claimed, and when it was first seen to have left its worker."""
         image = self.image
         if run.taken_at is None and (image.fencing_token > run.fencing_token or image.committed >= run.first):
             run.taken_at = self.taken_at = now
@@ -329,9 +334,9 @@ class Partition:
 
     def _under_another_term(self, image: Image, now: float) -> Step:
         """
-        Await what an older term does in a locked partition like a run of mine, until the partition is won.
+        Await an older term's work in a locked partition like my own run, until the partition is won.
 
-        Else my term is over. A smaller epoch says that what was won is gone, and somebody has put it there anew.
+        Otherwise my term is over. A smaller term means that the won partition was removed and written again.
         """
         if self.won or image.term > self._version:
             return Step.SUPERSEDED
@@ -344,18 +349,19 @@ class Partition:
         return Step.ENDED if run is not None and image.committed != run.first - 1 else Step.WAIT
 
     def _without_run(self, image: Image, now: float) -> Step:
-        """Nothing of mine is out: adopt what runs, or be ready when the head is due."""
+        """Adopt a running run, or become ready when the first change is due. No run of this term is in flight."""
         if image.handled is not None or (image.claim is not None and not self._is_given_up(image)):
-            # One less than its fence: the message of a claim that exists is used up.
+            # One less than its fencing token, because an existing claim has used up its message.
             self.in_flight = InFlight(image.committed + 1, image.fencing_token - 1, now)
             self.ready_at = _NEVER
+            self.is_repeated = False
         else:
             due = max(now + max(image.due_in, 0.0), self.rejection.until if self.rejection else 0.0)
             self.ready_at = due if image.state == "flowing" else _NEVER
         return Step.WAIT
 
     def _is_given_up(self, image: Image) -> bool:
-        """A lapsed claim whose grace has passed is waited for only once, also if the broker is down meanwhile."""
+        """Return True for a lapsed claim after its grace, which is awaited only once, even if the broker is away."""
         return not image.live and image.fencing_token == self._given_up
 
     def _note_handled(self, run: InFlight, now: float) -> Step:
@@ -375,7 +381,7 @@ class Partition:
         if image.claim is not None:
             run.lapsed_at = run.lapsed_at or now
         since = max(run.sent_at, self._changed_at, run.lapsed_at or 0.0)
-        doublings = min(self.repeats, _DOUBLINGS)  # unbounded, the power outgrows a float after some days
+        doublings = min(self.repeats, _DOUBLINGS)  # without a limit, the power would overflow a float after some days
         least = self.token_seconds if image.claim is None else 0.0
         grace = min(max(self._graces.dispatch_grace * 2**doublings, least), LONGEST_GRACE)
         if now >= max(since + grace, now + image.due_in):

@@ -1,8 +1,8 @@
 """
-Requests that beat would send: while a listener leads, workers sweep the app's outboxes and recover its transactions.
+Periodic requests like beat's. While a listener leads, workers sweep the app's outboxes and recover its transactions.
 
-Whoever runs a bridge need not run beat. Where both run, more is asked for than is needed, which costs a few reads of
-indexes: each entry, and each transaction, is claimed by one of them.
+With a bridge, beat is not needed. If both run, there are more requests than needed. That costs a few index reads,
+because only one of them claims each entry and each transaction.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.app import expiry, periods_of
+from mongo_celery.app import expiry, list_periods
 from mongo_celery.broker.connection import bounded_connection
 from mongo_celery.mongo.redaction import short
 
@@ -26,7 +26,7 @@ _BROKER_SECONDS = 5
 
 class PeriodicRequests:
     """
-    The requests of one term. One that fails is sent again.
+    The requests of one term. If one fails, it is sent again.
 
     Args:
         app: the Celery app.
@@ -34,13 +34,13 @@ class PeriodicRequests:
 
     def __init__(self, app: Celery) -> None:
         self._app = app
-        self._every = periods_of(app)
+        self._every = list_periods(app)
         self._due = dict.fromkeys(self._every, 0.0)
 
     def send_due(self) -> float:
-        """Send one request that is due. Return the seconds until the next one, infinite if there is none."""
+        """Send one due request. Return the seconds until the next one, or infinity if there is none."""
         call = min(self._due, key=lambda each: self._due[each], default=None)
-        if call is None:  # something else sees to all
+        if call is None:  # something else handles all of them
             return math.inf
         if self._due[call] <= time.monotonic():
             self._ask(*call)

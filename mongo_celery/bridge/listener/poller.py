@@ -1,26 +1,26 @@
 """
-Reading partitions: when, which of them, and what is seen.
+Reading partitions: the times, the selection, and the results.
 
-What an execution does shows in its partition alone, so partitions are read again and again while something is out.
-Two kinds of reading share that:
+An execution's effects show only in its partition, so partitions are read repeatedly while runs are in flight. There are
+two kinds of reading:
 
-- The **sweep** reads all of them, once a second. It alone is needed: it shows all that happens, whoever does it.
-- A **poll** reads those with something out, sooner. Of them the server leaves out where nothing has happened that
-  counts: a run that nobody has claimed yet, where the fence is as it was (every claim, and every command that moves a
-  position, raises it), and one that runs, where the claim is unchanged and nothing is handled. That needs no clock, no
-  order of writes, and nothing that a write would have to leave for it: each partition is compared with what was seen of
-  itself. So nothing is missed, however late a majority has it.
+- The **sweep** reads all of them once a second. It is sufficient: it shows every effect of every process.
+- A **poll** reads those with a run in flight, more often. The server omits partitions without relevant news: an
+  unclaimed run with an unchanged fencing token (every claim, and every command that moves a position, raises it), and a
+  running one with an unchanged claim and nothing handled. That needs no clock, no order of writes, and no extra data in
+  a write: each partition is compared with its last observed state. So nothing is missed, even if the majority has it
+  late.
 
-What happens without a write, or by one that is not compared (a claim lapses, a list moves its position under its
-claim, a person pauses what nobody has claimed), is seen by the sweep: at most a second later.
+Some news comes without a write, or by a write that is not compared: a claim lapses, a list moves its position under its
+claim, a person pauses unclaimed runs. The sweep sees it at most a second later.
 
-While much is out, its queues give workers enough to do, and nobody gains by knowing immediately. So the pause between
-polls is then a part of the time that the quickest runs take from their dispatch to their end, within bounds.
+While many runs are in flight, their queues keep workers busy, and an immediate answer gains nothing. So the pause
+between polls is then a share of the time from dispatch to end of the fastest runs, within bounds.
 
-Positions are written with w:1, and on a set of one member a majority read shows such a write when the journal is
-flushed: by the next majority write, which under load there always is, else up to a tenth of a second later. So a poll
-that follows one in vain has it flushed, where a run was claimed and may have ended. Not after a second without
-anything, when a tenth is little.
+Positions are written with w:1. On a set of one member, a majority read shows such a write when the journal is flushed:
+by the next majority write, which is frequent under load, otherwise up to a tenth of a second later. So if a poll found
+nothing and a claimed run may have ended, the next poll flushes the journal first. After a second without news it does
+not, because a tenth is then little.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.partition import Partition, Step
-from mongo_celery.bridge.listener.takeover import LockedPartitions
+from mongo_celery.bridge.state.claims import name_place
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.verdicts import brief, raise_if_final
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.listener.fairness import Fairness
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.state.partitions import Image, Seen
+    from mongo_celery.bridge.state.store import Store
     from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -54,24 +55,25 @@ logger = logging.getLogger("mongo_celery.listener")
 SWEEP_SECONDS = 1.0
 BUSY_SECONDS = 0.03
 _LONGEST_PAUSE = 0.25
-_LONGEST_BUSY_PAUSE = 0.1  # `fairness` wants to know who waits for so long
+_LONGEST_BUSY_PAUSE = 0.1  # `fairness` needs to know which runs wait this long
 _SHORTEST_PAUSE = 0.005
 _BUSY = 3
 _SHARE = 4
-"""The pause after a poll is one part in so many of the time that runs take."""
+"""The pause after a poll is this fraction of a run's time."""
 
 _WEIGHT = 0.2
 _FLUSHING_SECONDS = 1.0
 _NAMED = 10
+_LOCKED_PAUSE = 0.5  # tried with each sweep, unless a slow server has used most of the time between two
 
 
 class PollTimes:
     """
-    The times of the polls of a term. Pure.
+    The poll times of a term. Pure.
 
     Attributes:
-        moved_at: monotonic time at which something last went out, or was seen to have ended.
-        polled_at, swept_at: of the last poll, and of the last one of all partitions.
+        moved_at: monotonic time when a run was last sent, or seen to have ended.
+        polled_at, swept_at: times of the last poll, and of the last sweep.
     """
 
     def __init__(self) -> None:
@@ -80,19 +82,25 @@ class PollTimes:
         self._taken: dict[str, float] = {}
 
     def note_end(self, subscription: str, sent_at: float | None, now: float) -> None:
-        """Note that a run was seen to have ended. If this term has sent it, at that time."""
+        """Note the observed end of a run, and its sending time if this term sent it."""
         self.moved_at = now
         if sent_at is not None:
             before = self._taken.get(subscription, now - sent_at)
             self._taken[subscription] = before + _WEIGHT * (now - sent_at - before)
 
     def next_poll_time(self, in_flight: Mapping[str, int]) -> float:
-        """Return the monotonic time of the next poll, with so many runs of each handler in flight, none without any."""
+        """
+        Return the monotonic time of the next poll for these numbers of runs in flight by handler. None
+        without any.
+        """
         sweep_at = self.swept_at + SWEEP_SECONDS
         return min(sweep_at, self.polled_at + self._pause(in_flight)) if in_flight else sweep_at
 
     def _pause(self, in_flight: Mapping[str, int]) -> float:
-        """Short after something moved, longer while handlers take their time: in the end a quarter of that."""
+        """
+        Return a short pause after news, and a longer one while handlers are working, up to a quarter of
+        their time.
+        """
         least = _SHORTEST_PAUSE
         if sum(in_flight.values()) >= _BUSY:
             quickest = min(self._taken.get(name, 0.0) for name in in_flight)
@@ -100,10 +108,66 @@ class PollTimes:
         return min(max((self.polled_at - self.moved_at) / 3, least), _LONGEST_PAUSE)
 
     def may_be_unflushed(self, seen: Iterable[Seen | None], now: float) -> bool:
-        """Return True if the last poll was in vain, and runs that were claimed before it may have ended."""
+        """Return True if the last poll found nothing, and runs that were claimed before it may have ended."""
         if self.moved_at >= self.polled_at or now - self.moved_at > _FLUSHING_SECONDS:
             return False
         return any(each is None or each.claimed for each in seen)
+
+
+class LockedPartitions:
+    """
+    The partitions that a take-over could not win, because an abandoned transaction has written them.
+
+    Usually its client died in a transactional handler, or while moving a change to the dead letters. Such a transaction
+    is ended when the claim has lapsed. The server ends others after `transactionLifetimeLimitSeconds`. Until then the
+    partition keeps its older epoch. Messages of that term may still claim and commit there, in order, as before the
+    take-over. This term dispatches nothing there and counts the partition as in flight, so watermarks pass it only by
+    its commits.
+
+    Args:
+        store: of the bridge.
+        version: of this term.
+        partitions: all partitions of this term.
+    """
+
+    def __init__(self, store: Store, version: int, partitions: Iterable[Partition]) -> None:
+        self._store = store
+        self._version = version
+        self._locked = [partition for partition in partitions if not partition.won]
+        self._tried_at = time.monotonic()
+        if self._locked:
+            logger.warning(
+                "%d partitions are locked by open transactions, among them %s. Their changes wait until these end, "
+                "at the latest after the server's transactionLifetimeLimitSeconds. All other partitions continue",
+                len(self._locked),
+                ", ".join(map(name_place, self.names[:_NAMED])),
+                extra={"event": "partitions_locked", "count": len(self._locked)},
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """Return the `_id`s of the partitions that are not won yet."""
+        return [partition.partition_id for partition in self._locked]
+
+    def win(self, now: float) -> list[Image]:
+        """Try again without waiting for any of them. Return their images."""
+        self._locked = [partition for partition in self._locked if not partition.won]
+        if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
+            return []
+        try:
+            self._store.claims.end_transactions(self.names)
+            images = self._store.partitions.win(self.names, self._version)
+        finally:
+            self._tried_at = time.monotonic()  # a slow server may have taken longer than the pause
+        won = [f"{image.subscription}/{image.index}" for image in images if image.term == self._version]
+        if won:
+            logger.info(
+                "took over %d partitions that had been locked, among them %s",
+                len(won),
+                ", ".join(won[:_NAMED]),
+                extra={"event": "partitions_unlocked", "count": len(won)},
+            )
+        return images
 
 
 class PartitionPoller:
@@ -112,27 +176,36 @@ class PartitionPoller:
 
     Args:
         wiring: of the bridge.
-        session: in which all that decides what runs is read.
+        session: for all reads that decide what may run.
         led: the subscriptions of this term.
-        activity: what this process has counted.
+        version: of this term.
+        activity: the counters of this process.
+        fairness: is told how long runs take.
 
     Attributes:
         times: of the polls.
         due_at: monotonic time of the next poll.
         locked: partitions that the take-over could not win.
-        is_blind: whether the last poll has failed.
-        began_at, read_at: monotonic times of the last poll that was answered.
+        is_blind: True if the last poll failed.
+        began_at, read_at: monotonic times of the last answered poll.
     """
 
     def __init__(
-        self, wiring: Wiring, session: ClientSession, led: Mapping[str, Subscription], activity: Activity
+        self,
+        wiring: Wiring,
+        session: ClientSession,
+        led: Mapping[str, Subscription],
+        version: int,
+        activity: Activity,
+        fairness: Fairness,
     ) -> None:
         self.times = PollTimes()
         self.due_at = 0.0
-        self.locked = LockedPartitions(wiring.store, 0, ())
+        partitions = [partition for each in led.values() for partition in each.partitions.values()]
+        self.locked = LockedPartitions(wiring.store, version, partitions)
         self.is_blind = False
         self.began_at = self.read_at = 0.0
-        self._fairness: Fairness | None = None
+        self._fairness = fairness
         self._known: Mapping[bytes, Image] = {}
         self._wiring = wiring
         self._partitions = wiring.store.partitions
@@ -140,14 +213,8 @@ class PartitionPoller:
         self._led = led
         self._activity = activity
 
-    def begin(self, version: int, fairness: Fairness) -> None:
-        """Begin a term. `fairness` is notified how long runs take."""
-        partitions = [each for led in self._led.values() for each in led.partitions.values()]
-        self.locked = LockedPartitions(self._wiring.store, version, partitions)
-        self._fairness = fairness
-
     def plan(self) -> None:
-        """Find out when the next poll is due."""
+        """Compute the time of the next poll."""
         in_flight: dict[str, int] = {}
         for name, led in self._led.items():
             for partition in led.partitions.values():
@@ -156,24 +223,24 @@ class PartitionPoller:
         self.due_at = self.times.next_poll_time(in_flight)
 
     def note_dispatch(self) -> None:
-        """Note that runs were sent: they are polled soon."""
+        """Note that runs were sent, so that they are polled soon."""
         self.times.moved_at = time.monotonic()
         self.plan()
 
     def sweep_now(self) -> None:
-        """Have the next poll read all partitions, whenever that would have been due."""
+        """Make the next poll read all partitions, whenever that would be due."""
         self.times.swept_at = self.due_at = -math.inf
 
     def poll(self, now: float, reopenings: int) -> bool:
         """
-        Read partitions, all of them if that is due, and take in what is seen.
+        Read partitions, all of them if a sweep is due, and take in the results.
 
         Returns:
             False if they could not be read.
 
         Raises:
-            LeaseLostError: somebody else leads.
-            MongoCeleryError: something that waiting cannot fix.
+            LeaseLostError: another listener leads.
+            MongoCeleryError: an error that waiting cannot fix.
         """
         began_at = time.monotonic()
         try:
@@ -196,30 +263,32 @@ class PartitionPoller:
 
     def _sweep(self, now: float, reopenings: int) -> list[Image]:
         self.times.swept_at = self.times.polled_at = now
-        generations = {name: led.plan.layout.term for name, led in self._led.items()}
-        self._known = self._partitions.sweep(generations, self._session, self._known)
+        partitionings = {name: led.plan.layout.term for name, led in self._led.items()}
+        self._known = self._partitions.sweep(partitionings, self._session, self._known)
         for subscription in self._led.values():
             self._activity.of(subscription.name).add_counts(subscription.counted)
         self._activity.note_sweep(reopenings)
         return list(self._known.values())
 
     def _read_changed(self, now: float) -> list[Image]:
-        """Read the partitions with a run in flight of which the server knows something new."""
+        """Read the partitions with a run in flight and news in the server."""
         times = self.times
         seen = {each.partition_id: each.seen for led in self._led.values() for each in led.in_flight}
         if times.may_be_unflushed(seen.values(), now):
-            with contextlib.suppress(PyMongoError):  # if something is wrong, the poll says what
+            with contextlib.suppress(PyMongoError):  # the poll reports errors
                 self._partitions.flush()
         times.polled_at = now
         return self._partitions.list_changed(seen, self._session)
 
     def _observe(self, images: Iterable[Image], now: float) -> list[Image]:
-        """Take in images. Return those of partitions that are to be committed."""
+        """Take in images. Return those of partitions to commit."""
         late = []
         for image in images:
             subscription = self._led[image.subscription]
             partition = subscription.partitions.get(image.index)
-            if partition is None or partition.is_unchanged(image):  # none: read before its handler was repartitioned
+            if partition is None or partition.is_unchanged(
+                image
+            ):  # None if it was read before its handler was repartitioned
                 continue
             if self._observe_partition(subscription, partition, image, now) is Step.COMMIT:
                 late.append(image)
@@ -232,26 +301,27 @@ class PartitionPoller:
         step = subscription.observe(image, now)
         if step is Step.SUPERSEDED:
             raise LeaseLostError
-        if is_held and run is not None and run.left_at is not None and run.taken_at is not None and self._fairness:
+        if is_held and run is not None and run.left_at is not None and run.taken_at is not None:
             self._fairness.note_run(image.subscription, run.left_at - run.taken_at)
         if step is Step.ENDED:
             self.times.note_end(image.subscription, run.sent_at if run is not None else None, now)
         return step
 
     def _commit_late(self, images: Sequence[Image]) -> None:
-        """Commit what is handled and whose commit messages are late, with one command for all."""
+        """Commit handled runs with late commit messages, by one command for all."""
         heads = {
             self._led[image.subscription].partitions[image.index].partition_id: image.committed + 1 for image in images
         }
-        named = [*list(heads)[:_NAMED], *([f"{len(heads) - _NAMED} more"] if len(heads) > _NAMED else [])]
+        more = [f"{len(heads) - _NAMED} more"] if len(heads) > _NAMED else []
+        named = [*map(name_place, list(heads)[:_NAMED]), *more]
         logger.info("committing %s, whose commit message is late", ", ".join(named), extra={"event": "commit_late"})
         self._wiring.store.claims.commit_all(heads)
 
     def _win_locked(self, now: float) -> None:
-        """Take over, one by one, what an open transaction had kept from the take-over."""
+        """Take over partitions, one by one, that an open transaction had locked."""
         try:
             self._observe(self.locked.win(now), time.monotonic())
-        except PyMongoError as error:  # all others are polled all the same
+        except PyMongoError as error:  # all others are polled anyway
             self._note_failure(error)
 
     def _note_failure(self, error: PyMongoError) -> None:

@@ -1,11 +1,11 @@
 """
-A full buffer, and partitions that have nothing to do behind it.
+A full buffer, and partitions that are idle because of it.
 
-Pure: what is measured comes in, with the time. A normal backlog stays in memory, and the stream waits for it: storing
-it would cost the state database twice what the changes cost anyway. But a partition that has nothing to do while the
-buffer is full of others waits for changes that nobody reads. As soon as one has been idle for two seconds, the largest
-are stored until the buffer is half empty: in a minute no more than the buffer has, twice. So most of a backlog of a few
-busy keys does not take the way through the state database.
+Pure: its input is measurements and the time. A normal backlog stays in memory, and the stream waits: storing it would
+cost the state database twice the cost of the changes. But while the buffer is full of some partitions' changes, an idle
+partition waits for changes that are not read. When one has been idle for two seconds, the largest partitions are stored
+until the buffer is half empty, at most the buffer's size twice a minute. So most of a backlog of a few busy keys
+bypasses the state database.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _MINUTE = 60.0
 
 class Pressure:
     """
-    The buffer of one bridge, as far as others are kept waiting by it.
+    The buffer of one bridge, and whether it keeps partitions waiting.
 
     Args:
-        bound: the buffer's bytes.
+        bound: size limit of the buffer in bytes.
 
     Attributes:
-        is_full: whether it was full, and has not been half empty since.
+        is_full: True if it was full, and has not been half empty since.
     """
 
     def __init__(self, bound: int) -> None:
@@ -36,10 +36,10 @@ class Pressure:
 
     def observe(self, size: int, idle: Collection[Hashable], now: float) -> None:
         """
-        Take in how many bytes the buffer has, and which flowing partitions have nothing to do.
+        Take in the size of the buffer, and the flowing partitions without work.
 
         Args:
-            idle: those that have had something to do before. Empty where the stream has nothing more to give.
+            idle: partitions that had work before. Empty if the stream has no more changes.
         """
         if self._observed_at is not None:
             earned = 2.0 * self._bound * (now - self._observed_at) / _MINUTE
@@ -55,11 +55,11 @@ class Pressure:
 
     @property
     def must_store(self) -> bool:
-        """Return True if changes are to be stored until the buffer is half empty."""
+        """Return True if changes must be stored until the buffer is half empty."""
         return self._is_storing and self._credit > 0
 
     def note_stored(self, size: int, left: int) -> None:
-        """So many bytes were taken out of the buffer and stored, which has so many left."""
+        """Note how many bytes were stored from the buffer, and how many are left."""
         self._credit -= size
         if left < self._bound / 2:
             self.is_full = self._is_storing = False

@@ -1,4 +1,4 @@
-"""The listener process: one thread for each bridge, ended together by SIGTERM, SIGINT or when all have failed."""
+"""The listener process: one thread per bridge. All end by SIGTERM, SIGINT or when all have failed."""
 
 from __future__ import annotations
 
@@ -25,26 +25,31 @@ from mongo_celery.visible import Lines
 
 logger = logging.getLogger("mongo_celery.listener")
 
-_STOP_SECONDS = 10.0
+_STOP_SECONDS = 3.0
+"""Time limit for all hand-overs of a process. MongoDB's answers take less, and without an answer the leases expire."""
+
+_LEAVING_SECONDS = 0.5
+"""Time limit for a listener without a lease. A call to an unavailable server would end much later, without use."""
+
 _SIGNAL_SECONDS = 0.1
 
 Beside = Callable[[Celery, Sequence[Activity]], AbstractContextManager[object]]
-"""A context beside the listeners of a process that observes them. An error on entry ends the start."""
+"""A context beside a process's listeners that observes them. An error on entry ends the start."""
 
 FAILED_BRIDGE = Pauses(first=30.0, longest=600.0)
-"""For a bridge that has failed permanently while others continue: a person has to fix it, so there is no hurry."""
+"""Pauses for a bridge that failed permanently while others continue. A person must fix it, so there is no hurry."""
 
 
 class ListenerThreads:
     """
-    One thread for each bridge's listener. Whichever fails is started again after a pause.
+    One thread for each bridge's listener. A failed one is started again after a pause.
 
     Args:
-        listeners: of its bridges.
-        pauses: before a failed one is started again.
-        beside: runs as long as they do.
-        ends_with_all: set `ended`, and start nothing again, once every bridge has failed.
-        is_ending: asked before a start: whether it is too late for that.
+        listeners: of the bridges.
+        pauses: before the restart of a failed one.
+        beside: runs as long as the listeners.
+        ends_with_all: True to set `ended`, and restart nothing, when every bridge has failed.
+        is_ending: returns True if it is too late for a start.
     """
 
     def __init__(
@@ -72,26 +77,27 @@ class ListenerThreads:
 
     @property
     def all_failed(self) -> bool:
-        """Return True if no bridge runs, and each one's last end was a failure."""
+        """Return True if no bridge is running, and the last end of each was a failure."""
         with self._lock:
             return len(self._failed) == len(self._listeners)
 
     def start(self) -> None:
-        """Start all threads. Raises what `beside` raises at its start."""
+        """Start all threads. Errors of `beside` are raised."""
         self._beside.__enter__()
         for thread in self._threads:
             thread.start()
 
-    def stop(self, seconds: float = _STOP_SECONDS) -> None:
-        """Step down and start nothing again. Waits at most so many seconds for each thread."""
+    def stop(self) -> None:
+        """Step down, and restart nothing. If MongoDB does not answer, abandon a hand-over after some seconds."""
         self._stopping.set()
         for listener in self._listeners:
             listener.stop()
-        for thread in self._threads:
-            thread.join(seconds)
+        until = time.monotonic() + _STOP_SECONDS
+        for listener, thread in zip(self._listeners, self._threads, strict=True):
+            thread.join(max(until - time.monotonic(), 0.0) if listener.has_lease else _LEAVING_SECONDS)
         self._beside.__exit__(None, None, None)
 
-    terminate = stop  # as the services of a worker are called
+    terminate = stop  # the name in services of a worker
 
     def _run(self, listener: Listener) -> None:
         gate = RetryGate(self._pauses)
@@ -128,42 +134,41 @@ def run_listeners(
     """
     Listen for the named bridges, or all of the app, until a signal ends the process.
 
-    A bridge that fails permanently is logged as critical and started again after a pause, as long as another
-    bridge of this process continues: one that fails must not take the lease of the others away each time.
-    Once every bridge has failed, the process ends, and a supervisor may restart it. With one bridge that
-    is its first failure.
+    A bridge that fails permanently is logged as critical and started again after a pause, while another bridge of this
+    process continues: a failed bridge must not cost the others their lease each time. When every bridge has failed, the
+    process ends, and a supervisor may restart it. With one bridge this is its first failure.
 
     Args:
-        app: the Celery app, with its task modules imported. To import them once more would have Django set up its own
-            logging once more, in the place of Celery's.
-        names: of bridges. None for all.
-        on_history_lost: takes the place of the option of that name.
-        take_over: lead once also where a bridge is that of another environment or app.
-        reason: why, for the audit record of that.
-        pauses: before a failed bridge is started again.
-        beside: runs as long as the listeners do.
+        app: the Celery app, with its task modules imported. Another import would make Django replace Celery's logging
+            by its own.
+        names: the bridges' names. None for all.
+        on_history_lost: overrides the option of this name.
+        take_over: lead once, even if a bridge belongs to another environment or app.
+        reason: the reason of that, for the audit record.
+        pauses: before the restart of a failed bridge.
+        beside: runs as long as the listeners.
 
     Returns:
-        The exit status: 0 after a signal, 1 when every bridge has failed.
+        The exit status: 0 after a signal, 1 if every bridge has failed.
 
     Raises:
-        ConfigurationError: the app has no bridge, a name is unknown, or an option is wrong. Or what `beside` raises.
+        ConfigurationError: the app has no bridge, a name is unknown, or an option is wrong. Or an error of `beside`.
     """
     app.finalize()
     listeners = [
-        Listener(wiring, on_history_lost, take_over=take_over, reason=reason) for wiring in BRIDGES.named(app, names)
+        Listener(wiring, on_history_lost, take_over=take_over, reason=reason) for wiring in BRIDGES.select(app, names)
     ]
     context = beside(app, [each.activity for each in listeners]) if beside is not None else None
     threads = ListenerThreads(listeners, pauses, beside=context, ends_with_all=True)
     received: list[int] = []
 
     def remember(number: int, _frame: FrameType | None) -> None:
-        received.append(number)  # no more: it may interrupt this thread while it holds the lock of an event or a log
+        received.append(number)  # nothing more: it may interrupt a thread that holds the lock of an event or a log
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, remember)
-    # A backlog makes objects by the ten thousand, so that there are many garbage collections. What has been imported is
-    # most of what they would search: a fifth of the listener's processor time.
+    # A backlog creates tens of thousands of objects, so garbage collection is frequent. Imported objects are most of
+    # its work: a fifth of the listener's CPU time.
     gc.collect()
     gc.freeze()
     threads.start()
@@ -190,6 +195,6 @@ def _log_failure(name: str, error: BaseException, pause: float | None) -> None:
         name,
         without_credentials(str(error)) if known else f"{type(error).__name__}: {short(error)}",
         "" if pause is None else f" (starting it again in {pause:.0f} s)",
-        "" if known else Lines(f"\n{traceback_text(error)}"),  # `exc_info` would show all that the driver says
+        "" if known else Lines(f"\n{traceback_text(error)}"),  # `exc_info` would show the driver's full text
         extra={"event": "listener_failed", "bridge": name},
     )

@@ -1,8 +1,8 @@
 """
-Finding the next stored changes of each partition that runs from them, a batch at a time, without their bytes.
+Find the next stored changes of each partition that runs from them, in batches, without their bytes.
 
-All reads are made in the session that has read the partitions' images, so that what it has seen as marked is there,
-whoever is the primary. What is known of a partition that is blocked is forgotten: it is found anew when it runs again.
+All reads use the session that has read the partitions' images, so that its marked changes are visible on any primary. A
+blocked partition's knowledge is dropped, and read again when it runs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.bridge.state.claims import name_place
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -34,10 +35,10 @@ _BATCH = 100
 
 class ReadBack:
     """
-    The reading back of one term.
+    The reading of stored changes in one term.
 
     Args:
-        session: in which the images are read.
+        session: the session of the images.
     """
 
     def __init__(self, store: Store, session: ClientSession) -> None:
@@ -46,13 +47,13 @@ class ReadBack:
 
     def read(self, subscriptions: Iterable[Subscription], now: float) -> bool:
         """
-        Find what partitions need next, within a bound of time.
+        Find the next changes for partitions, in bounded time.
 
         Returns:
-            Whether all was found.
+            True if all were found.
 
         Raises:
-            PyMongoError: the state database gave no answer. To be tried again.
+            PyMongoError: the state database gave no answer. Try again.
         """
         until = time.monotonic() + _TURN_SECONDS
         wanting = []
@@ -84,7 +85,7 @@ class ReadBack:
             self._find_missing(partition, backlog)
 
     def _judge(self, subscription: Subscription, partition: Partition, change: StoredChange) -> StoredChange:
-        """An undeliverable change is judged again, by its bytes."""
+        """Judge an undeliverable change again by its bytes."""
         if change.refusal is None or change.refusal.lasts:
             return change
         whole = self._store.backlog.fetch(partition.partition_id, [change.data]).get(change.data, change)
@@ -94,11 +95,11 @@ class ReadBack:
         """
         Report that nothing is stored although the mark promises it, unless the partition has continued meanwhile.
 
-        The mark stays. Nobody of ours removes what is not committed, so a person has to check.
+        The mark stays. This package only removes committed changes, so a person must check.
         """
         backlog.read_at = time.monotonic() + _AGAIN_SECONDS
         (image,) = self._store.partitions.look([partition.partition_id], self._session)
-        if image.data != partition.image.data or image.spilled is None:
+        if image.data != partition.image.data or image.stored is None:
             return
         was_missing, backlog.missing = backlog.missing, True
         if was_missing:
@@ -106,9 +107,9 @@ class ReadBack:
         logger.error(
             "stored changes of partition %s are missing: it is marked up to %s and committed up to %s, and nothing "
             "lies between. It is blocked until they are there: restore the collection backlog from a backup. If there "
-            "is none they are lost: end the listener, remove `spilled` from the partition's document ($unset), "
+            "is none they are lost: end the listener, remove `stored` from the partition's document ($unset), "
             "start it again, and make up for them manually",
-            partition.partition_id,
+            name_place(partition.partition_id),
             backlog.to,
             image.data or "nothing",
             extra={"event": "stored_changes_missing", "partition": partition.partition_id},
@@ -116,6 +117,6 @@ class ReadBack:
 
 
 def _is_blocked(partition: Partition, now: float) -> bool:
-    """Return True if the next run of a partition cannot go out soon."""
+    """Return True if the next run of a partition cannot be sent soon."""
     is_late = partition.in_flight is None and partition.ready_at > now + _SOON_SECONDS
     return partition.image.state != "flowing" or is_late

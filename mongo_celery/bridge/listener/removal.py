@@ -1,10 +1,10 @@
 """
-Removing stored changes that are done, and measuring what is stored.
+Removing finished stored changes, and measuring the stored ones.
 
-Nothing waits for either. A removal takes what a majority image showed as committed, and only what no later term has
-stored, so that it is harmless whenever it happens. Partitions of which something is stored are known by what this term
-stores, and by a walk over all that is stored, at the beginning and now and then: a listener that ended between storing
-and marking leaves changes without a mark. A partition is let go of only when all of it was removed.
+Nothing waits for either. A removal takes changes that a majority image showed as committed, and none that a later term
+has stored, so it is always harmless. Partitions with stored changes are known from this term's writes, and from a walk
+over all stored changes at the beginning and from time to time: a listener that ended between storing and marking leaves
+changes without a mark. A partition is forgotten only when all its changes are removed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _STEP_SECONDS = 0.05
 _WALK_SECONDS = 600.0
 _MEASURED_SECONDS = 5.0
 _REST = 20.0
-"""How many times as long as it took nothing is measured: reading what a bridge has takes some seconds."""
+"""Factor for the pause after a measurement: reading a bridge's size may take some seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
     """
-    Up to where the changes of a partition are done.
+    The place up to which a partition's changes are done.
 
     Attributes:
-        committed: comparable part of the committed token of a majority image. Empty for nothing.
-        passed: the same, no further than the stored watermark: up to there no change is read again.
+        committed: comparable part of the committed token in a majority image. Empty if nothing is committed.
+        passed: the same, but not beyond the stored watermark. No change before it is read again.
     """
 
     committed: str
@@ -56,16 +56,16 @@ class Removal:
     The removals of one term: a job of its housekeeping.
 
     Args:
-        backlog: where the changes are stored.
+        backlog: the collection of stored changes.
         version: of the term.
-        bound: bytes that the bridge may have stored.
+        bound: limit of the bridge's stored bytes.
     """
 
     def __init__(self, backlog: Backlog, version: int, bound: int) -> None:
         self._backlog = backlog
         self._version = version
         self._lock = threading.Lock()
-        self._last: dict[str, str] = {}  # places up to which something is stored, by partition
+        self._last: dict[str, str] = {}  # the last stored place, by partition
         self._asked: dict[str, Done] = {}
         self._wanted: dict[str, Done] = {}
         self._measured = self._added = 0
@@ -76,25 +76,28 @@ class Removal:
 
     @property
     def size(self) -> int:
-        """Bytes that are stored: as they were measured last, with what this term has added since."""
+        """Return stored bytes: the last measurement plus this term's writes since."""
         with self._lock:
             return self._measured + self._added
 
     def note(self, partition_id: str, place: str, size: int = 0) -> None:
-        """Something is stored of a partition up to a place, or may be. This term has added so many bytes."""
+        """
+        Note that a partition has or may have stored changes up to a place, and the bytes that this term
+        has added.
+        """
         with self._lock:
             self._last[partition_id] = max(self._last.get(partition_id, ""), place)
             self._added += size
 
     def ask(self, images: Mapping[str, Image], watermarks: Mapping[str, str]) -> bool:
         """
-        Have removed what is done by now. Return True if there is anything.
+        Request the removal of finished changes. Return True if there are any.
 
-        All that is stored goes of a partition that its handler no longer has, since it was repartitioned.
+        If a handler has another partitioning now, all stored changes of an old partition are removed.
 
         Args:
-            images: of all partitions that are led, by their `_id`s.
-            watermarks: the stored ones, by handler: from there a later term reads.
+            images: of all led partitions, by `_id`.
+            watermarks: the stored ones, by handler, from which a later term reads.
         """
         handlers = {partition_id.rsplit("/", 2)[0] for partition_id in images}
         with self._lock:
@@ -112,21 +115,21 @@ class Removal:
             return bool(self._wanted)
 
     def work(self) -> float:
-        """Measure what is stored, if that is due, and make one call of a removal or the walk. Return the pause then."""
+        """Measure the stored bytes if due, and make one call of a removal or walk. Return the next pause."""
         try:
             self._measure()
             return next(self._steps)
         except InvalidOperation:
-            return math.inf  # the client was closed: nobody is left for whom this is done
+            return math.inf  # the client was closed: the work has no more use
         except Exception as error:
-            self._steps = self._remove_wanted()  # one that has raised would give nothing any more
+            self._steps = self._remove_wanted()  # after an error, the iterator would yield nothing more
             if not isinstance(error, PyMongoError):
                 raise
             self._note_failure("removing", error)
             return _PAUSE_SECONDS
 
     def _measure(self) -> None:
-        """Measure what is stored, if that is due. Where it fails, removal goes on, and it is tried again."""
+        """Measure the stored bytes if due. If it fails, removal continues, and the measurement is repeated."""
         begun_at = time.monotonic()
         if begun_at < self._measured_next:
             return
@@ -141,7 +144,7 @@ class Removal:
             rest = max(rest, _REST * (time.monotonic() - begun_at))
             with self._lock:
                 self._measured = size
-                self._added -= added  # what was stored meanwhile may count twice for a while, and never not at all
+                self._added -= added  # bytes stored meanwhile may count twice for a while, but are never missed
         self._measured_next = time.monotonic() + rest
 
     def _note_failure(self, what: str, error: PyMongoError) -> None:
@@ -151,7 +154,7 @@ class Removal:
             )
 
     def _remove_wanted(self) -> Iterator[float]:
-        """Remove what is wanted, and walk on when nothing is."""
+        """Make the requested removals, and otherwise continue the walk."""
         walk = self._walk()
         while True:
             while self._wanted:
@@ -167,7 +170,7 @@ class Removal:
             yield next(walk)
 
     def _walk(self) -> Iterator[float]:
-        """Steps over all partitions that have anything stored. The pauses after them."""
+        """Walk over all partitions with stored changes. Yield the pauses after each step."""
         while True:
             found: str | None = None
             while (found := self._backlog.next_partition(found)) is not None:

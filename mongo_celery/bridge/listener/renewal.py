@@ -1,9 +1,8 @@
 """
-Keeping the lease: a thread that renews it, and the verdict whether it may still be trusted.
+Keeping the lease: a thread renews it, and decides whether it can still be trusted.
 
-The thread renews only while the leading thread makes progress: a listener that hangs, or that cannot read partitions,
-must not keep a standby from taking over. While an outage fails the renewals too, the time without progress does not
-count.
+The thread renews only while the leading thread makes progress. A listener that hangs, or cannot read partitions, must
+not keep a standby from taking over. While an outage also fails the renewals, time without progress does not count.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from mongo_celery.mongo.verdicts import brief
 logger = logging.getLogger("mongo_celery.lease")
 
 _LEAST_PATIENCE_SECONDS = 15.0
-"""Longer than one step of the leading thread takes, also with a broker that is frozen."""
+"""Longer than one step of the leading thread, even with a frozen broker."""
 _FRAMES = 4
 
 
 class Renewal:
     """
-    Renews the lease of one term from a thread of its own.
+    Renews the lease of one term in its own thread.
 
     Args:
         leases: the lease.
-        keys: by which messages are signed.
-        term: as acquired.
+        keys: for signing messages.
+        term: the acquired term.
         ttl: seconds.
-        patience: seconds without progress after which the lease is given up. By default the ttl, or 15 if that is more.
+        patience: seconds without progress before the lease is given up. By default the ttl, but at least 15.
     """
 
     def __init__(
@@ -65,34 +64,34 @@ class Renewal:
 
     @property
     def term(self) -> Term:
-        """The term, with its newest version and trusted time."""
+        """The term with its latest version and trusted time."""
         return self._term
 
     @property
     def sealing(self) -> Sealing:
-        """The keys by which messages are signed, as of the last renewal."""
+        """The signing keys as of the last renewal."""
         return self._sealing or self.read_key()
 
     def read_key(self) -> Sealing:
-        """Read what messages are signed with now, and put an announced key in force. Raises `PyMongoError`."""
+        """Read the current signing key, and put an announced key in force. Raises `PyMongoError`."""
         self._sealing = self._keys.sealing(self._term.document)
         return self._sealing
 
     def start(self) -> None:
-        """Begin to renew."""
+        """Start renewing."""
         self._thread.start()
 
     def is_trusted(self) -> bool:
-        """Return True if this process may act as the listener at this moment. Asks nobody."""
+        """Return True if this process may act as the listener now, without querying a server."""
         return not self._lost and time.monotonic() < self._term.trusted_until
 
     def alive(self) -> None:
-        """Note that the leading thread, which calls this, makes progress."""
+        """Note progress of the leading thread, which calls this."""
         self._leading = threading.get_ident()
         self._alive_at = time.monotonic()
 
     def raise_version(self, above: int) -> bool:
-        """Let this term's version pass an epoch that is larger. False when the term has ended."""
+        """Raise this term's version above a larger epoch. Return False if the term has ended."""
         with self._lock:
             term = self._leases.raise_version(self._term, above)
             if term is None:
@@ -102,7 +101,7 @@ class Renewal:
             return True
 
     def stop(self) -> None:
-        """End the thread, and wait for it: release comes after the last renewal."""
+        """End the thread and wait for it, so that the release follows the last renewal."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -132,12 +131,12 @@ class Renewal:
                 pause = self._ttl / 10
 
     def _renew(self) -> bool:
-        """Renew once. False if the term has ended."""
+        """Renew once. Return False if the term has ended."""
         with self._lock:
             try:
                 renewed = self._leases.renew(self._term)
             except PyMongoError:
-                self._alive_at = time.monotonic()  # the outage explains why there is no progress
+                self._alive_at = time.monotonic()  # the outage explains the lack of progress
                 raise
             if renewed is None:
                 self._lost = True

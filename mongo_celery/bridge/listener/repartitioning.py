@@ -1,19 +1,14 @@
 """
-Repartitioning: other partitions for a handler, or another key, with order per key kept.
+Repartitioning: other partitions or another key for a handler, with the order per key preserved.
 
-The old partitions serve until everything that was read has been handled. So the listener stops reading for the handler
-at a place, and lets its partitions *drain*. Then all that is known of them is the watermark. Three steps replace them:
+The old partitions serve until all read changes are handled. So the listener stops reading for the handler at a place,
+and lets its partitions *drain*. Then only the watermark matters. One transaction removes the old partitions if they
+still have no work, creates the new ones at the watermark, and puts the new partitioning in force
+(`Partitions.replace`). It can be repeated.
 
-1. one transaction removes the old partitions, if they still have nothing to do (`Partitions.retire`),
-2. one guarded write on the subscription puts the new partitioning in force,
-3. the new partitions are made, at the watermark.
-
-A take-over makes whatever partitions are missing in the same way. So a crash after step 1 leaves the old partitioning
-in force, and a crash after step 2 the new one. Each step can be repeated.
-
-A blocked partition would keep the handler waiting. So a drain begins only while none is halted, paused or retrying for
-long, and no key is parked. Until then the old partitions continue, and `status` says for what the new ones wait. A
-drain that takes too long is given up, and tried again after a pause. Other handlers never wait.
+A blocked partition would keep the handler waiting. So a drain begins only while none is halted, paused or in a long
+retry, and no key is parked. Until then the old partitions continue, and `status` shows the reason for the delay. A
+drain that takes too long is abandoned, and tried again after a pause. Other handlers never wait.
 """
 
 from __future__ import annotations
@@ -49,9 +44,9 @@ logger = logging.getLogger("mongo_celery.listener")
 
 DRAIN_SECONDS = 60.0
 """
-A drain that takes longer is given up: partitions with nothing left to do wait for the others.
+Time limit of a drain, in which finished partitions wait for the others.
 
-Each further drain, and the pause before it, may take twice as long, up to ten minutes: so may a run.
+Each further drain, and the pause before it, may take twice as long, up to ten minutes, because a run may.
 """
 
 _TURN_SECONDS = 0.1
@@ -61,22 +56,22 @@ _READ_AGAIN_PAUSE = 1.0
 _SOON_SECONDS = 5.0
 _LONGEST_SECONDS = 600.0
 _RULE_NEEDED = (
-    "some are ahead of others, and by that rule alone it is known which changes they have done. Deploy it again, with "
-    "the options that it needs, until `status` shows nothing outstanding and nothing blocked. Then change it"
+    "some are ahead of others, and only that rule shows which changes they have done. Deploy it again, with "
+    "the options that it needs, until `status` shows nothing in flight and nothing blocked. Then change it"
 )
 
 
 @dataclass(slots=True)
 class _Move:
     """
-    One handler on its way to another partitioning.
+    One handler in transition to another partitioning.
 
     Attributes:
-        waits: for what, as a sentence.
-        drains_until: monotonic time at which its drain is given up. Infinite while it does not drain.
+        waits: the reason why it waits, as a sentence.
+        drains_until: monotonic time limit of its drain. Infinite while it does not drain.
         ready_at: monotonic time of the next drain.
-        seconds: how long the next drain may take, and the pause after it where it is given up.
-        is_retiring: whether the old partitions may be gone already, since an error has interrupted the switch.
+        seconds: time limit of the next drain, and of the pause after an abandoned one.
+        is_unanswered: True if the switch may already be done, because an error interrupted it.
     """
 
     layout: Layout
@@ -85,23 +80,24 @@ class _Move:
     drains_until: float = math.inf
     ready_at: float = 0.0
     seconds: float = DRAIN_SECONDS
-    is_retiring: bool = False
+    is_unanswered: bool = False
 
 
 class Repartitioning:
     """
-    The new partitionings of one term. Used by the leading thread.
+    The new partitionings of one term. The leading thread uses it.
 
     Args:
         wiring: of the bridge.
         watermarks: of this term.
-        storing: in its session images are read.
-        snapshots: of this term: a switch in the middle of a chunk would have all of it run again.
+        storing: its session reads the images.
+        snapshots: of this term. A switch in the middle of a chunk would run all of it again.
+
+    Attributes:
+        due_at: monotonic time of the next turn with work.
     """
 
-    def __init__(
-        self, wiring: Wiring, watermarks: Watermarks, storing: Storing, snapshots: Snapshotting | None = None
-    ) -> None:
+    def __init__(self, wiring: Wiring, watermarks: Watermarks, storing: Storing, snapshots: Snapshotting) -> None:
         self._snapshots = snapshots
         self._store, self._options, self._line = wiring.store, wiring.options, wiring.line
         self._concern = wiring.state_concern
@@ -112,22 +108,22 @@ class Repartitioning:
         self._moves: dict[str, _Move] = {}
         self._tokens: Mapping[str, Mapping[str, Any] | None] = {}
         self._rereading: list[Subscription] = []
-        self._next_at = self._read_again_at = 0.0
+        self.due_at = self._read_again_at = 0.0
         self._throttle = LogThrottle()
 
     def begin(self, subscriptions: Mapping[str, Subscription], takeover: Takeover) -> list[Subscription]:
         """
-        Take in the handlers of this term, before anything is read, and switch those whose old rule is not known.
+        Take in this term's handlers before anything is read, and switch those with an unknown old rule.
 
-        By the new rule nothing may be put into an old partition. So one that cannot be switched yet is stopped: nothing
-        is read for it until it is.
+        The new rule must not put anything into an old partition. So a handler that cannot be switched yet is stopped:
+        nothing is read for it until it is.
 
         Returns:
-            Handlers under their new partitionings, which take the place of the old ones.
+            Handlers under their new partitionings, which replace the old ones.
 
         Raises:
             LeaseLostError: the term has ended.
-            MongoCeleryError: something that waiting cannot fix.
+            MongoCeleryError: an error that waiting cannot fix.
         """
         self._led, self._version = subscriptions, takeover.version
         self._moves = {name: _Move(takeover.wanted[name]) for name in takeover.moving if name in subscriptions}
@@ -146,7 +142,6 @@ class Repartitioning:
                 moved.append(new)
                 continue
             _drain(subscription, move, now)
-            subscription.has_left = True  # nothing is read for it
             move.waits = move.waits or _describe_rest(subscription)
             logger.error(
                 "handler %s is stopped until its partitions are replaced, and the others are led: %s",
@@ -158,26 +153,24 @@ class Repartitioning:
 
     @property
     def stopped(self) -> dict[str, str]:
-        """The handlers that are stopped, and for what each one waits."""
+        """Return the stopped handlers, each with the work that it waits for."""
         moves = list(self._moves.items())
         return {name: _describe_stop(self._led[name], move) for name, move in moves if self._led[name].is_stopped}
 
-    def due(self) -> float:
-        """Return the monotonic time of the next turn that may have something to do. Infinite without one."""
-        return self._next_at if self._moves or self._rereading else math.inf
-
     def turn(self, now: float) -> list[Subscription]:
         """
-        Go on with each handler that is on its way.
+        Advance each handler in transition.
 
         Returns:
-            Handlers under their new partitionings, which take the place of the old ones.
+            Handlers under their new partitionings, which replace the old ones.
 
         Raises:
             LeaseLostError: the term has ended.
-            MongoCeleryError: something that waiting cannot fix.
+            MongoCeleryError: an error that waiting cannot fix.
         """
-        if now < self._next_at:
+        if not self._moves and not self._rereading:
+            self.due_at = math.inf
+        if now < self.due_at:
             return []
         self.postpone(now)
         until, moved = time.monotonic() + _TURN_SECONDS, []
@@ -187,7 +180,7 @@ class Repartitioning:
                 if new is not None:
                     moved.append(new)
                 if time.monotonic() > until:
-                    self._next_at = 0.0
+                    self.due_at = 0.0
                     break
         except PyMongoError as error:
             self.note_failure(error)
@@ -195,17 +188,17 @@ class Repartitioning:
         return moved
 
     def postpone(self, now: float) -> None:
-        """Have the next turn come a little later, whatever came of this one."""
-        self._next_at = now + _POLL_SECONDS
+        """Delay the next turn a little, whatever this one's result."""
+        self.due_at = now + _POLL_SECONDS
 
     def note_failure(self, error: PyMongoError) -> None:
-        """Try again after a pause. Raise what waiting cannot fix."""
+        """Try again after a pause. Raise an error that waiting cannot fix."""
         raise_if_final(error, self._concern)
         logger.warning("repartitioning failed, trying again: %s", brief(error), extra={"event": "layout_failed"})
-        self._next_at = time.monotonic() + _PAUSE_SECONDS
+        self.due_at = time.monotonic() + _PAUSE_SECONDS
 
     def report(self) -> list[dict[str, Any]]:
-        """Return what `status` shows of handlers on their way to another partitioning."""
+        """Return the facts about handlers in transition for `status`."""
         return [
             {"subscription": name, "partitions": move.layout.partitions, "since": move.since, "waits": move.waits}
             for name, move in list(self._moves.items())
@@ -226,7 +219,7 @@ class Repartitioning:
         move.waits = _describe_rest(subscription)
         if move.drains_until == math.inf:
             is_due = now >= move.ready_at and not subscription.is_draining and opens_stream(subscription.window.seen)
-            if is_due and not (self._snapshots is not None and self._snapshots.reads_again(subscription.name)):
+            if is_due and not self._snapshots.reads_again(subscription.name):
                 _drain(subscription, move, now)
         elif now > move.drains_until:
             self._stop_draining(subscription, move, now + move.seconds)
@@ -235,12 +228,12 @@ class Repartitioning:
 
     def _try_to_switch(self, subscription: Subscription, move: _Move, now: float) -> Subscription | None:
         """
-        Switch if nothing is left to do. Else `waits` is what has to be settled first, empty for nothing.
+        Switch if no work is left. Otherwise set `waits` to the work that must end first, or to empty.
 
-        A handler takes in nothing from then on, so that a switch whose answer was lost can be repeated.
+        From then on the handler takes in nothing, so a switch with a lost answer can be repeated.
         """
-        move.waits = "" if move.is_retiring else self._obstacle(subscription)
-        if move.is_retiring or (not move.waits and self._is_drained(subscription)):
+        move.waits = "" if move.is_unanswered else self._obstacle(subscription)
+        if move.is_unanswered or (not move.waits and self._is_drained(subscription)):
             if not subscription.is_draining:
                 _drain(subscription, move, now)
             return self._switch(subscription, move)
@@ -253,16 +246,14 @@ class Repartitioning:
         if move.drains_until == math.inf:
             return
         move.drains_until, move.ready_at = math.inf, ready_at
-        subscription.is_draining = subscription.has_left
-        if subscription.has_left:
-            self._rereading.append(subscription)
+        self._rereading.append(subscription)
 
     def _is_drained(self, subscription: Subscription) -> bool:
-        """Return True if all that was read is committed, and the watermark says so."""
+        """Return True if all read changes are committed, and the watermark shows it."""
         window = subscription.window
         if window.count or subscription.in_flight or subscription.backlogs:
             return False
-        if self._snapshots is not None and self._snapshots.holds(subscription.name):
+        if self._snapshots.holds(subscription.name):
             return False
         if window.seen != (window.watermark.data if window.watermark is not None else ""):
             return False  # no stream can be opened there
@@ -271,7 +262,7 @@ class Repartitioning:
         return subscription.stored is window.watermark
 
     def _obstacle(self, subscription: Subscription) -> str:
-        """Return what has to be settled before a drain. Empty where nothing has."""
+        """Return the work that must end before a drain. Empty if there is none."""
         images = [partition.image for partition in subscription.partitions.values()]
         marks = [backlog.to for _, backlog in subscription.backlogs]
         token = self._token(subscription)
@@ -303,27 +294,21 @@ class Repartitioning:
     # -- switching ---------------------------------------------------------------------------------
 
     def _switch(self, old: Subscription, move: _Move) -> Subscription | None:
-        """Put the new partitions in force. None where an old one has something to do again."""
-        store, layout, name = self._store, move.layout, old.name
-        token, move.is_retiring = self._token(old), True
-        given = store.partitions.retire(name, old.plan.layout, token, self._version)
-        if given is None:
-            found = store.subscriptions.affirm([name], self._version)[name]
-            if found["term"] != self._version:
-                raise LeaseLostError
-            move.is_retiring = False
-            return None  # a command came in between: the next images show it
-        if not store.subscriptions.activate_layout(name, layout, self._version):
+        """Put the new partitions in force. Return None if an old one has work again."""
+        partitions, layout, name = self._store.partitions, move.layout, old.name
+        token, move.is_unanswered = self._token(old), True
+        answer = partitions.replace(name, old.plan.layout, layout, token, self._version)
+        if answer == "over":
             raise LeaseLostError
-        seen = (partition.image.fencing_token for partition in old.partitions.values())
-        largest = max([given, *seen])  # no token is given twice
-        store.partitions.prepare({name: token}, {name: layout}, self._version, fencing_token=largest)
-        images = store.partitions.of({name: layout.term}, self._session)
+        if answer == "busy":
+            move.is_unanswered = False
+            return None  # a command came in between, which the next images show
+        images = partitions.of({name: layout.term}, self._session)
         if len(images) != layout.partitions or any(image.term != self._version for image in images):
             raise LeaseLostError
         del self._moves[name]
         logger.warning(
-            "partitioning of %s changed: generation %d, %d partitions",
+            "partitioning of %s changed: term %d, %d partitions",
             name,
             layout.term,
             layout.partitions,
@@ -333,37 +318,36 @@ class Repartitioning:
 
     def _token(self, subscription: Subscription) -> Mapping[str, Any] | None:
         """
-        Return that of the place up to which all is done. None where nothing was ever stored.
+        Return the token up to which everything is done. None if nothing was ever stored.
 
-        One that is stored before the start is no watermark, since nothing is owed there. Partitions may be blocked
+        A token from before the start is not a watermark, because no change is missing there. Partitions may be blocked
         there.
         """
         mark = subscription.window.watermark
         return mark.token if mark is not None else self._tokens[subscription.name]
 
     def _renew(self, old: Subscription, layout: Layout, images: list[Image]) -> Subscription:
-        """The handler under its new partitioning. It begins where the old one has ended."""
+        """Return the handler under its new partitioning. It begins at the end of the old one."""
         rule, watermark = old.plan.handler.partitioner(self._options), old.window.watermark
         plan = replace(old.plan, layout=layout, partitioner=rule, watermark=watermark, undeliverable={})
         partitions = make_partitions(images, self._store.partitions, layout.term, self._version, self._options)
         new = Subscription(self._options, plan, partitions)
         new.stored, new.has_gap, new.lost = old.stored, old.has_gap, old.lost
-        if old.has_left:  # it takes in nothing until that is read again, since it must miss nothing
-            new.is_draining = new.has_left = True
-            self._rereading.append(new)
+        new.is_draining = True  # until the rest is read again, because it must miss nothing
+        self._rereading.append(new)
         return new
 
     # -- reading again -----------------------------------------------------------------------------
 
     def wants_reading(self, now: float) -> bool:
-        """Return True if the stream should be read again from where the handlers are: one has left something."""
+        """Return True if the stream must be read again from the handlers' places, because one has drained."""
         return bool(self._rereading) and now - self._read_again_at >= _READ_AGAIN_PAUSE
 
     def resume_reading(self, now: float) -> None:
-        """Let the handlers that have left something take in what comes from now on."""
+        """Let the drained handlers take in later changes again."""
         self._read_again_at = now
         for subscription in self._rereading:
-            subscription.is_draining = subscription.has_left = False
+            subscription.is_draining = False
         self._rereading.clear()
 
     # -- messages ----------------------------------------------------------------------------------
@@ -392,7 +376,7 @@ def _drain(subscription: Subscription, move: _Move, now: float) -> None:
 
 
 def _describe_rest(subscription: Subscription) -> str:
-    """Name what a drain has left to do, and who has it in hand."""
+    """Name the remaining work of a drain, and its worker."""
     stored = f", stored changes of {len(subscription.backlogs)} partitions" if subscription.backlogs else ""
     claims = [(each.image.index, each.image.claim) for each in subscription.in_flight if each.image.claim]
     running = "".join(

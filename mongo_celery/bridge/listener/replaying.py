@@ -1,13 +1,9 @@
 """
-The dead letters that are replayed next: of each partition one at a time, between its runs.
+The next dead letters to replay: one at a time in each partition, between its runs.
 
-They come in the order of the stream, existing documents at their places, so that dead letters of one key are replayed
-in their order. One that waits for its retry, or for a server, holds back those of its key, and no others. Where one
-has failed permanently, what waits behind it of its key is withdrawn, and those dead letters stay: replayed all the
-same, they would come before it. So is what was asked for under an older layout. But a parked key, whose replays follow
-one another, continues where it is now.
-
-What was withdrawn is recorded before the failure is forgotten: a listener that ends in between leaves both to the next.
+They come in stream order, with existing documents at their places, so the dead letters of one key keep their order. If
+one waits for its retry or for a server, it delays only those of its key. Requests from an older partitioning are
+withdrawn, and their dead letters stay.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ _INDEX_PAUSES = Pauses(first=600.0, longest=600.0)
 
 class Replaying:
     """
-    The replays of one term. Used by one thread.
+    The replays of one term. One thread uses it.
 
     Args:
         wiring: of the bridge.
@@ -55,13 +51,13 @@ class Replaying:
         self._indexing = RetryGate(_INDEX_PAUSES)
 
     def turn(self, subscriptions: Mapping[str, Subscription], now: float) -> None:
-        """Read the requests: every second, and immediately if something has ended in a partition that has more."""
+        """Read the requests every second, and immediately after an end in a partition that has more."""
         for each in subscriptions.values():
             each.has_ended_replay = each.has_replays = False
             for partition in each.partitions.values():
                 partition.replay = None
                 partition.is_replaying = partition.is_replaying and partition.in_flight is not None
-        if self._indexing.is_open(now):  # it may take long, and requests are read without it, too
+        if self._indexing.is_open(now):  # it may take long, and requests can be read without it
             self._indexing.note_failure()
             threading.Thread(target=self._create_index, name="mongo_celery-replays-index", daemon=True).start()
         try:
@@ -97,43 +93,35 @@ class Replaying:
             self._choose(subscriptions[name], waiting[name])
 
     def _choose(self, subscription: Subscription, waiting: Sequence[ReplayRequest]) -> None:
-        """Give each partition of a subscription the next one."""
+        """Give each partition of a subscription its next dead letter."""
         layout = subscription.plan.layout
         current = [each for each in waiting if each.term == layout.term]
-        older = [each for each in waiting if each.term < layout.term]
-        self._withdraw([each for each in older if not each.failed], "its handler was repartitioned", is_over=True)
-        self._replays.withdraw([each for each in older if each.failed])
-        failed = [each for each in current if each.failed]
-        behind = [each for each in current if not each.failed and any(_is_successor(each, first) for first in failed)]
-        self._withdraw(behind, "an earlier one of its key has failed")
-        if failed:
-            self._replays.withdraw(failed)
-        gone = {each.letter for each in (*failed, *behind)}
+        self._withdraw(subscription.name, layout.term, [each for each in waiting if each.term < layout.term])
         held: list[ReplayRequest] = []
         for replay in current:
             partition = subscription.partitions.get(replay.partition)
-            if replay.letter in gone or partition is None or partition.is_replaying:
-                continue  # it may be this one that is in flight
+            if partition is None or partition.is_replaying:
+                continue  # this one may be in flight
             if replay.due_in > 0:
                 held.append(replay)
             elif partition.replay is None and not any(_is_successor(replay, first) for first in held):
                 partition.replay, subscription.has_replays = replay, True
 
-    def _withdraw(self, replays: Sequence[ReplayRequest], reason: str, *, is_over: bool = False) -> None:
-        if replays:
-            self._replays.withdraw(replays, is_over=is_over)
-        for each in replays:
+    def _withdraw(self, name: str, term: int, older: Sequence[ReplayRequest]) -> None:
+        if older:
+            self._replays.withdraw_older(name, term)
+        for each in older:
             logger.warning(
-                "the dead letter of %s is not replayed: %s. It stays. Inspect it with `%s`, and repeat the command",
+                "the dead letter of %s is not replayed: its handler was repartitioned. It stays. Inspect it with `%s`, "
+                "and repeat the command",
                 each.key,
-                reason,
                 self._line.changes("dead-letters", "list", each.subscription),
                 extra={"event": "replay_withdrawn", "subscription": each.subscription},
             )
 
 
 def _is_successor(replay: ReplayRequest, first: ReplayRequest) -> bool:
-    """Return True if one may be of the same key as another that is before it in the stream."""
+    """Return True if one may have the same key as another that is earlier in the stream."""
     if replay.partition != first.partition or replay.order <= first.order:
         return False
     return replay.hash == first.hash

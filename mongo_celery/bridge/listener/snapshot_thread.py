@@ -1,13 +1,13 @@
 """
-The thread of snapshots: it asks for what is owed, reads one chunk after the other, and moves the records.
+The snapshot thread: it requests owed snapshots, reads one chunk after another, and advances the records.
 
-A chunk is read straight through: note L, read its documents, note H, let the leading thread hand them over, and read
-again what was changed too fast. What was handed over is moved later, when all partitions have it: meanwhile chunks of
-other snapshots are read.
+A chunk is read in one sequence: note L, read its documents, note H, let the leading thread append them, and read again
+those that changed too fast. The record advances later, when all partitions have the chunk. Meanwhile the thread reads
+chunks of other snapshots.
 
-The leading thread never waits for this one. What both use is changed by one assignment, or one call on a dictionary:
-a chunk is written by this thread up to `high`, and by the leading one from then on. `reading` is set here alone, and
-whoever takes it away has dropped the chunk.
+The leading thread never waits for this one. Shared data changes by one assignment, or one call on a dictionary. This
+thread writes a chunk up to `high`, and the leading one afterwards. Only this thread sets `reading`, and removing it
+drops the chunk.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mongo_celery.bridge.listener.chunks import (
     read_facts,
 )
 from mongo_celery.bridge.listener.pacing import RetryGate
-from mongo_celery.bridge.state.snapshots import DONE, FAILED, GONE, RUNNING
+from mongo_celery.bridge.state.snapshots import FAILED, GONE, RUNNING
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import ErrorContext, error_text, explain_error, is_outage, is_unanswered
@@ -52,14 +52,14 @@ logger = logging.getLogger("mongo_celery.listener")
 _POLL_SECONDS = 1.0
 _PASS_SECONDS = 0.5
 _ROUNDS_MAX = 20
-"""Number of times that documents of one chunk are read again before the chunk counts as failed."""
+"""Largest number of repeated readings in one chunk before it fails."""
 
 
 ATTEMPTS_MAX = 20
-"""Chunks that fail one after the other although all servers answer; then the snapshot has failed."""
+"""Chunks that fail in a row although all servers answer. Then the snapshot has failed."""
 
 PAUSES = Pauses(first=0.5, longest=30.0, jitter=0.2)
-"""Between two attempts that fail."""
+"""Pauses between two failing attempts."""
 
 
 @dataclass(slots=True)
@@ -68,10 +68,10 @@ class Attempts:
     The attempts at the next chunk of one snapshot in this term.
 
     Attributes:
-        gate: the next one.
-        errors: those that have failed, and for which no outage can be the reason.
-        error: why the last one has failed, in words. None where it has not.
-        rows: of the next one at most: half as many after each failure, a quarter more after each success.
+        gate: of the next attempt.
+        errors: failures that no outage can explain.
+        error: the reason of the last failure, in words. None without one.
+        rows: largest number in the next attempt: halved after each failure, a quarter more after each success.
     """
 
     gate: RetryGate = field(default_factory=lambda: RetryGate(PAUSES))
@@ -80,15 +80,15 @@ class Attempts:
     rows: int = field(default_factory=lambda: chunks.ROWS)
 
     def limit_rows(self, rate: float | None) -> int:
-        """Return the number of rows of the next chunk: after failures fewer, and no more than a second may have."""
+        """Return the number of rows in the next chunk: fewer after failures, and at most a second's rate."""
         return max(self.rows if rate is None else min(self.rows, int(rate)), 1)
 
     def after_success(self) -> Attempts:
-        """Return the attempts at the chunk that follows."""
+        """Return the attempts for the next chunk."""
         return Attempts(rows=min(self.rows + max(self.rows // 4, 1), chunks.ROWS))
 
     def note_failure(self, error: Exception, text: str) -> None:
-        """Note that it has failed."""
+        """Note a failure."""
         self.errors += not (is_unanswered(error) or is_outage(error))
         self.error = text
         self.rows = max(self.rows // 2, 1)
@@ -96,28 +96,37 @@ class Attempts:
 
 
 class RefusedChunkError(Exception):
-    """Nothing of a chunk may be used, and the next begin finds out why: its record or its collection is another."""
+    """A chunk that must not be used, because its record or its collection changed. The next begin finds the reason."""
 
 
 class SnapshotThread:
     """
-    The thread of one term, and what it shares with the leading one.
+    The thread of one term, and the data that it shares with the leading one.
 
     Args:
         wiring: of the bridge.
-        room: bytes that a chunk has at most.
+        led: the subscriptions of this term.
+        version: of this term.
+        room: largest number of bytes in a chunk.
         wake: ends the leading thread's wait.
 
     Attributes:
-        records: snapshots of this term's handlers that run, by id.
-        attempts: of these, by id.
-        reading: the chunk that is being read, or waits to be handed over.
-        appended: chunks that were handed over, by the id of their snapshot.
+        records: running snapshots of this term's handlers, by id.
+        attempts: their attempts, by id.
+        reading: the chunk that is being read, or waits to be appended.
+        appended: appended chunks, by snapshot id.
         allowed: names of the subscriptions for which chunks may begin.
-        has_polled: whether it has polled snapshots once.
+        has_polled: True if it has polled snapshots at least once.
     """
 
-    def __init__(self, wiring: Wiring, room: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        wiring: Wiring,
+        led: Mapping[str, Subscription],
+        version: int,
+        room: int,
+        wake: Callable[[], None],
+    ) -> None:
         self.records: Mapping[str, Snapshot] = {}
         self.attempts: dict[str, Attempts] = {}
         self.reading: Chunk | None = None
@@ -125,10 +134,10 @@ class SnapshotThread:
         self.has_polled = False
         self._wiring = wiring
         self._store = wiring.store.snapshots
-        self._room = room
         self._wake = wake
-        self._led: Mapping[str, Subscription] = {}
-        self._version = 0
+        self._led, self._version = led, version
+        self._reader = ChunkReader(wiring.client, room, version)
+        self._owed: list[tuple[TermFacts, Timestamp]] = []
         self.allowed: frozenset[str] = frozenset()
         self._last_begun = ""
         self._poll_at = 0.0
@@ -136,22 +145,21 @@ class SnapshotThread:
         self._changed = threading.Event()
         self._is_closed = False
 
-    # -- the leading thread's side -----------------------------------------------------------------
+    # -- in the leading thread -----------------------------------------------------------------------
 
-    def start(self, led: Mapping[str, Subscription], version: int, owed: Sequence[tuple[TermFacts, Timestamp]]) -> None:
+    def start(self, owed: Sequence[tuple[TermFacts, Timestamp]]) -> None:
         """
-        Begin the thread of a term.
+        Start the thread of a term.
 
         Args:
-            owed: plans of those that begin with snapshots, each with the start that was pinned with that. (The start
-                itself goes back with a rewind.)
+            owed: plans of subscriptions that begin with snapshots, each with the start pinned for that. (The start
+                itself moves back with a rewind.)
         """
-        self._led, self._version, self._owed = led, version, list(owed)
-        self._reader = ChunkReader(self._wiring.client, self._room, version)
+        self._owed = list(owed)
         threading.Thread(target=self._run, name="mongo_celery-snapshot", daemon=True).start()
 
     def close(self) -> None:
-        """Begin nothing more. Does not wait: a call that is under way has a limit."""
+        """Begin nothing more, without waiting. A running call has a time limit."""
         self._is_closed = True
         self.notify()
 
@@ -160,28 +168,28 @@ class SnapshotThread:
         self._changed.set()
 
     def poll_now(self) -> None:
-        """Have it poll snapshots."""
+        """Make it poll snapshots."""
         self._poll_at = 0.0
         self.notify()
 
     def allow(self, names: frozenset[str]) -> None:
-        """Let chunks begin for these subscriptions, and for no others."""
+        """Let chunks begin only for these subscriptions."""
         if names != self.allowed:
             self.allowed = names
             self.notify()
 
     @property
     def is_idle(self) -> bool:
-        """Return True if it has polled, and no snapshot is under way or was asked for by then."""
+        """Return True if it has polled, and no snapshot was in progress or requested at that time."""
         return self.has_polled and not self.records
 
     def under_way(self) -> list[Chunk]:
-        """Return the chunks that are read or not recorded yet."""
+        """Return the chunks that are being read, or are not recorded yet."""
         reading = self.reading
         return [*([reading] if reading is not None else []), *list(self.appended.values())]
 
     def hand_over(self, chunk: Chunk) -> None:
-        """Note that all documents of a chunk are in the queues of their partitions."""
+        """Note that all documents of a chunk are in their partitions' queues."""
         attempts = self.attempts[chunk.snapshot.id] = self._get_attempts(chunk.snapshot.id).after_success()
         if chunk.snapshot.rate:
             attempts.gate.opens_at = chunk.sent_at + chunk.count / chunk.snapshot.rate
@@ -189,21 +197,16 @@ class SnapshotThread:
         self.reading = None
         self.notify()
 
-    def end_reading(self, chunk: Chunk, error: Exception | None = None) -> None:
-        """Drop the chunk that is being read, with a reason or to begin anew."""
+    def drop(self, chunk: Chunk, error: Exception | None = None) -> None:
+        """Drop a chunk, with a reason or to begin anew. Later results of its reading are ignored."""
         chunk.error = error
-        self.reading = None
-        self.notify()
-
-    def drop(self, snapshot_id: str) -> None:
-        """Forget what is under way of a snapshot. Whatever is read of it later is nobody's."""
-        self.appended.pop(snapshot_id, None)
-        if self.reading is not None and self.reading.snapshot.id == snapshot_id:
+        self.appended.pop(chunk.snapshot.id, None)
+        if self.reading is chunk:
             self.reading = None
         self.notify()
 
     def choose(self) -> Snapshot | None:
-        """Return the next one that may begin a chunk: each in its turn."""
+        """Return the next snapshot that may begin a chunk, in turn."""
         records = sorted(self.records.values(), key=lambda each: each.id)
         waiting = [each for each in records if self._may_begin(each)] if self.reading is None else []
         after = next((each for each in waiting if each.id > self._last_begun), None)
@@ -217,7 +220,7 @@ class SnapshotThread:
     def _get_attempts(self, snapshot_id: str) -> Attempts:
         return self.attempts.setdefault(snapshot_id, Attempts())
 
-    # -- the thread --------------------------------------------------------------------------------
+    # -- in the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -238,7 +241,7 @@ class SnapshotThread:
         self._changed.clear()
 
     def _serve(self) -> None:
-        """Do what is due of chunks that were handed over, and find what was asked for."""
+        """Do the due work on appended chunks, and find requests."""
         if not self._gate.is_open(time.monotonic()):
             return
         try:
@@ -251,7 +254,7 @@ class SnapshotThread:
             self._note_unread(error)
 
     def _poll(self) -> None:
-        """Find the snapshots of this term that run. Those that are owed are asked for, and nobody's taken over."""
+        """Find this term's running snapshots. Request owed ones, and take over those without an owner."""
         self._poll_at = time.monotonic() + _POLL_SECONDS
         self._request_owed()
         found = self._store.read(running=True)
@@ -266,16 +269,15 @@ class SnapshotThread:
         self.records = records
         self.has_polled = True
         if self.records and not was_active:
-            self._wake()  # it says who may begin
+            self._wake()  # it decides which may begin
 
     def _request_owed(self) -> None:
         """
-        Ask for the snapshots with which handlers begin: `start_from="snapshot"`.
+        Request the snapshots with which handlers begin: `start_from="snapshot"`.
 
-        The start was pinned first, and said in the same write that they are owed. So all that is written from then on
-        is in the stream, also the first document of a collection that is made later. Their names are made of that
-        start and the collection: a term that ends in between leaves to the next one what it has not asked for, and
-        nothing is asked for twice.
+        The start was pinned first, in the same write that made them owed. So all later writes are in the stream, even
+        the first document of a later collection. Their names consist of that start and the collection. If a term ends
+        in between, the next one requests the rest, and nothing is requested twice.
         """
         while self._owed:
             plan, start = self._owed[0]
@@ -294,14 +296,14 @@ class SnapshotThread:
             del self._owed[0]
 
     def _forget(self, snapshot_id: str) -> None:
-        """Let go of a record that does not run any more."""
+        """Forget a record that is no longer running."""
         self.records = {name: each for name, each in self.records.items() if name != snapshot_id}
         self._poll_at = 0.0
 
     # -- a chunk -----------------------------------------------------------------------------------
 
     def _read_chunk(self, record: Snapshot) -> None:
-        """Read the next chunk of a snapshot, and wait until it is handed over."""
+        """Read the next chunk of a snapshot, and wait until it is appended."""
         self._last_begun = record.id
         try:
             found = self._prepare(record)
@@ -312,7 +314,7 @@ class SnapshotThread:
                 return
             rows = self._get_attempts(found.id).limit_rows(found.rate)
             chunk = Chunk(found, self._led[found.subscription], rows, sent_at=time.monotonic())
-            self.reading = chunk  # from here on the leading thread notes changes
+            self.reading = chunk  # from now on the leading thread notes changes
             chunk.low = self._store.begin(found, self._version)
             chunk.begun = found.begun + 1
             if chunk.low is None:
@@ -323,16 +325,22 @@ class SnapshotThread:
                     raise ChunkFailedError("a document is changed faster than it can be read")
                 self._read(chunk)
         except RefusedChunkError:
-            self.drop(record.id)
+            self._drop_reading()
             self._forget(record.id)
         except Exception as error:  # noqa: BLE001 - nothing of what was read may be used
+            self._drop_reading()
             self._postpone(record, error)
+
+    def _drop_reading(self) -> None:
+        """Drop the chunk that is being read, unless it has just been appended."""
+        if (chunk := self.reading) is not None:
+            self.drop(chunk)
 
     def _prepare(self, record: Snapshot) -> Snapshot | None:
         """
-        Return the record as it is now, with the collection that it is of.
+        Return the current record, with the identity of its collection.
 
-        None if it is not this term's, or ends here: the collection is not there, or can have no snapshot.
+        None if it is not this term's, or if it ends here: the collection does not exist, or cannot have a snapshot.
         """
         found = self._store.read_one(record.id)
         if found is None or found.term != self._version or found.state != RUNNING:
@@ -343,11 +351,11 @@ class SnapshotThread:
                 return found
             self._end(
                 found,
-                f"{found.source} was dropped or renamed while it was read; what was not read by then is not delivered. "
-                "Start another snapshot of what has taken its place",
+                f"{found.source} was dropped or renamed during the snapshot. Its other documents are not delivered. "
+                "Start another snapshot of the collection that replaced it",
                 GONE,
             )
-        elif facts is None:  # all that will be in it is in the stream
+        elif facts is None:  # all its future documents are in the stream
             self._finish(found, found.begun)
         elif facts.objection is not None or facts.uuid is None:
             self._end(found, f"there can be none of {found.source}: {facts.objection}")
@@ -358,7 +366,7 @@ class SnapshotThread:
         return None
 
     def _read(self, chunk: Chunk) -> None:
-        """Read the documents of a chunk, or some of them again. From here on the leading thread may append them."""
+        """Read the documents of a chunk, or some of them again. Afterwards the leading thread may append them."""
         self._reader.read(chunk)
         facts = read_facts(self._wiring.client, chunk.snapshot.source)
         if facts is None or facts.uuid != chunk.snapshot.uuid:
@@ -367,7 +375,7 @@ class SnapshotThread:
         self._wake()
 
     def _move_stream(self, chunk: Chunk) -> Timestamp:
-        """Write something, which the stream has to come by. Return its cluster time."""
+        """Write something that moves the stream. Return its cluster time."""
         chunk.passed_at = time.monotonic()
         time_ = self._store.mark_read_end(chunk.snapshot.id, self._version, chunk.begun)
         if time_ is None:
@@ -376,13 +384,13 @@ class SnapshotThread:
 
     def _await_hand_over(self, chunk: Chunk) -> bool:
         """
-        Wait until the stream is past a chunk's place, and move it there. Serve other chunks meanwhile.
+        Wait until the stream is past a chunk's place, and move it there. Meanwhile serve other chunks.
 
         Returns:
-            True if some of its documents are to be read again. False if it was handed over, or dropped.
+            True if some of its documents must be read again. False if it was appended or dropped.
 
         Raises:
-            Exception: the reason for that, or of the driver: then it is dropped, and begins anew.
+            Exception: the reason of a drop, or a driver's error. The chunk is dropped and begins anew.
         """
         while self.reading is chunk and chunk.high is not None and not self._is_closed:
             pause = chunk.passed_at + _PASS_SECONDS - time.monotonic()
@@ -398,23 +406,23 @@ class SnapshotThread:
     # -- its record --------------------------------------------------------------------------------
 
     def _move(self, chunk: Chunk) -> None:
-        """Record that a chunk is done, or that the snapshot has come to its end. Repeating it is harmless."""
+        """Record the end of a chunk or of the snapshot. Repeating it is harmless."""
         record = chunk.snapshot
         if chunk.end is not None:
             until = chunk.until if record.until is None else None
             is_moved = self._store.move(record.id, self._version, chunk.begun, chunk.end, chunk.count, until)
-            self.drop(record.id)
-            if not is_moved:  # recorded already, or not mine: the next begin finds out which
+            self.drop(chunk)
+            if not is_moved:  # already recorded, or not mine: the next begin finds out
                 self._poll_at = 0.0
         else:
             if self._finish(record, chunk.begun):
                 self._forget(record.id)
-            self.drop(record.id)
+            self.drop(chunk)
         self._wake()
 
     def _finish(self, record: Snapshot, begun: int) -> bool:
-        """Record that nothing is left to read. False if it is not this term's."""
-        is_done = self._store.finish(record.id, self._version, begun, DONE)
+        """Record that nothing is left to read. Return False if it is not this term's."""
+        is_done = self._store.finish(record.id, self._version, begun)
         if is_done:
             logger.info(
                 "the snapshot of %s for handler %s is done",
@@ -425,7 +433,7 @@ class SnapshotThread:
         return is_done
 
     def _end(self, record: Snapshot, sentence: str, state: str = FAILED) -> bool:
-        """Record that it cannot continue. False if it is not this term's, or does not run."""
+        """Record that it cannot continue. Return False if it is not this term's, or is not running."""
         is_ended = self._store.fail(record.id, self._version, sentence, state)
         if is_ended:
             logger.error(
@@ -439,11 +447,10 @@ class SnapshotThread:
             )
         return is_ended
 
-    # -- what goes wrong ---------------------------------------------------------------------------
+    # -- failures ------------------------------------------------------------------------------------
 
     def _postpone(self, record: Snapshot, error: Exception) -> None:
-        """Try again later, with less. What cannot be cured by that ends the snapshot, and nothing else."""
-        self.drop(record.id)
+        """Try again later, with less. If that cannot help, end only this snapshot."""
         if self._is_closed:
             return
         is_own = isinstance(error, ChunkFailedError | SnapshotFailedError)
@@ -466,7 +473,7 @@ class SnapshotThread:
         )
 
     def _give_up(self, record: Snapshot, sentence: str) -> None:
-        self.records = {name: each for name, each in self.records.items() if name != record.id}
+        self._forget(record.id)
         self._get_attempts(record.id).gate.opens_at = time.monotonic() + PAUSES.longest
         try:
             self._end(record, sentence)
@@ -478,7 +485,7 @@ class SnapshotThread:
         return ErrorContext(f"the snapshot of {record.source}", grant)
 
     def _note_unread(self, error: Exception) -> None:
-        if self._is_closed or isinstance(error, InvalidOperation):  # nobody is left for whom this is done
+        if self._is_closed or isinstance(error, InvalidOperation):  # the work has no more use
             self._is_closed = True
             return
         self._gate.note_failure()

@@ -1,19 +1,18 @@
 """
 The starts of a term's subscriptions.
 
-A start is pinned where there is none: in the lease, before the first read, so that a crash before the first
-commit loses nothing. `oldest` reads the first entry of `local.oplog.rs`, whatever it is: on a young set that is
-the no-op of the set's initiation, from which everything ever written follows, also a write that races the
-bridge's first start.
+A missing start is pinned in the lease before the first read, so that a crash before the first commit loses nothing.
+`oldest` reads the first entry of `local.oplog.rs`. On a young set that is the no-op of the set's initiation. All later
+writes follow it, even one that races the bridge's first start.
 
-Each handler begins where its own `start_from` says, else the bridge's. Never at the position of others, which may be
-days back. It is judged when a listener first leads with the handler, so `now` is that moment for one that is added
-later. Only while the bridge has no position a handler without a start of its own begins at the pinned one: a crash may
-have cut the first start short, and what came since then is owed.
+Each handler begins at its own `start_from`, otherwise at the bridge's, but never at other handlers' positions, which
+may be days old. The option is evaluated when a listener first leads with the handler, so for a later handler `now` is
+that moment. Only while the bridge has no position, a handler without its own start begins at the pinned one: a crash
+may have interrupted the first start, and later changes must be delivered.
 
-A start that the bridge's option gave long ago may be no place to begin at any more: a handler that is added would lose
-a history that was never its own. Then it begins with the oldest entry. A start of its own is taken at its word, and
-judged as lost history (`history`).
+An old pinned start of the bridge may no longer be readable, and a new handler would lose history that it never had.
+Then the handler begins with the oldest entry. A handler's own start is always used, and judged as lost history
+(`history`).
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ class Start:
     The position of a subscription.
 
     Attributes:
-        is_first: whether it is the time that was pinned by `start_from`, and no place was ever stored.
-        lost: what is recorded of its lost history, if it is lost there.
-        owed_from: where it was pinned, if it begins with what exists and that was not asked for yet. Else None.
+        is_first: True if it is the pinned time of `start_from`, and no place was ever stored.
+        lost: the record of its lost history, if it is lost there.
+        owed_from: the pinned start, if it begins with existing documents that are not requested yet. Otherwise None.
     """
 
     time: Timestamp
@@ -69,7 +68,7 @@ class Start:
 
     @property
     def place(self) -> tuple[Timestamp, str]:
-        """The place from which it must be read: comparable, by cluster time and then by token."""
+        """The place from which it must be read, which sorts by cluster time and then by token."""
         if self.watermark is None:
             return self.time, ""
         return self.watermark.cluster_time or self.time, self.watermark.data
@@ -84,30 +83,30 @@ def find_starts(
     documents: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Start]:
     """
-    The start of each subscription, pinned where it has none.
+    Return the start of each subscription. Pin missing ones.
 
     Args:
-        documents: of the subscriptions, by name, as the take-over has found them.
+        documents: of the subscriptions, by name, from the take-over.
 
     Raises:
         LeaseLostError: the term ended meanwhile.
         ConfigurationError: a start is a resume token of another cluster.
-        AccessError: `oldest` was asked for and the oplog may not be read.
+        AccessError: `oldest` was requested, and the right to read the oplog is missing.
     """
     fresh = [handler for handler in handlers if "startAtOperationTime" not in documents[handler.name]]
     if fresh:
         _Pinning(store, client, renewal, options).pin(fresh, documents)
-    # Read again in any case: a later term may have put another layout in force, and removed the partitions of this one,
-    # before the take-over made them anew.
+    # Always read again: before the take-over made this term's partitions, a later term may have removed them and put
+    # another partitioning in force.
     return read_starts(store, list(documents), renewal.term.number)
 
 
 def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, Start]:
     """
-    The starts of some subscriptions, as they are stored now.
+    Return the currently stored starts of some subscriptions.
 
     Raises:
-        LeaseLostError: a later term has taken one of them, or it is gone.
+        LeaseLostError: a later term has taken one of them, or it no longer exists.
     """
     documents = store.subscriptions.affirm(names, version)
     if not documents.keys() >= set(names):
@@ -118,7 +117,7 @@ def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, S
 def _start(document: Mapping[str, Any], version: int) -> Start:
     start, token, time_ = (document.get(each) for each in ("startAtOperationTime", "resumeToken", "clusterTime"))
     if start is None or document["term"] != version:
-        raise LeaseLostError  # somebody else has taken the epoch meanwhile
+        raise LeaseLostError  # another listener has taken the epoch meanwhile
     if token is None or (time_ is not None and time_ < start):  # before its start nothing is owed
         found = Start(start, None, document.get("fingerprint"), is_first=token is None and time_ is None)
     else:
@@ -129,17 +128,8 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The beginning of a handler: at a time, or behind the token of a position with that time, and in words why."""
-
-    time: Timestamp
-    position: Mapping[str, Any] | None
-    why: str
-
-
 class _Pinning:
-    """Pins what has no start yet, in one term. Each option means one place for all that have it."""
+    """Pins missing starts in one term. Each option has one place for all its handlers."""
 
     def __init__(
         self, store: Store, client: MongoClient[dict[str, Any]], renewal: Renewal, options: BridgeOptions
@@ -151,38 +141,43 @@ class _Pinning:
         self._times: dict[str, Timestamp] = {}
 
     def pin(self, fresh: Sequence[Handler], documents: Mapping[str, Mapping[str, Any]]) -> None:
-        """Pin the bridge's start, where there is none, and that of these handlers."""
+        """Pin the bridge's start, if missing, and the starts of these handlers."""
         lease = self._renewal.term.document
         pinned = lease.get("startAtOperationTime") or self._pin_bridge()
         stored = self._store.subscriptions.read_all()
         has_position = any(each.get("fingerprint") or each.get("gaps") for each in stored)  # of a stream that was read
         is_added = has_position or len(fresh) < len(documents)
         self._warn_of_unserved(sorted(handler.name for handler in fresh), stored, documents)
-        # All are found before one is pinned: what is refused leaves nothing behind.
-        places = {handler.name: self._place(handler, pinned, has_position=has_position) for handler in fresh}
+        # Find all before pinning any, so that a refusal leaves nothing behind.
+        asked = {
+            each.name: pinned
+            if each.start_from is None and not has_position
+            else self._find_time(each.start(self._options))
+            for each in fresh
+        }
         for handler in fresh:
-            place = places[handler.name]
-            if is_added and handler.start_from is None:
-                place = self._within_history(place)
+            start, start_from = asked[handler.name], handler.start(self._options)
+            oldest = _find_oldest(self._client, start) if is_added and handler.start_from is None else None
             self._store.subscriptions.pin(
                 handler.name,
                 self._renewal.term.number,
-                place.time,
-                place.position,
+                oldest or start,
+                find_given_position(oldest or start, start_from),
                 with_snapshot=handler.begins_with_snapshot(self._options),
             )
             if is_added or handler.start_from is not None:
                 logger.warning(
-                    "handler %s is new: it begins %s, at %s",
+                    "handler %s is new: it begins at %s (start_from: %s%s)",
                     handler.name,
-                    place.why,
-                    place.time.as_datetime().isoformat(),
+                    (oldest or start).as_datetime().isoformat(),
+                    _describe_start(start_from),
+                    ", which the oplog no longer holds: this is the oldest entry of the oplog" if oldest else "",
                     extra={"event": "subscription_added"},
                 )
 
     @staticmethod
     def _warn_of_unserved(fresh: Sequence[str], stored: Sequence[Mapping[str, Any]], served: Iterable[str]) -> None:
-        """Log new handlers beside positions without a handler: a function may have another name since the last term."""
+        """Log new handlers beside positions without a handler: a function may have been renamed since the last term."""
         begun = {parse_name(each) for each in stored if "startAtOperationTime" in each}
         unserved = sorted(begun - {*served})
         if unserved:
@@ -212,23 +207,6 @@ class _Pinning:
         )
         return pinned
 
-    def _place(self, handler: Handler, pinned: Timestamp, *, has_position: bool) -> _Place:
-        start_from = handler.start(self._options)
-        if handler.start_from is None and not has_position:
-            return _Place(pinned, find_given_position(pinned, start_from), "where the bridge began")
-        whose = "the bridge's" if handler.start_from is None else "its"
-        start = self._find_time(start_from)
-        return _Place(
-            start, find_given_position(start, start_from), f"as {whose} start_from says ({_describe_start(start_from)})"
-        )
-
-    def _within_history(self, place: _Place) -> _Place:
-        oldest = _find_oldest(self._client, place.time)
-        if oldest is None:
-            return place
-        why = f"with the oldest entry of the oplog, which no longer holds the place where it would begin {place.why}"
-        return _Place(oldest, None, why)
-
     def _find_time(self, start_from: StartFrom) -> Timestamp:
         key = repr(start_from)
         if key not in self._times:
@@ -241,7 +219,7 @@ def _describe_start(start_from: StartFrom) -> str:
 
 
 def _find_oldest(client: MongoClient[dict[str, Any]], place: Timestamp) -> Timestamp | None:
-    """The oldest entry of the oplog, where it begins behind a place. None where it holds that, or cannot be seen."""
+    """Return the oldest oplog entry if it begins after a place. None if the oplog has the place, or is unreadable."""
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             oplog = read_oplog(client)
@@ -252,10 +230,11 @@ def _find_oldest(client: MongoClient[dict[str, Any]], place: Timestamp) -> Times
 
 def find_given_position(pinned: Timestamp, start_from: object) -> Mapping[str, Any] | None:
     """
-    The position that `start_from` gives as a resume token, for a bridge or a handler that has none yet.
+    Return the position of a resume token in `start_from`, for a bridge or handler without a position.
 
-    Only while the start that is pinned is that of the token: a later option changes nothing, as for other starts. The
-    token may come from any stream, so this one is opened at its cluster time, and what is not behind it is left out.
+    It applies only while the pinned start is the token's: a later option changes nothing, as for other starts. The
+    token may come from any stream. So the stream is opened at its cluster time, and changes before the token are
+    skipped.
     """
     if not isinstance(start_from, Mapping) or time_of_token(start_from, None) != pinned:
         return None
@@ -264,9 +243,9 @@ def find_given_position(pinned: Timestamp, start_from: object) -> Mapping[str, A
 
 def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
     """
-    Return where the stream is opened: at the smallest position of all subscriptions.
+    Return the position for opening the stream: the smallest of all subscriptions.
 
-    After its token when the token came from a stream with the same fingerprint, else at its cluster time.
+    Use its token if it came from a stream with the same fingerprint, otherwise its cluster time.
     """
     smallest = min(starts.values(), key=lambda start: start.place)
     mark = smallest.watermark
@@ -275,11 +254,11 @@ def open_position(starts: Mapping[str, Start], fingerprint: str) -> Position:
 
 def start_time(client: MongoClient[dict[str, Any]], start_from: StartFrom) -> Timestamp:
     """
-    The cluster time that an option `start_from` means at this moment.
+    Return the current cluster time of an option `start_from`.
 
     Raises:
-        ConfigurationError: a resume token that no stream of this cluster can have given yet.
-        AccessError: `oldest` was asked for and the oplog may not be read.
+        ConfigurationError: it is a resume token that no stream of this cluster can have returned yet.
+        AccessError: `oldest` was requested, and the right to read the oplog is missing.
     """
     if isinstance(start_from, Mapping):
         return _time_of_given(start_from, operation_time(client))
@@ -287,14 +266,14 @@ def start_time(client: MongoClient[dict[str, Any]], start_from: StartFrom) -> Ti
         return start_from
     if isinstance(start_from, datetime):
         return Timestamp(start_from, 0)
-    if start_from in ("now", SNAPSHOT):  # what exists is read behind that
+    if start_from in ("now", SNAPSHOT):  # existing documents are read after it
         now = operation_time(client)
         return Timestamp(now.time, now.inc + 1)
     return read_oplog(client).first
 
 
 def _time_of_given(token: Mapping[str, Any], now: Timestamp) -> Timestamp:
-    """A stream that is opened ahead of the cluster's time would wait for it, and pass over everything until then."""
+    """Return the time of a given token. A stream ahead of the cluster's time would wait, and skip everything before."""
     time_ = time_of_token(token, None)
     if time_ is None or time_.time > now.time:
         raise ConfigurationError(

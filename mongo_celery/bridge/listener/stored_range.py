@@ -1,13 +1,13 @@
 """
-The stored changes of one partition, as one term knows them: up to where they may run, and which are next.
+One term's knowledge of a partition's stored changes: the next ones, and the place up to which they may run.
 
-Pure: no client, no clock. Stored changes run like buffered ones, in order and one run at a time, but only
+Pure: no client, no clock. Stored changes run like buffered ones, in order and one run at a time. They must be
 
-1. behind the committed position, and up to `to`, the mark on the partition: nothing is promised behind it;
-2. as far as this term has read the stream, or has stored itself. An earlier term may have stored less than this one
-   reads: what is read at or below the mark is stored again first, and meanwhile nothing of the partition runs.
+1. after the committed position, and up to `to`, the mark on the partition: nothing is promised after it;
+2. within this term's reading of the stream, or stored by this term. An earlier term may have stored less than this one
+   reads. So changes at or below the mark are stored again first, and meanwhile nothing of the partition runs.
 
-Memory has the tokens and hashes of the next changes, and no bytes: the worker reads these.
+Memory contains the tokens and hashes of the next changes, but no bytes, which the worker reads.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class StoredRange:
     The stored changes of one partition.
 
     Attributes:
-        to: comparable part of the last one's token, as it is marked on the partition.
-        read_to: up to where they are in memory, or committed.
+        to: comparable part of the last one's token, from the partition's mark.
+        read_to: the place up to which they are in memory or committed.
         ahead: those in memory, in order.
         read_at: monotonic time before which nothing more is read.
-        missing: whether nothing was found although the mark promises it.
+        missing: True if nothing was found although the mark promises it.
     """
 
     to: str
@@ -39,18 +39,18 @@ class StoredRange:
     missing: bool = False
 
     def complete(self, data: str) -> None:
-        """Let go of what is committed."""
+        """Forget committed changes."""
         while self.ahead and self.ahead[0].data <= data:
             self.ahead.popleft()
         self.read_to = max(self.read_to, data)
 
     def forget(self, data: str) -> None:
-        """Have nothing in memory of what lies behind this committed place. It is read again."""
+        """Drop changes after this committed place from memory. They are read again."""
         self.ahead.clear()
         self.read_to = data
 
     def head(self, limit: int, max_bytes: int) -> list[StoredChange]:
-        """Return the next changes: at least one where there is one, within both limits."""
+        """Return the next changes within both limits, but at least one if there is one."""
         taken: list[StoredChange] = []
         size = 0
         for change in self.ahead:
@@ -61,7 +61,7 @@ class StoredRange:
         return taken
 
     def add(self, changes: Sequence[StoredChange]) -> None:
-        """Take in what was found behind `read_to`."""
+        """Add the changes found after `read_to`."""
         self.missing = False
         self.ahead.extend(changes)
         self.read_to = changes[-1].data

@@ -1,30 +1,30 @@
 """
-Storing changes in the state database, so that the watermark passes and the stream is read on.
+Storing changes in the state database, so that the watermark can pass and reading can continue.
 
-The order of writes is what nothing is lost by:
+The order of writes prevents losses:
 
-1. the first changes of the partition's buffer are inserted, by majority. Each is there afterwards, under this term.
+1. the first changes of the partition's buffer are inserted by majority. Afterwards each exists under this term.
 2. the partition is marked up to the last of them, guarded by the epoch.
-3. only then they are complete for the window, and a watermark behind them may be stored.
+3. only then they are complete for the window, and a watermark after them may be stored.
 
-A crash between 1 and 2 leaves changes that nobody reads, between 2 and 3 changes that are read and stored again. Any
-error means that nothing is complete. It is tried again after a pause. While the mark lies behind what is committed,
-the partition runs from what is stored, by reference (`stored_range`, `read_back`). When that is done the mark is
-cleared, and what is committed is removed (`removal`).
+A crash between 1 and 2 leaves changes that nobody reads. A crash between 2 and 3 leaves changes that are read and
+stored again. After any error nothing is complete, and it is tried again after a pause. While the mark is after the
+committed position, the partition runs from stored changes, by reference (`stored_range`, `read_back`). When that is
+done, the mark is cleared, and committed changes are removed (`removal`).
 
 | a partition's changes are stored | when | beyond the bound |
 |---|---|---|
-| again | what it has in the buffer is at or below its mark: it cannot run before | yes |
-| undeliverable | one of them cannot be given to its handler: immediately, with what is before it | yes |
-| too large | the next one fits into no message | yes |
+| again | its buffered changes are at or below its mark, so they cannot run before | yes |
+| undeliverable | one of them cannot be given to its handler: immediately, with all before it | yes |
+| too large | no message has room for the next one | yes |
 | blocked | its first change has not run for `spill_after`: halted, paused, parked, waiting, running, rejected | no |
-| oplog | a quarter of the oplog's window lies behind the watermark that it holds | no |
-| full | the buffer is full, and another partition has nothing to do (`pressure`): the largest first | no |
+| oplog | it holds a watermark with a quarter of the oplog's window after it | no |
+| full | the buffer is full, and another partition is idle (`pressure`): the largest first | no |
 
-`spill_bytes` bounds what is stored of this bridge, as the server measures it every five seconds. At the bound no more
-is stored but what cannot run otherwise, and the stream waits for who frees it, loudly. Bridges that share a state
-database share the collection. Up to half of the bound the whole of it counts. Beyond, what this bridge has there is
-read, which is done about once a minute. Only one that has too much to be read within a call pays for the others.
+`spill_bytes` limits this bridge's stored changes, which the server measures every five seconds. At the limit only
+changes that cannot run otherwise are stored, and the stream waits, with log records, until there is room. Bridges that
+share a state database share the collection. Up to half of the limit the whole collection counts. Above, this bridge's
+part is read about once a minute. Only if a bridge has too much to read within a call, the others' changes count too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import token_data
 from mongo_celery.bridge.existing import token_place
-from mongo_celery.bridge.listener.housekeeping import Housekeeping, Job
+from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.pacing import LogThrottle, RetryGate
 from mongo_celery.bridge.listener.partition import NotStored, Partition
 from mongo_celery.bridge.listener.pressure import Pressure
@@ -64,13 +64,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 AGAIN, UNDELIVERABLE, TOO_LARGE, OPLOG, FULL = "stored again", "undeliverable", "too large", "oplog", "buffer full"
-"""Why changes are stored, beside the states in which a partition is blocked."""
+"""Reasons for storing changes, in addition to the states of a blocked partition."""
 
 _NEEDED = (AGAIN, UNDELIVERABLE, TOO_LARGE)
-"""Reasons of which the bound holds nothing back: the change could not run otherwise."""
+"""Reasons that the limit does not affect, because the change could not run otherwise."""
 
 AT_RISK = 0.25
-"""Share of the oplog's window that may lie behind a watermark before what holds it is stored."""
+"""Share of the oplog's window after a watermark at which the changes that hold it are stored."""
 
 _JUDGED_SECONDS = 0.25
 _TURN_SECONDS = 0.2
@@ -83,18 +83,28 @@ _PAUSES = Pauses(first=1.0, longest=16.0)
 
 class Storing:
     """
-    The stored changes of one term. Used by the leading thread.
+    The stored changes of one term. The leading thread uses it.
 
     Args:
         wiring: of the bridge.
-        share_behind: which share of the oplog's window lies behind a subscription.
+        led: the subscriptions of this term.
+        version: of this term.
+        share_behind: returns the share of the oplog's window after a subscription.
+        housekeeping: of this term.
 
     Attributes:
-        session: in which everything is read that decides what runs: images and stored changes.
-        waits: why something is not stored that should be, as a sentence. Empty while nothing waits.
+        session: for all reads that decide what may run: images and stored changes.
+        waits: why a change that should be stored is not, as a sentence. Empty if none waits.
     """
 
-    def __init__(self, wiring: Wiring, share_behind: Callable[[Subscription], float]) -> None:
+    def __init__(
+        self,
+        wiring: Wiring,
+        led: Mapping[str, Subscription],
+        version: int,
+        share_behind: Callable[[Subscription], float],
+        housekeeping: Housekeeping,
+    ) -> None:
         store, options = wiring.store, wiring.options
         self.session: ClientSession = store.start_session()
         self.waits = ""
@@ -102,25 +112,16 @@ class Storing:
         self._options = options
         self._concern = wiring.state_concern
         self._share_behind = share_behind
-        self._led: Mapping[str, Subscription] = {}
-        self._version = 0
-        self._removal = Removal(store.backlog, 0, options.spill_bytes)
+        self._led, self._version = led, version
+        self._removal = Removal(store.backlog, version, options.spill_bytes)
+        self._removing = housekeeping.add(self._removal.work)
         self._report = StoringReport(options.spill_bytes, wiring.line)
         self._pressure = Pressure(options.buffer_bytes)
         self._reading = ReadBack(store, self.session)
         self._gate = RetryGate()
         self._throttle = LogThrottle()
-        self._removing: Job | None = None
         self._judged_at = self._swept_at = 0.0
         self._unfinished = self._has_swept = False
-
-    # -- a term ------------------------------------------------------------------------------------
-
-    def begin(self, subscriptions: Mapping[str, Subscription], version: int, housekeeping: Housekeeping) -> None:
-        """Take over what is stored of these subscriptions."""
-        self._led, self._version = subscriptions, version
-        self._removal = Removal(self._state.backlog, version, self._options.spill_bytes)
-        self._removing = housekeeping.add(self._removal.work)
 
     def close(self) -> None:
         """End the session."""
@@ -128,7 +129,7 @@ class Storing:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that changes take, of all subscriptions."""
+        """Bytes of memory used by changes, of all subscriptions."""
         size = 0
         for subscription in self._led.values():
             size += subscription.window.size
@@ -136,7 +137,7 @@ class Storing:
 
     @property
     def is_full(self) -> bool:
-        """Return True if no more may be read."""
+        """Return True if no more changes may be read."""
         return self.size >= self._options.buffer_bytes
 
     def report(self) -> dict[str, Any]:
@@ -144,7 +145,7 @@ class Storing:
         return self._report.report(list(self._led.values()), self._removal.size, self.waits)
 
     def next_turn_time(self) -> float:
-        """Monotonic time of the next turn that has something to do, as far as that is known."""
+        """Return the monotonic time of the next turn with work, as far as known."""
         due = 0.0 if self._unfinished else math.inf
         for subscription in self._led.values():
             for partition in subscription.too_large:
@@ -153,23 +154,23 @@ class Storing:
         return max(due, self._gate.opens_at)
 
     def is_due(self, now: float) -> bool:
-        """Return True if it is time for a turn, or something is to be stored immediately, or read back."""
+        """Return True if a turn is due, or changes must be stored or read back immediately."""
         if self._unfinished or now - self._judged_at >= _JUDGED_SECONDS:
             return True
         return any(each.stored_partitions or each.too_large or each.undeliverable for each in self._led.values())
 
     def turn(self, now: float, *, at_end: bool) -> None:
         """
-        Do what is due, within a bound of time.
+        Do the due work in bounded time.
 
         Args:
-            at_end: whether the stream has no more to give at this moment.
+            at_end: True if the stream has no more changes now.
 
         Raises:
             LeaseLostError: the term has ended.
-            MongoCeleryError: something that waiting cannot fix.
+            MongoCeleryError: an error that waiting cannot fix.
         """
-        if not self._gate.is_open(now) or self.session.operation_time is None:  # no image was seen in it
+        if not self._gate.is_open(now) or self.session.operation_time is None:  # no image was read in it
             return
         self._unfinished = False
         is_urgent = any(each.too_large or each.unstored is not None for each in self._led.values())
@@ -180,7 +181,7 @@ class Storing:
             if is_urgent or now - self._judged_at >= _JUDGED_SECONDS:
                 self._judged_at = now
                 self._store_due(now, at_end=at_end)
-            if not self._reading.read(self._led.values(), now):  # what was stored just now may run immediately
+            if not self._reading.read(self._led.values(), now):  # changes stored just now may run immediately
                 self._unfinished = True
         except PyMongoError as error:
             self._note_failure("reading or clearing stored changes", error)
@@ -189,28 +190,29 @@ class Storing:
 
     def store(self, subscription: Subscription, partition: Partition, reason: str) -> int:
         """
-        Store a bulk of what a partition has in its queue. It holds no watermark then, and runs from what is stored.
+        Store a bulk of a partition's queue. The queue then holds no watermark, and the partition runs from stored
+        changes.
 
         Args:
-            reason: why, for people.
+            reason: the reason, for people.
 
         Returns:
-            How many changes. None where the bound does not allow it.
+            The number of changes. None if the limit does not allow it.
 
         Raises:
             LeaseLostError: the term has ended.
-            PyMongoError: all is as before. To be tried again.
+            PyMongoError: nothing has changed. Try again.
         """
         subscription.window.complete(partition.queue, partition.image.data)
         changes = self._next_bulk(subscription, partition, reason)
         if not changes:
             return 0
-        size = sum(change.weight for change in changes)  # before they are done: then the window lets go of their bytes
+        size = sum(change.weight for change in changes)  # before they are done: then the window frees their bytes
         stored = [StoredChange(each.data, each.raw, each.hash, each.refusal, each.token) for each in changes]
         to = changes[-1].data
         self._removal.note(partition.partition_id, token_place(to), 0 if reason == AGAIN else size)
         self._state.backlog.insert(partition.partition_id, stored, self._version, self.session)
-        if not self._state.partitions.mark_spilled(partition.partition_id, self._version, to, reason, self.session):
+        if not self._state.partitions.mark_stored(partition.partition_id, self._version, to, reason, self.session):
             raise LeaseLostError
         subscription.note_stored(partition, to, len(stored))
         if reason == FULL:
@@ -220,8 +222,8 @@ class Storing:
         return len(stored)
 
     def _next_bulk(self, subscription: Subscription, partition: Partition, reason: str) -> list[PendingChange]:
-        """Return what is stored next: no more than is needed, where it is stored beyond the bound."""
-        if reason == TOO_LARGE:  # also where nothing is left of it
+        """Return the changes to store next. Above the limit, only the needed ones."""
+        if reason == TOO_LARGE:  # even if nothing is left of it
             subscription.too_large.discard(partition)
         first, room = partition.queue.first, self._options.spill_bytes - self._removal.size
         if first is None or (reason not in _NEEDED and first.weight > room):
@@ -239,12 +241,12 @@ class Storing:
         return [change for change, size in zip(changes, sizes, strict=True) if size <= room]
 
     def _store_due(self, now: float, *, at_end: bool) -> None:
-        """Store what is due, one bulk after the other, within a bound of time."""
+        """Store due changes, one bulk after another, in bounded time."""
         until, waits = time.monotonic() + _TURN_SECONDS, ""
         idle = [] if at_end or not (self.is_full or self._pressure.is_full) else self._find_idle()
         self._pressure.observe(self.size, idle, now)
         for subscription, partition, due in self._find_due(now):
-            reason = self._reason(subscription, partition, now) if due == FULL else due  # others have made room
+            reason = self._reason(subscription, partition, now) if due == FULL else due  # others may have made room
             try:
                 while reason is not None and self.store(subscription, partition, reason):
                     partition.not_stored = None
@@ -262,15 +264,17 @@ class Storing:
         self.waits, self._has_swept = waits, False
 
     def _find_due(self, now: float) -> list[tuple[Subscription, Partition, str]]:
-        """Return what is to be stored now, and why: first what cannot run otherwise, then the largest."""
+        """Return the partitions to store now, with reasons: first those that cannot run otherwise, then the largest."""
         found = []
         for subscription in self._led.values():
             for partition in subscription.partitions.values():
+                if not partition.queue.changes:
+                    subscription.too_large.discard(partition)
+                    partition.not_stored = None
+                    continue
                 if partition.not_stored is not None and not partition.not_stored.gate.is_open(now):
                     continue
-                reason = self._reason(subscription, partition, now) if partition.queue else None
-                if not partition.queue:
-                    subscription.too_large.discard(partition)
+                reason = self._reason(subscription, partition, now)
                 if reason is None:
                     partition.not_stored = None
                 else:
@@ -278,7 +282,7 @@ class Storing:
         return sorted(found, key=lambda each: (each[2] in _NEEDED, each[1].queue.size), reverse=True)
 
     def _reason(self, subscription: Subscription, partition: Partition, now: float) -> str | None:
-        """Return the reason for which the changes of a partition are to be stored now. None where they are not."""
+        """Return the reason to store a partition's changes now. None if there is none."""
         if not partition.won:
             return None
         if partition.must_store_again:
@@ -294,7 +298,7 @@ class Storing:
         return FULL if why is None and self._pressure.must_store else why
 
     def _lasting_block_reason(self, partition: Partition, now: float) -> str | None:
-        """Return why a partition is blocked, if it is for long enough. What comes behind is stored once a second."""
+        """Return the reason of a block that has lasted long enough. Later changes are stored once a second."""
         why = block_reason(partition)
         if why is None:
             return None
@@ -305,7 +309,7 @@ class Storing:
         return why if now - partition.blocked_since[1] >= self._options.spill_after and not waits else None
 
     def _find_idle(self) -> list[Partition]:
-        """Return the flowing partitions that have nothing to do, had before, and would be given what is read."""
+        """Return the idle flowing partitions that had work before, and would get the next changes."""
         return [
             partition
             for subscription in self._led.values()
@@ -317,32 +321,32 @@ class Storing:
     # -- failures and removals ---------------------------------------------------------------------
 
     def _sweep(self) -> None:
-        """Once a second: ask for removals, and clear the marks that are passed."""
+        """Request removals and clear passed marks, once a second."""
         partitions = [partition for each in self._led.values() for partition in each.partitions.values()]
         watermarks = {each.name: each.stored.data for each in self._led.values() if each.stored is not None}
         for partition in partitions:
-            if partition.image.head is not None:  # the execution that has halted may have stored its change
+            if partition.image.head is not None:  # the halted execution may have stored its change
                 self._removal.note(partition.partition_id, token_place(token_data(partition.image.head["resumeToken"])))
-        if self._removal.ask({each.partition_id: each.image for each in partitions}, watermarks) and self._removing:
+        if self._removal.ask({each.partition_id: each.image for each in partitions}, watermarks):
             self._removing.wake()
         self._clear_marks(partitions)
         self._report.note_size(self._removal.size)
         self._has_swept = True
 
     def _clear_marks(self, partitions: Iterable[Partition]) -> None:
-        """Clear the marks that are passed, and log where they are cleared."""
+        """Clear passed marks, and log it."""
         passed = []
         for partition in partitions:
             if partition.won and partition.backlog is None:
-                if partition.image.spilled is not None:
+                if partition.image.stored is not None:
                     passed.append(partition.partition_id)
                 else:
                     self._report.note_ended(partition.partition_id)
         if passed:
-            self._state.partitions.clear_spilled(passed, self._version)
+            self._state.partitions.clear_stored(passed, self._version)
 
     def _note_failure(self, what: str, error: Exception, partition: Partition | None = None) -> None:
-        """Try again after a pause. A failure that lasts stops the partition that it concerns, and no other."""
+        """Try again after a pause. A lasting failure stops only the partition that it concerns."""
         text = str(explain_error(error, self._concern) or brief(error))
         if partition is not None:
             failed = partition.not_stored or NotStored(RetryGate(_PAUSES), "", datetime.now(UTC))
@@ -351,7 +355,7 @@ class Storing:
             partition.not_stored = failed
         elif isinstance(error, PyMongoError):
             raise_if_final(error, self._concern)
-        if partition is None or self._throttle.may_log():  # thousands of partitions may fail, each for itself
+        if partition is None or self._throttle.may_log():  # thousands of partitions may fail, each separately
             more = self._throttle.describe_left_out()
             logger.warning("%s failed, trying again: %s%s", what, text, more, extra={"event": "spill_failed"})
         if partition is None or not _concerns_one_partition(error):
@@ -359,7 +363,7 @@ class Storing:
 
 
 def block_reason(partition: Partition) -> str | None:
-    """Return the reason for which a partition does not continue at this moment. None where it waits for a worker."""
+    """Return the reason why a partition does not continue now. None if it waits for a worker."""
     state = visible_state(partition.image)
     if state != "flowing":
         return state

@@ -1,4 +1,4 @@
-"""The report of stored changes: logged once when they begin, end or near their bound, and shown by `status`."""
+"""The report of stored changes: logged once when they begin, end or near their limit, and shown by `status`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.subscription import Subscription
+from mongo_celery.bridge.state.claims import name_place
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import NEAR
 
@@ -20,10 +21,10 @@ _NOT_STORED_MAX = 10
 
 class StoringReport:
     """
-    The report of one term about stored changes.
+    One term's report of stored changes.
 
     Args:
-        bound: bytes that they may have.
+        bound: limit of their bytes.
     """
 
     def __init__(self, bound: int, line: CommandLine) -> None:
@@ -37,29 +38,29 @@ class StoringReport:
         self._is_near = False
 
     def note_begun(self, partition: Partition, reason: str) -> None:
-        """Log that changes of a partition were stored, if they are the first ones."""
-        if partition.partition_id in self._begun or partition.image.spilled is not None:
+        """Log that changes of a partition were stored, if they are its first ones."""
+        if partition.partition_id in self._begun or partition.image.stored is not None:
             return
         self._begun.add(partition.partition_id)
+        where, extra = name_place(partition.partition_id), {"partition": partition.partition_id, "reason": reason}
         sentence = "changes of partition %s are stored in the state database from here on (%s), so that others continue"
-        extra = {"partition": partition.partition_id, "reason": reason}
         if partition.image.state != "flowing":
-            logger.warning(sentence, partition.partition_id, reason, extra={"event": "spill_begun", **extra})
+            logger.warning(sentence, where, reason, extra={"event": "spill_begun", **extra})
         else:
-            logger.info(sentence, partition.partition_id, reason, extra={"event": "spill_begun", **extra})
+            logger.info(sentence, where, reason, extra={"event": "spill_begun", **extra})
 
     def note_ended(self, partition_id: str) -> None:
-        """Log that a partition runs from the stream, and has no mark, if it ran from stored changes before."""
+        """Log that a partition runs from the stream without a mark, if it ran from stored changes before."""
         if partition_id in self._begun:
             self._begun.discard(partition_id)
             logger.info(
                 "partition %s has drained its stored changes and runs from the stream again",
-                partition_id,
+                name_place(partition_id),
                 extra={"event": "spill_ended", "partition": partition_id},
             )
 
     def note_size(self, size: int) -> None:
-        """Log once that what is stored has come near to its bound, until it falls below again."""
+        """Log once that stored changes are near their limit, until they fall below it again."""
         was_near, self._is_near = self._is_near, size >= NEAR * self._bound
         if self._is_near and not was_near:
             logger.warning(
@@ -72,7 +73,7 @@ class StoringReport:
             )
 
     def complain(self, partition: Partition, size: int) -> str:
-        """Return the sentence about a change that the bound keeps from being stored. Log it now and then."""
+        """Return the sentence about a change that the limit keeps from being stored. Log it from time to time."""
         first = partition.queue.first
         wanted = first.weight if first is not None else 0
         sentence = (
@@ -87,11 +88,11 @@ class StoringReport:
 
     def report(self, subscriptions: Iterable[Subscription], size: int, waits: str) -> dict[str, Any]:
         """
-        Return the stored changes as `status` shows them.
+        Return the stored changes for `status`.
 
         Args:
-            size: bytes that they have.
-            waits: why something is not stored that should be. Empty while nothing waits.
+            size: their bytes.
+            waits: why a change that should be stored is not. Empty if none waits.
         """
         partitions = [
             (f"{subscription.name}/{index}", partition)
@@ -101,10 +102,10 @@ class StoringReport:
         missing = [name for name, each in partitions if each.backlog is not None and each.backlog.missing]
         failed = [(name, each.not_stored) for name, each in partitions if each.not_stored is not None]
         return {
-            "spillLimit": self._bound,
-            "spilledBytes": size,
-            "spillWaits": waits or None,
-            "spillMissing": missing[:_MISSING_MAX],
+            "storedLimit": self._bound,
+            "storedBytes": size,
+            "storingWaits": waits or None,
+            "storedMissing": missing[:_MISSING_MAX],
             "notStoredCount": len(failed),
             "notStored": [
                 {"partition": name, "error": failure.error, "since": failure.since}

@@ -1,7 +1,7 @@
 """
-The intake of the leading thread: the items of one reader after the other, in the order of the stream.
+The intake of the leading thread: the items of successive readers, in stream order.
 
-A full buffer is normal under backlog. Then the stream is not read until workers have made room.
+A full buffer is normal with a backlog. Then the stream is not read until workers have made room.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from queue import Empty, SimpleQueue
+from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.stream.cursor import Position
-from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
+from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, weigh
 from mongo_celery.bridge.stream.reader import StreamReader, StreamStatus
 
 if TYPE_CHECKING:
@@ -35,28 +35,58 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _ITEMS_A_TURN = 2000
 _ITEMS_A_CHECK = 16
-_READ_AHEAD = 2000
+_WEIGHT_AHEAD = 2000
+"""Weight limit: 62 MiB and one batch."""
 _SILENCE_SECONDS = 5
 _FULL_SECONDS = 0.03
 
 
+class ReadAhead(Queue[Sequence[Item]]):
+    """
+    Batches that were read but not yet taken in, limited by the weight of their items.
+
+    Args:
+        maxsize: the weight from which `put` waits.
+    """
+
+    def _init(self, maxsize: int) -> None:
+        super()._init(maxsize)
+        self._weight = 0
+
+    def _qsize(self) -> int:
+        return self._weight
+
+    def _put(self, item: Sequence[Item]) -> None:
+        self._weight += _weigh_batch(item)
+        super()._put(item)
+
+    def _get(self) -> Sequence[Item]:
+        batch = super()._get()
+        self._weight -= _weigh_batch(batch)
+        return batch
+
+
+def _weigh_batch(batch: Sequence[Item]) -> int:
+    return sum(map(weigh, batch)) or 1  # an empty batch wakes the reader of the queue
+
+
 class StreamIntake:
     """
-    The intake of one term. Used by the leading thread. `wake` and `report` by any.
+    The intake of one term. The leading thread uses it. Any thread may call `wake` and `report`.
 
     Args:
         wiring: of the bridge.
         scope: the stream.
         led: the subscriptions of this term.
-        storing: says whether the buffer is full.
-        snapshots: whose documents come between the items.
-        note_progress: called now and then, so that a long backlog is not taken for a thread that hangs.
+        storing: tells whether the buffer is full.
+        snapshots: their documents come between the items.
+        note_progress: called regularly, so that a long backlog does not look like a hanging thread.
 
     Attributes:
-        at_end: whether the stream had no more to give at the last item.
-        is_held_up: whether the last turn has left items, since the buffer is full.
-        is_hurried: whether the stream says soon how far it is, also where nothing comes: while somebody waits for it.
-        full: why nothing is taken in. Empty while it is.
+        at_end: True if the stream had no more changes at the last item.
+        is_held_up: True if the last turn left items because the buffer is full.
+        is_hurried: True if the stream reports its place soon, even without a change, because a thread waits for it.
+        full: why nothing is taken in. Empty while items are taken in.
     """
 
     def __init__(
@@ -76,9 +106,9 @@ class StreamIntake:
         self._storing = storing
         self._snapshots = snapshots
         self._note_progress = note_progress
-        self._queue: SimpleQueue[Sequence[Item]] = SimpleQueue()
+        self._queue = ReadAhead(_WEIGHT_AHEAD)
         self._batch: Sequence[Item] = ()
-        self._at = 0  # the items of the batch before this one are taken in
+        self._at = 0  # the batch's items before this index are taken in
         self._reader: StreamReader | None = None
         self._status: StreamStatus | None = None
         self._full_at = math.inf
@@ -92,7 +122,7 @@ class StreamIntake:
 
     @property
     def is_alive(self) -> bool:
-        """Return True unless the reader has ended and everything that it read was taken in."""
+        """Return True if the reader is running or has items that are not taken in."""
         return self._reader is None or self._reader.is_running or self._has_item()
 
     @property
@@ -106,10 +136,10 @@ class StreamIntake:
         return read_to is not None and read_to >= place and not self.is_held_up and not self._has_item()
 
     def open_reader(self, position: Position | None) -> None:
-        """Read from there, and nothing more of what was read before. Or not at all, if nobody can be read."""
+        """Read from there, and drop the rest of earlier reads. None stops reading, if no handler can be read."""
         self.stop()
-        # A place that the reader before hands over at this very moment must not be taken for the new one's.
-        self._queue, self._batch, self._at, self.at_end = SimpleQueue(), (), 0, False
+        # A place that the old reader delivers now must not count as the new one's.
+        self._queue, self._batch, self._at, self.at_end = ReadAhead(_WEIGHT_AHEAD), (), 0, False
         self._snapshots.note_reopening()
         if position is None:
             return
@@ -124,8 +154,6 @@ class StreamIntake:
             self._scope,
             position,
             deliver=self._queue.put,
-            room=_READ_AHEAD,
-            batch_size=self._wiring.options.batch_size,
             comment=self._wiring.options.comment,
             status=self._status,
         )
@@ -133,22 +161,25 @@ class StreamIntake:
         self._reader.start()
 
     def stop(self) -> None:
-        """Read nothing more."""
+        """Stop reading."""
         if self._reader is not None:
             self._reader.stop()
+            with contextlib.suppress(Empty):
+                while True:  # it may wait for room
+                    self._queue.get_nowait()
             self._status, self._reader = replace(self._reader.status), None
 
     def hurry(self) -> None:
-        """Have the stream say soon how far it is, while somebody waits for that."""
+        """Let the stream report its place soon, while a thread waits for it."""
         if self._reader is not None:
             self._reader.set_low_latency(self.is_hurried or self._snapshots.is_busy)
 
     def ingest_items(self, now: float) -> MongoCeleryError | None:
         """
-        Take in what was read, as much as a turn has time and the buffer has room for.
+        Take in the read changes, as far as the turn's time and the buffer's room allow.
 
         Returns:
-            The error with which the reader has ended, once everything before it is taken in.
+            The error that ended the reader, once everything before it is taken in.
         """
         self.is_held_up = False
         for number in range(_ITEMS_A_TURN):
@@ -168,13 +199,11 @@ class StreamIntake:
             self._ingest_item(item)
             self._at += 1
             if self._at == len(self._batch):
-                if self._reader is not None:
-                    self._reader.grant_credit(self._batch)
                 self._batch = ()
         return None
 
     def _has_item(self) -> bool:
-        """Return True if an item is there that is not taken in."""
+        """Return True if there is an item that is not taken in."""
         while not self._batch:
             try:
                 self._batch, self._at = self._queue.get_nowait(), 0
@@ -192,12 +221,12 @@ class StreamIntake:
             change = subscription.ingest_item(item)
             if change is not None and thread.reading is not None:
                 snapshots.note_change(subscription, item, change)
-        snapshots.reached = item.mark.data if isinstance(item, ChangeEvent) else item.data
+        snapshots.reached = item.data
         if is_change and thread.reading is not None:
             snapshots.note_taken(item)
 
     def _note_full(self, now: float) -> None:
-        """Say that the buffer is full. Loudly if nothing more may be stored of what is blocked."""
+        """Log that the buffer is full. It is an error if no more changes of blocked partitions may be stored."""
         largest = max(self._led.values(), key=lambda subscription: subscription.window.size)
         is_held = bool(self._storing.waits)
         self.is_held_up, self.at_end = True, False
@@ -214,11 +243,12 @@ class StreamIntake:
             )
 
     def wake(self) -> None:
-        """End the current wait. Callable from any thread."""
-        self._queue.put(())
+        """End the current wait. Any thread may call this."""
+        with contextlib.suppress(Full):  # then nobody waits
+            self._queue.put_nowait(())
 
     def wait(self, seconds: float) -> None:
-        """Wait for the next items. While the buffer is full they cannot be taken in: then for a moment."""
+        """Wait for the next items, or briefly while the buffer is full."""
         if self.is_held_up:
             time.sleep(min(seconds, _FULL_SECONDS))
         elif not self._batch:
@@ -226,15 +256,14 @@ class StreamIntake:
                 self._batch, self._at = self._queue.get(timeout=seconds), 0
 
     def report(self) -> dict[str, Any]:
-        """Return how reading goes. A silence counts after some seconds. Before that each report would differ."""
+        """
+        Return the state of reading. A silence counts only after some seconds, so that reports do not
+        always differ.
+        """
         if self._reader is None:
-            return {"unreadSeconds": 0, "readingWaits": None, "reopenings": 0}
+            return {"unreadSeconds": 0, "readingWaits": None}
         status = self._reader.status
         last_read = status.last_read or self._opened_at
         silent = int(time.monotonic() - (min(last_read, self._full_at) if self.full else last_read))
         waits = self.full or status.last_error
-        return {
-            "unreadSeconds": silent if silent >= _SILENCE_SECONDS else 0,
-            "readingWaits": waits,
-            "reopenings": status.reopenings,
-        }
+        return {"unreadSeconds": silent if silent >= _SILENCE_SECONDS else 0, "readingWaits": waits}

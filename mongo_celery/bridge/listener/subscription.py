@@ -1,4 +1,4 @@
-"""One subscription in one term: its window, its partitions, and which of them may run next."""
+"""One subscription in one term: its window, its partitions, and the next runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from bson import Timestamp
 from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import Admission
-from mongo_celery.bridge.listener.dispatcher import Dispatch
 from mongo_celery.bridge.listener.feedback import Feedback
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
 from mongo_celery.bridge.listener.stored_range import StoredRange
@@ -35,11 +34,11 @@ _raw, _hash, _data = map(attrgetter, ("raw", "hash", "data"))
 @dataclass(frozen=True, slots=True)
 class TermFacts:
     """
-    The facts about a subscription that a term fixes.
+    The facts about a subscription that are fixed in a term.
 
     Attributes:
-        undeliverable: partitions of undeliverable changes that are stored and read again, by their places.
-        token_seconds: how long a worker waits between two of its messages, by their rate limit; 0 without one.
+        undeliverable: partitions of stored undeliverable changes that are read again, by place.
+        token_seconds: seconds that a worker waits between two of its messages, by their rate limit. 0 without one.
     """
 
     handler: Handler
@@ -53,31 +52,57 @@ class TermFacts:
     token_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """
+    A run to be sent to its partition's queue.
+
+    Attributes:
+        partition: its partition, which is notified of the message's outcome.
+        task_name: the handler's task.
+        label: for logs and monitors, in place of the arguments. Without document contents.
+        queue: of its partition.
+        commits: True if the commit task follows. Otherwise the execution writes everything.
+        size: bytes of its changes. The encoded message is larger.
+    """
+
+    partition: Partition
+    run: Run
+    task_name: str
+    label: str
+    queue: str
+    commits: bool = True
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(map(len, self.run.changes)))
+
+
 class Subscription:
     """
-    A subscription that is being led.
+    A subscription in a leading term.
 
     Args:
         options: the bridge's options.
-        plan: what this term fixes.
+        plan: the facts that this term fixes.
         partitions: its partitions, by index.
 
     Attributes:
-        admission: what it owes of what was read.
-        is_draining: whether it takes in nothing more, so that its partitions run dry for another partitioning.
-        has_left: whether something was read meanwhile, and left: the stream has to be read again.
-        lost: whether its history is lost: nothing more is read for it, and its watermark stays. What is buffered
-            runs, since it was read before.
-        has_gap: whether its history is lost, or was given up in this term. What is buffered is older then.
-        candidates: partitions that may have a run to dispatch. Those that were sent last are last.
+        admission: selects its changes among those read.
+        is_draining: True if it takes in nothing more, so that its partitions finish for another partitioning.
+            Afterwards the stream must be read again.
+        lost: True if its history is lost: nothing more is read for it, and its watermark does not move. Buffered
+            changes run, because they were read before.
+        has_gap: True if its history is lost or was given up in this term. Buffered changes are then older.
+        candidates: partitions that may have a run to dispatch. Those sent last are last.
         stored_partitions: those that run from stored changes.
-        undeliverable: partitions that may have an undeliverable change that is not stored.
-        too_large: partitions whose next change is too large for a message, and is not stored yet.
-        run_size: most changes of one run.
-        feedback: whether it seems to be given what it writes itself.
-        has_replays: whether partitions have dead letters that are to be replayed.
-        has_ended_replay: whether a dead letter that was sent is no longer in flight, so that another may be next.
-        counted: changes that were stored, and those that were refused, since somebody took these numbers.
+        undeliverable: partitions that may have an undeliverable, unstored change.
+        too_large: partitions whose next change is too large for a message, and not stored yet.
+        run_size: largest number of changes in a run.
+        feedback: tells whether it seems to trigger itself.
+        has_replays: True if partitions have dead letters to replay.
+        has_ended_replay: True if a sent dead letter is no longer in flight, so another may be next.
+        counted: stored and refused changes since these numbers were last read.
     """
 
     def __init__(self, options: BridgeOptions, plan: TermFacts, partitions: Mapping[int, Partition]) -> None:
@@ -85,7 +110,7 @@ class Subscription:
         self.plan = plan
         self.partitions = partitions
         self.window = Window(plan.watermark)
-        self.is_draining = self.has_left = False
+        self.is_draining = False
         self.lost = False
         self.has_gap = False
         self.stored: Mark | None = plan.watermark
@@ -103,13 +128,16 @@ class Subscription:
         self.has_ended_replay = False
         self.feedback = Feedback()
         self.undeliverable: list[Partition] = []
-        self._has_begun = False  # whether something was read at its start or behind it: then all that follows is
+        self._has_begun = False  # True after an item at or after its start: then all later ones are too
         for partition in partitions.values():
             partition.token_seconds = plan.token_seconds * len(partitions)
             self._follow_stored(partition)
 
     def move(self, start: Timestamp) -> None:
-        """Continue at another start: what is buffered stays and runs, and nothing between it and the start is owed."""
+        """
+        Continue at another start. Buffered changes still run, and no change between them and the start
+        is missing.
+        """
         self.plan = replace(self.plan, start=start, watermark=None)
         self.stored = None
         self.lost, self.has_gap = False, True
@@ -117,36 +145,33 @@ class Subscription:
 
     @property
     def in_flight(self) -> list[Partition]:
-        """Partitions with a run under way."""
+        """Partitions with a run in flight."""
         return [partition for partition in self.partitions.values() if partition.in_flight is not None]
 
     @property
     def blocked(self) -> list[Partition]:
-        """Partitions whose next change waits for a person, or for its retry time."""
+        """Partitions whose next change waits for a person or its retry time."""
         return [partition for partition in self.partitions.values() if partition.is_blocked]
 
     @property
     def backlogs(self) -> list[tuple[Partition, StoredRange]]:
-        """Partitions that run from stored changes, with these."""
+        """Partitions that run from stored changes, and these changes."""
         return [(each, each.backlog) for each in list(self.stored_partitions) if each.backlog is not None]
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if the rule of its partitions is not known: nothing is read for it until it has others."""
+        """Return True if its partition rule is unknown: nothing is read for it until it has other partitions."""
         return self.plan.layout.key != self.plan.partitioner.layout_key
 
     @property
     def is_runnable(self) -> bool:
-        """Return True if anything that was read, or is stored, is left to run, whatever happens to the stream."""
+        """Return True if read or stored changes are left to run, whatever happens to the stream."""
         return bool(self.window.count) or any(self._may_run(backlog) for _, backlog in self.backlogs)
 
     def ingest_item(self, item: ChangeEvent | Mark) -> PendingChange | None:
-        """Put what the reader handed over into the window. The change that it is here, where that is yet to run."""
+        """Put a reader's item into the window. Return its change for this handler, if that must run."""
         mark = item if isinstance(item, Mark) else item.mark
-        if self.lost or mark.data <= self.window.seen:  # a reopened stream may repeat itself
-            return None
-        if self.is_draining:
-            self.has_left = True
+        if self.lost or self.is_draining or mark.data <= self.window.seen:  # a reopened stream may repeat items
             return None
         change = None
         if not isinstance(item, Mark) and (self._has_begun or not self._precedes_start(mark)):
@@ -177,10 +202,10 @@ class Subscription:
 
     def append(self, documents: Sequence[PendingChange]) -> bool:
         """
-        Put existing documents behind all that was read: the next thing that is taken in lies behind their place.
+        Append existing documents after everything that was read. The next item's place is after theirs.
 
         Returns:
-            False where one of them counts as done, since its partition is already behind it: then none is appended.
+            False if one of them counts as done, because its partition is already after it. Then none is appended.
         """
         if any(each.data <= self.partitions[each.index].image.data for each in documents):
             return False
@@ -193,7 +218,7 @@ class Subscription:
         return True
 
     def list_held(self) -> list[dict[str, Any]]:
-        """Blocked partitions with changes that are buffered or stored, and need not be read again."""
+        """Return the blocked partitions with buffered or stored changes, which need not be read again."""
         return [
             {"subscription": self.name, "partition": index}
             for index, partition in self.partitions.items()
@@ -210,7 +235,7 @@ class Subscription:
             partition.sent_key = None
         if step in (Step.ENDED, Step.MOVED):
             self.window.complete(partition.queue, image.data)
-        if partition.backlog is not None or image.spilled is not None:
+        if partition.backlog is not None or image.stored is not None:
             self._follow_stored(partition)
         if partition.in_flight is None:
             self.has_ended_replay |= partition.is_replaying
@@ -219,16 +244,16 @@ class Subscription:
         return step
 
     def repeat(self, partition: Partition, now: float) -> None:
-        """Have the message that is in flight for a partition sent again, since nobody will take it."""
+        """Send a partition's message again, because no worker will take it."""
         partition.repeat(now)
         self.candidates[partition] = None
 
     # -- stored changes ----------------------------------------------------------------------------
 
     def _follow_stored(self, partition: Partition) -> None:
-        """Keep to the mark of a partition, and to what is committed of its stored changes."""
+        """Follow the mark of a partition, and the committed part of its stored changes."""
         backlog, image = partition.backlog, partition.image
-        marked = image.spilled["to"] if image.spilled is not None else ""
+        marked = image.stored["to"] if image.stored is not None else ""
         if backlog is None:
             if marked > image.data:
                 self.run_stored(partition, StoredRange(marked, image.data))
@@ -239,7 +264,7 @@ class Subscription:
             self.run_stored(partition, None)
 
     def run_stored(self, partition: Partition, backlog: StoredRange | None) -> None:
-        """Run a partition from what is stored, or, with None, from its queue again."""
+        """Run a partition from its stored changes. With None, run it from its queue again."""
         partition.backlog = backlog
         if backlog is None:
             self.stored_partitions.pop(partition, None)
@@ -248,13 +273,13 @@ class Subscription:
 
     def note_stored(self, partition: Partition, to: str, count: int) -> None:
         """
-        Run a partition from what is stored: the first changes of its queue are, and the mark is behind them.
+        Run a partition from stored changes: the first ones of its queue are stored, and the mark is after them.
 
         Afterwards they hold no watermark.
 
         Args:
             to: comparable part of the last one's token.
-            count: how many they are.
+            count: number of them.
         """
         backlog = partition.backlog or StoredRange(to, partition.image.data)
         self.run_stored(partition, backlog)
@@ -265,29 +290,29 @@ class Subscription:
         self.too_large.discard(partition)
 
     def last_readable_place(self, partition: Partition) -> str:
-        """Return the place up to which stored changes of a partition may be run. Empty for none."""
+        """Return the place up to which a partition's stored changes may run. Empty for none."""
         self.window.complete(partition.queue, partition.image.data)
         if partition.backlog is None or partition.must_store_again:
             return ""
         return min(partition.backlog.to, max(self.window.seen, partition.stored_to))
 
     def add_stored(self, partition: Partition, changes: Sequence[StoredChange]) -> None:
-        """Take in stored changes that come next in a partition."""
+        """Add a partition's next stored changes."""
         assert partition.backlog is not None, "it runs from stored changes"
         partition.backlog.add(changes)
         if partition.in_flight is None:
             self.candidates[partition] = None
 
     def _may_run(self, backlog: StoredRange) -> bool:
-        """Return True if stored changes are left that may be run, for all that is known."""
+        """Return True if stored changes may be left to run, as far as known."""
         return bool(backlog.ahead) or backlog.read_to < min(backlog.to, self.window.seen)
 
     @property
     def unstored(self) -> str | None:
         """
-        Comparable part of the token of the first undeliverable change that is not stored yet. None without one.
+        Return the comparable part of the first undeliverable, unstored change's token. None if there is none.
 
-        Nothing from there on is dispatched: if the cause is fixed and the change is read again, its new partition must
+        Nothing from there on is dispatched. If the cause is fixed and the change is read again, its new partition must
         not have passed it.
         """
         if not self.undeliverable:
@@ -295,10 +320,10 @@ class Subscription:
         self.undeliverable = [each for each in self.undeliverable if each.must_store]
         return min((each.undeliverable[0] for each in self.undeliverable), default=None)
 
-    # -- running -----------------------------------------------------------------------------------
+    # -- runs ----------------------------------------------------------------------------------------
 
-    def due(self, now: float) -> Iterable[tuple[Partition, Dispatch]]:
-        """Runs that may be dispatched now: numbered against what is committed now."""
+    def due(self, now: float) -> Iterable[Dispatch]:
+        """Yield the runs to dispatch now, numbered from the committed position."""
         unstored = self.unstored
         holds_replays = self.is_draining and not self.is_stopped  # a stopped one waits for its parked keys
         chosen = [*self.candidates]
@@ -318,21 +343,21 @@ class Subscription:
                 if changes:
                     del self.candidates[partition]
                     self.candidates[partition] = None
-                    yield partition, self._dispatch(partition, changes)
+                    yield self._dispatch(partition, changes)
                     continue
             if replay is not None:
                 partition.has_replayed = partition.is_replaying = True
                 partition.replay = None
-                yield partition, self._dispatch_replay(partition, replay)
+                yield self._dispatch_replay(partition, replay)
 
     def _due_changes(
         self, partition: Partition, now: float, before: str | None
     ) -> Sequence[PendingChange | StoredChange]:
         """
-        Return the next run of a partition: while anything is stored that is not committed, from there alone.
+        Return the next run of a partition. If stored changes are uncommitted, take it only from them.
 
-        A change that is too large for a message is stored before it runs. After an unclean end or a rejection runs are
-        one change each, so that only the guilty change is counted.
+        A change that is too large for a message is stored before it runs. After an unclean end or a rejection, runs
+        have one change each, so that only the responsible change is counted.
         """
         if partition.ready_at > now or partition not in self.candidates:
             return []
@@ -340,7 +365,7 @@ class Subscription:
         if queue.changes and queue.changes[0].mark.data <= image.data:
             self.window.complete(queue, image.data)
         claim = image.claim  # a lapsed one: its successor will note it in `single`
-        unclean = max(image.single, claim["last"] if claim else 0)
+        unclean = max(image.one_by_one_until, claim["last"] if claim else 0)
         limit = 1 if image.committed < unclean or partition.rejection is not None else self.run_size
         changes: Sequence[PendingChange | StoredChange]
         if partition.backlog is not None:
@@ -361,7 +386,7 @@ class Subscription:
         return self._queue_names[index]
 
     def next_due(self) -> float:
-        """Monotonic time at which the next waiting run becomes ready. Infinite when none waits for a time alone."""
+        """Return the monotonic time of the next run that waits only for a time. Infinite if there is none."""
         if not self.candidates or self.unstored is not None:
             return math.inf
         return min(each.ready_at for each in self.candidates)
@@ -388,15 +413,15 @@ class Subscription:
             hashes=tuple(map(_hash, changes)) if len(changes) > 1 or partition.image.parked_keys else (),
         )
         label = _label(changes, first)
-        return Dispatch(run, plan.handler.task_name, partition.attempt, label, self._queue_names[index], self._commits)
+        return Dispatch(partition, run, plan.handler.task_name, label, self._queue_names[index], self._commits)
 
     def _dispatch_replay(self, partition: Partition, replay: ReplayRequest) -> Dispatch:
         index, first = partition.index, partition.next_sequence
-        generation, version = self.plan.layout.term, self.plan.version
+        partitioning, version = self.plan.layout.term, self.plan.version
         run = Run(
             self._options.name,
             self.name,
-            generation,
+            partitioning,
             index,
             version,
             first,
@@ -406,12 +431,12 @@ class Subscription:
             hashes=(replay.hash,) if replay.parked else (),
         )
         label, queue = f"({replay.key} replayed)", self.queue_name(index)
-        # It moves no position: its outcome is written by its execution alone.
-        return Dispatch(run, self.plan.handler.task_name, partition.attempt, label, queue, commits=False)
+        # It moves no position: only its execution writes the outcome.
+        return Dispatch(partition, run, self.plan.handler.task_name, label, queue, commits=False)
 
 
 def _alike(changes: Sequence[PendingChange | StoredChange]) -> Sequence[PendingChange | StoredChange]:
-    """Return the changes of one run: an undeliverable change is a run of its own."""
+    """Return the changes of one run. An undeliverable change is its own run."""
     for place, change in enumerate(changes):
         if change.refusal is not None:
             return changes[: place or 1]
@@ -425,10 +450,10 @@ def _label(changes: Sequence[PendingChange | StoredChange], first: int) -> str:
 
 
 def make_partitions(
-    images: Sequence[Image], partitions: Partitions, generation: int, version: int, options: BridgeOptions
+    images: Sequence[Image], partitions: Partitions, partitioning: int, version: int, options: BridgeOptions
 ) -> dict[int, Partition]:
-    """Return the partitions of a subscription by index, from the images of the take-over."""
+    """Return a subscription's partitions by index, from the images of the take-over."""
     graces = GracePeriods(options.grace, options.commit_grace)
     now = time.monotonic()
-    ids = {each.index: partitions.partition_id(each.subscription, generation, each.index) for each in images}
+    ids = {each.index: partitions.partition_id(each.subscription, partitioning, each.index) for each in images}
     return {each.index: Partition(ids[each.index], each, version, graces, now) for each in images}

@@ -1,33 +1,31 @@
 """
-Taking over: the first thing a new term does, before it reads or dispatches.
+Taking over: the first work of a new term, before it reads or dispatches.
 
-In this order, each step safe to repeat after a crash:
+Each step is safe to repeat after a crash. In this order:
 
 1. subscriptions, then snapshots, then partitions are raised to the new version. From then on no message of an older
-   term can claim. A larger epoch (after a rewind, or a lease that was restored from a backup) raises the lease's
-   version above it, and the step begins again. Each is one write and one read for all handlers, and of bulk
-   writes it does not matter where one was interrupted: what they made is read afterwards, by majority. A partition that
-   an open transaction has locked is left out: see `LockedPartitions`.
-2. the layout of each subscription is compared with the options. Where they ask for another one, this term begins
-   under the old one, and changes it (`repartitioning`).
-3. the start is pinned where there is none (`starts`).
-4. the undeliverable changes that are stored and will be read again are read, so that each keeps its partition.
+   term can claim. If an epoch is larger (after a rewind, or a lease that was restored from a backup), the lease's
+   version is raised above it, and the step begins again. Each is one write and one read for all handlers. A bulk write
+   may be interrupted anywhere, because its result is then read by majority. A partition that an open transaction has
+   locked is skipped: see `LockedPartitions` of the poller.
+2. each subscription's partitioning is compared with the options. If they differ, this term begins with the old one, and
+   changes it (`repartitioning`).
+3. a missing start is pinned (`starts`).
+4. the stored undeliverable changes that will be read again are read, so that each keeps its partition.
 
-The partition rule of a handler is that of its code, as a rule. After `partition_by` was changed it is the one before,
-until the handler has other partitions (`repartitioning`): what is under way in the old ones belongs to them by that one
-alone. If the old rule is not registered any more, the handler is led, but stopped: nothing more is read for it.
+A handler's partition rule usually comes from its code. After a change of `partition_by` the old rule applies until the
+handler has new partitions (`repartitioning`), because it assigned the changes in the old ones. If the old rule is no
+longer registered, the handler is led but stopped: nothing more is read for it.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.handlers import Handler, token_seconds
-from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.starts import Start, find_starts
 from mongo_celery.bridge.listener.subscription import Subscription, TermFacts, make_partitions
@@ -48,19 +46,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 _ROUNDS = 10
-_LOCKED_PAUSE = 0.5  # they are tried with each sweep, unless a slow server has taken most of the time between two
-_NAMED_MAX = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
     """
-    The findings of a take-over.
+    The results of a take-over.
 
     Attributes:
-        layouts: under which this term begins, by subscription.
-        wanted: the layouts of the options, with the generation that they would have. The one in force where that is
-            alike.
+        layouts: the partitionings with which this term begins, by subscription.
+        wanted: the partitionings of the options, with their future term. If equivalent, the one in force.
         documents: the subscriptions' documents by name.
         images: the partitions' images by subscription.
     """
@@ -73,13 +68,13 @@ class Takeover:
 
     @property
     def moving(self) -> list[str]:
-        """The subscriptions whose layout is to change."""
+        """The subscriptions whose partitioning will change."""
         return [name for name, layout in self.layouts.items() if layout is not self.wanted[name]]
 
 
 def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: Sequence[Handler]) -> Takeover:
     """
-    Win every subscription and partition for the term.
+    Take over every subscription and partition for the term.
 
     Raises:
         LeaseLostError: the term ended meanwhile.
@@ -110,93 +105,36 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
     raise LeaseLostError
 
 
-def list_generations(layouts: Mapping[str, Layout]) -> dict[str, int]:
-    """The generations of some layouts, by subscription."""
+def list_partitioning_terms(layouts: Mapping[str, Layout]) -> dict[str, int]:
+    """Return the terms of some partitionings, by handler."""
     return {name: layout.term for name, layout in layouts.items()}
 
 
 def _win_all(store: Store, layouts: Mapping[str, Layout], version: int) -> dict[str, Sequence[Image]]:
     images: dict[str, list[Image]] = {name: [] for name in layouts}
-    for image in store.partitions.take_over(list_generations(layouts), version):
+    for image in store.partitions.take_over(list_partitioning_terms(layouts), version):
         images[image.subscription].append(image)
     return dict(images)
-
-
-class LockedPartitions:
-    """
-    The partitions that a take-over could not win, because a transaction that nobody ends has written them.
-
-    Most often its client died in the middle of a transactional handler, or while it set a change aside: this is ended
-    once the claim has lapsed, anything else by the server, after `transactionLifetimeLimitSeconds`. Until then the
-    partition keeps its older epoch. Messages of that term may still
-    claim and commit there, in order, as they might have before the take-over. This term dispatches nothing there,
-    and counts the partition as in flight, so that no watermark passes it but by what is committed.
-
-    Args:
-        store: of the bridge.
-        version: of this term.
-        partitions: all partitions of this term.
-    """
-
-    def __init__(self, store: Store, version: int, partitions: Iterable[Partition]) -> None:
-        self._store = store
-        self._version = version
-        self._locked = [partition for partition in partitions if not partition.won]
-        self._tried_at = time.monotonic()
-        if self._locked:
-            logger.warning(
-                "%d partitions are locked by open transactions, among them %s: they are taken over when these end, "
-                "with the claim of a worker that died, else by the server after transactionLifetimeLimitSeconds, or "
-                "when a server that is too slow for all of them has answered. All others are led",
-                len(self._locked),
-                ", ".join(self.names[:_NAMED_MAX]),
-                extra={"event": "partitions_locked", "count": len(self._locked)},
-            )
-
-    @property
-    def names(self) -> list[str]:
-        """The `_id`s of the partitions that are not won yet."""
-        return [partition.partition_id for partition in self._locked]
-
-    def win(self, now: float) -> list[Image]:
-        """Try again, without waiting for any of them. Their images."""
-        self._locked = [partition for partition in self._locked if not partition.won]
-        if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
-            return []
-        try:
-            self._store.claims.end_transactions(self.names)
-            images = self._store.partitions.win(self.names, self._version)
-        finally:
-            self._tried_at = time.monotonic()  # a slow server may have taken more than the pause for it
-        won = [f"{image.subscription}/{image.index}" for image in images if image.term == self._version]
-        if won:
-            logger.info(
-                "took over %d partitions that had been locked, among them %s",
-                len(won),
-                ", ".join(won[:_NAMED_MAX]),
-                extra={"event": "partitions_unlocked", "count": len(won)},
-            )
-        return images
 
 
 def find_undeliverable(
     store: Store, renewal: Renewal, takeover: Takeover, name: str, rule: Partitioner, watermark: Mark | None
 ) -> dict[str, int]:
     """
-    Return the partitions of the undeliverable changes that are stored and will be read again, by their places.
+    Return the partitions of the stored undeliverable changes that will be read again, by place.
 
     Args:
         name: of the subscription.
-        rule: in force. By document key each change goes where it is stored, and nothing is looked up.
-        watermark: from where the stream is read again. None for its start.
+        rule: in force. By document key each change goes to its storing partition, so nothing is looked up.
+        watermark: the place from which the stream is read again. None for its start.
     """
     found: dict[str, int] = {}
-    generation = takeover.layouts[name].term
+    partitioning = takeover.layouts[name].term
     for image in () if rule.is_by_document else takeover.images[name]:
-        until = max(image.spilled["to"] if image.spilled is not None else "", image.data)
+        until = max(image.stored["to"] if image.stored is not None else "", image.data)
         after = watermark.data if watermark is not None else ""
-        if until > after:  # what is done is among them: under a corrected rule it would run elsewhere, once more
-            where = store.partitions.partition_id(name, generation, image.index)
+        if until > after:  # includes finished ones: under a corrected rule they would run again elsewhere
+            where = store.partitions.partition_id(name, partitioning, image.index)
             for places in store.backlog.undeliverable(where, after, until):
                 found |= dict.fromkeys(places, image.index)
                 renewal.alive()
@@ -206,12 +144,12 @@ def find_undeliverable(
 @dataclass(frozen=True, slots=True)
 class Beginning:
     """
-    The handlers, starts and take-over that a term begins with.
+    The handlers, starts and take-over at the beginning of a term.
 
     Attributes:
-        takeover: what its take-over has found.
-        subscriptions: those that it leads, by name.
-        starts: from where it reads, by name.
+        takeover: the result of its take-over.
+        subscriptions: the led ones, by name.
+        starts: the places to read from, by name.
     """
 
     takeover: Takeover
@@ -220,7 +158,7 @@ class Beginning:
 
     @property
     def owed_snapshots(self) -> list[tuple[TermFacts, Timestamp]]:
-        """Subscriptions that begin with snapshots, each with the start that was pinned with that."""
+        """Return subscriptions that begin with snapshots, each with the start pinned for that."""
         starts = [(each.plan, self.starts[each.name].owed_from) for each in self.subscriptions.values()]
         return [(plan, owed_from) for plan, owed_from in starts if owed_from is not None]
 
@@ -229,10 +167,10 @@ def begin_term(
     wiring: Wiring, renewal: Renewal, led: Sequence[tuple[Handler, Selector]], handlers: Sequence[Handler]
 ) -> Beginning:
     """
-    Take over, and find out from where each handler is read.
+    Take over, and find the place from which each handler is read.
 
     Args:
-        led: those whose changes the stream gives, each with its source and filter.
+        led: the handlers in the stream, each with its source and filter.
         handlers: all of the bridge.
 
     Raises:
@@ -266,7 +204,7 @@ def begin_term(
 
 
 def find_rule(handler: Handler, layout: Layout, options: BridgeOptions, handlers: Sequence[Handler]) -> Partitioner:
-    """Return the rule by which a handler's changes are spread in a layout. That of its code if it is not registered."""
+    """Return the rule of a handler in a partitioning. If it is not registered, return the rule of its code."""
     rule = handler.partitioner(options)
     if layout.key == rule.layout_key:
         return rule

@@ -1,4 +1,4 @@
-"""Storing how far the subscriptions of a term are: within a second while anything moves, lazily when idle."""
+"""Storing the progress of a term's subscriptions: within a second while anything moves, less often when idle."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Watermarks:
     Stores the watermarks of one term, and its report in the lease.
 
     Args:
-        store: where they go. Each write is guarded by the epoch, or by the term.
+        store: of the watermarks. The term guards each write.
         renewal: the term.
-        fingerprint: of the stream that the tokens are from.
-        report: gives what `status` shows of the listener.
+        fingerprint: of the stream of the tokens.
+        report: returns the listener's facts for `status`.
 
     Attributes:
         due_at: monotonic time of the next flush.
@@ -60,14 +60,14 @@ class Watermarks:
         self._throttle = LogThrottle()
 
     def flush(self, subscriptions: Collection[Subscription], now: float, moved_at: float) -> None:
-        """Store what has moved, lazily when idle. `moved_at` is when a change was last dispatched or done."""
+        """Store moved watermarks, less often when idle. `moved_at` is when a change was last dispatched or done."""
         self.due_at = now + _PAUSE_SECONDS
         is_idle = now - moved_at > _IDLE_PAUSE_SECONDS and self._make_report() == self._reported
         if not is_idle or now - self._flushed_at >= _IDLE_PAUSE_SECONDS:
             self.store(subscriptions, now)
 
     def _make_report(self) -> Mapping[str, Any]:
-        """Return the report as it can be stored. An empty one if it cannot: it must not end a term."""
+        """Return a storable report. If that fails, return an empty one, which must not end a term."""
         try:
             report = self._report()
             bson.encode(report)
@@ -83,7 +83,7 @@ class Watermarks:
         return report
 
     def store(self, subscriptions: Collection[Subscription], now: float) -> None:
-        """Store what has moved. Failing is harmless, since the next time stores more."""
+        """Store moved watermarks. A failure is harmless, because the next call stores more."""
         self._flushed_at = now
         try:
             self._advance(subscriptions)
@@ -96,12 +96,12 @@ class Watermarks:
             )
 
     def store_last(self, subscriptions: Collection[Subscription], lease_ttl: float) -> None:
-        """Store them at the end of the term: however it ends, within one call's time for all."""
+        """Store them at the end of the term, within one call's time for all."""
         with pymongo.timeout(call_timeout(lease_ttl)):
             self.store(subscriptions, time.monotonic())
 
     def _advance(self, subscriptions: Collection[Subscription]) -> None:
-        """One write for all of them."""
+        """Store all of them by one write."""
         moved = [(each, mark) for each in subscriptions if (mark := self._find_moved(each)) is not None]
         self._store.subscriptions.advance_all(
             [Advance(each.name, each.plan.version, mark.token, mark.cluster_time) for each, mark in moved],
@@ -118,6 +118,6 @@ class Watermarks:
 
 
 def _is_given_up(subscription: Subscription, mark: Mark) -> bool:
-    """Return True if a place lies in history that was given up: it must not be stored over the new start."""
+    """Return True if a place is in history that was given up, so it must not overwrite the new start."""
     start = subscription.plan.start
     return subscription.has_gap and (mark.cluster_time is None or mark.cluster_time <= start)

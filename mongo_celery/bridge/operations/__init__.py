@@ -1,6 +1,6 @@
 """
-What operators do with a bridge, without a command line: look, pause, resume, retry, skip, check.
+An operator's work with a bridge from Python: status, pause, resume, retry, skip, check.
 
-Nothing here prints or knows click; the commands in `cli` are views of it, and a health endpoint can call
-the same functions.
+Nothing here prints or knows click. The commands in `cli` are views of it, and a health endpoint can call the same
+functions.
 """

@@ -1,21 +1,20 @@
 """
-The snapshot of a bridge: one typed value of everything that is shown of it.
+The snapshot of a bridge: one typed value with everything that is displayed.
 
-`changes status`, the page, `/status`, metrics, probes, Django's admin and Python code render it, and none of them
-computes. `BridgeSnapshot.plain` is `--json` and `/status`. docs/reference/status.md lists every field.
+`changes status`, the page, `/status`, metrics, probes, Django's admin and Python code display it, without computing.
+`BridgeSnapshot.plain` is `--json` and `/status`. docs/reference/status.md lists every field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Literal
 
-from mongo_celery.findings import Finding, Severity, worst_severity
+from mongo_celery.findings import EXIT_CODES, Finding, Verdict, verdict_of
 
 State = Literal["leading", "no_listener", "never_started", "failed", "history_lost", "unknown"]
-Verdict = Literal["healthy", "degraded", "failing"]
 
 BLOCKED = ("halted", "paused", "waiting", "retrying")
 """States of a partition whose next change cannot run now, the worst first."""
@@ -23,7 +22,14 @@ BLOCKED = ("halted", "paused", "waiting", "retrying")
 PARTITION_STATES = (*BLOCKED, "not_led", "flowing")
 """States of a partition, the worst first."""
 
-_VERDICTS: Mapping[Severity, Verdict] = {"ok": "healthy", "degraded": "degraded", "failing": "failing"}
+LEVELS: Mapping[str, Literal["ok", "warn", "bad"]] = {
+    **dict.fromkeys(("healthy", "flowing", "running", "done"), "ok"),
+    **dict.fromkeys(("degraded", "paused", "waiting", "retrying", "not_led"), "warn"),
+    **dict.fromkeys(("failing", "halted", "history_lost", "match_refused", "stopped", "failed", "source gone"), "bad"),
+}
+"""Level of a verdict, or of a state of a handler, a partition or a snapshot: its color in every view."""
+
+_CURRENT = ("running", "failed", "source gone")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +39,12 @@ class LeaderStatus:
 
     Attributes:
         host: its machine.
-        pid: its process there.
+        pid: its process on that machine.
         since: when its term began.
         app: name of its Celery app.
         handlers: names of the handlers that it serves.
-        changed: those of them that have another definition in this process.
-        partitions: over how many it spreads new handlers. None before its first report.
+        changed: handlers that this process defines differently.
+        partitions: partitions of new handlers.
     """
 
     host: str | None
@@ -52,7 +58,7 @@ class LeaderStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standby:
-    """A listener that waits for the lease: its host and process, as it last reported itself."""
+    """A listener that waits for the lease, with the host and process of its last report."""
 
     host: str
     pid: int
@@ -64,13 +70,13 @@ class ClaimStatus:
     The claim of an execution on a partition.
 
     Attributes:
-        owner: made for this execution.
+        owner: id of this execution.
         process: the worker's process, for people.
         seconds: how long the claim has been held.
-        first: number of its first change in the partition.
+        first: number of its first change.
         last: number of its last change.
-        until: when it lapses, unless the worker renews it.
-        live: whether it has not lapsed.
+        until: when it lapses.
+        live: true until it lapses.
     """
 
     owner: str
@@ -88,11 +94,11 @@ class StoredChanges:
     The changes of a partition that are stored.
 
     Attributes:
-        count: None where counting took too long.
+        count: how many. None if counting took too long.
         since: when the first of them was stored.
         reason: why storing began.
         to: resume token of the last one.
-        missing: whether the listener cannot find them.
+        missing: true if they are gone.
     """
 
     count: int | None
@@ -108,35 +114,32 @@ class PartitionStatus:
     One partition of a handler.
 
     Attributes:
-        index: its number.
-        queue: the Celery queue to which its runs are sent.
-        state: `flowing`; `halted`, `paused`, `waiting` (for MongoDB or the broker) or `retrying` where it is blocked;
-            `not_led` where it would flow if a listener were running.
+        partition: its number.
+        queue: the Celery queue of its runs.
+        state: `flowing`, `halted`, `paused`, `waiting`, `retrying`, or `not_led` (no listener has the handler).
         committed: number of the last change that is committed.
         token: resume token of that change.
-        term: of the listener that led it last.
-        fencing_token: of its last execution.
-        claim: of the execution that runs, or has ended without a result.
-        handled: number of the last change that succeeded, and is not committed yet.
-        key: the change at which it is blocked: namespace, operation and document key. None where it is not known.
+        fencing_token: that of its last execution.
+        claim: of the running execution, or one without a result.
+        handled: number of the last successful, uncommitted change.
+        key: the blocked change: namespace, operation, document key.
         key_token: resume token of that change.
-        since: since when it is halted, or waits.
-        error: of the last attempt, or what it waits for.
-        retries: attempts after which the handler asked for another one.
+        since: when it was halted, or began to wait.
+        error: of the last attempt.
+        retries: attempts that ended with a retry.
         crashes: attempts that ended without a result.
         waits: attempts that met an outage of MongoDB or the broker.
-        due_seconds: until its change runs again. 0 where it is not retrying or waiting.
-        oldest_seconds: age of the change at which it is blocked, or of the first one that is stored. Else None.
-        stored: its stored changes. None where there are none.
-        parked_keys: how many keys are parked.
+        due_seconds: time until its change runs again.
+        oldest_seconds: age of its blocked or first stored change.
+        stored: its stored changes.
+        parked_keys: parked keys.
     """
 
-    index: int
+    partition: int
     queue: str
     state: str
     committed: int
     token: str | None
-    term: int
     fencing_token: int
     claim: ClaimStatus | None = None
     handled: int | None = None
@@ -172,7 +175,7 @@ class HistoryLoss:
         since: when the listener noticed it.
         at: the position.
         oldest: the oplog's oldest entry at that time.
-        error: the server's sentence.
+        error: the server's message.
     """
 
     since: datetime | None
@@ -183,7 +186,7 @@ class HistoryLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OplogGap:
-    """Changes from `start` until `until` that a handler was never given; `policy` is the decision that passed over."""
+    """Changes from `start` until `until` that a handler skipped. `policy` is the reason."""
 
     start: datetime | None
     until: datetime | None
@@ -192,7 +195,7 @@ class OplogGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepartitioningStatus:
-    """New partitions that a handler is to get: how many, since when, and the thing that it `waits` for."""
+    """New partitions that a handler will get: how many, since when, and why it `waits`."""
 
     partitions: int
     since: datetime | None
@@ -201,7 +204,7 @@ class RepartitioningStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackStatus:
-    """Changes of one `key` in a row, each written while the one before was handled; `count` is rounded down."""
+    """Changes of one `key` in a row, each written during the handling of the one before. `count` is rounded down."""
 
     key: str
     count: int
@@ -214,31 +217,27 @@ class HandlerStatus:
     One handler.
 
     Attributes:
-        name: of the handler.
-        state: that of its worst partition. Or `new` (no listener has led it yet), `unregistered` (it is stored, and
-            this app has no such handler), `history_lost`, `stopped` or `match_refused` (`error` says why).
+        name: its name.
+        state: of its worst partition. Or `new`, `unregistered` (not in this app),
+            `history_lost`, `stopped` or `match_refused` (see `error`).
         error: why it is stopped, or why the server refuses its `match`.
         committed: sum of its partitions.
-        per_second: changes that are committed a second, over the last seconds. None without a listener.
-        lag_seconds: age of its oldest change that is not handled, also of what is blocked or stored. 0 where nothing
-            is left to do.
-        watermark: resume token up to which all is done.
-        watermark_at: time of that.
-        oplog_left_seconds: until the oplog no longer reaches the watermark. None where the oplog cannot be read.
-        oplog_share: share of the oplog's window behind the watermark. From 1 on, what was not read is lost. None while
-            the oplog removes nothing.
-        stored: how many of its changes are stored. None where counting took too long.
-        dead_letters: how many it has.
+        per_second: committed changes a second. None without a listener.
+        lag_seconds: age of its oldest unhandled change, blocked or not.
+        watermark: its watermark, a resume token.
+        watermark_at: time of the watermark.
+        oplog_left_seconds: time until an oplog gap.
+        oplog_share: share of the oplog's window. At 1, unread changes are lost.
+        stored: its stored changes. None if counting took too long.
+        dead_letters: its dead letters.
         parked_keys: sum of its partitions.
-        commit: `chain` (a task commits) or `inline` (the execution commits). None where it is `unregistered`.
-        time_limit: seconds after which Celery ends a call. None where nothing does.
-        run_gain: what `run_size` would bring, as a sentence. None where that is little.
-        partitioning_term: term of the partitioning in force. None where it is `new`.
-        lost: where its history is lost.
-        gaps: what it was never given.
-        repartitioning: while new partitions are prepared.
-        feedback: where it seems to feed itself.
-        partitions: those of the partitioning in force.
+        commit: `chain` or `inline`.
+        time_limit: seconds after which Celery ends a call.
+        lost: its oplog gap.
+        gaps: changes that it skipped.
+        repartitioning: set while new partitions are prepared.
+        feedback: set if it seems to cause its own changes.
+        partitions: its partitions.
     """
 
     name: str
@@ -256,8 +255,6 @@ class HandlerStatus:
     parked_keys: int = 0
     commit: str | None = None
     time_limit: float | None = None
-    run_gain: str | None = None
-    partitioning_term: int | None = None
     lost: HistoryLoss | None = None
     gaps: tuple[OplogGap, ...] = ()
     repartitioning: RepartitioningStatus | None = None
@@ -274,7 +271,12 @@ class HandlerStatus:
         """Return True if the listener reads changes for it."""
         return self.state not in ("stopped", "match_refused", "history_lost")
 
-    def list_in(self, *states: str) -> list[PartitionStatus]:
+    @property
+    def is_mostly_blocked(self) -> bool:
+        """Return True if more than half of its partitions are blocked."""
+        return 2 * sum(each.is_blocked for each in self.partitions) > len(self.partitions)
+
+    def list_partitions(self, *states: str) -> list[PartitionStatus]:
         """Return its partitions in these states."""
         return [each for each in self.partitions if each.state in states]
 
@@ -285,11 +287,11 @@ class BacklogStatus:
     All stored changes of a bridge.
 
     Attributes:
-        count: None where counting took too long.
-        bytes: as the listener has measured. None without one.
+        count: how many. None if counting took too long.
+        bytes: their size. None without a listener.
         limit: `spill_bytes`.
-        share: `bytes` of `limit`.
-        waits: why something is not stored that should be.
+        share: `bytes` divided by `limit`.
+        waits: why changes wait to be stored.
     """
 
     count: int | None
@@ -301,7 +303,7 @@ class BacklogStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undeliverable:
-    """A message that the broker rejects while it takes others: its partition, change, bytes, error and since when."""
+    """A message that the broker rejects while it accepts others: partition, change, bytes, error, and its time."""
 
     partition: str
     key: str
@@ -312,7 +314,7 @@ class Undeliverable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageFailure:
-    """A partition whose changes MongoDB does not store: the error and since when."""
+    """A partition whose changes MongoDB does not store: the error, and the time of the first one."""
 
     partition: str
     error: str
@@ -322,12 +324,12 @@ class StorageFailure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnservedQueues:
     """
-    Queues from which no worker has taken anything for longer than `dispatch_grace`.
+    Queues from which no worker has taken a message for longer than `dispatch_grace`.
 
     Attributes:
         queues: their names.
-        answered: whether workers answered the listener. None where it could not ask.
-        unclaimed: whether workers take messages, and claim nothing.
+        answered: true if workers answered the listener.
+        unclaimed: true if workers take messages, and claim nothing.
     """
 
     queues: tuple[str, ...]
@@ -337,7 +339,7 @@ class UnservedQueues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterGroup:
-    """Dead letters of one handler with the same error: how many of the newest ones, and the newest of them."""
+    """Dead letters of one handler with the same error: their number among the newest 1000, and the newest of them."""
 
     handler: str
     error: str
@@ -352,16 +354,17 @@ class SnapshotStatus:
     One snapshot of a collection for a handler.
 
     Attributes:
-        id: for `changes snapshot`.
+        id: its id in `changes snapshot`.
         source: the collection.
         state: `running`, `done`, `source gone`, `stopped` or `failed`.
-        done: documents that were read.
-        estimated: documents that there were at the start. None where nobody could tell.
-        per_second: documents a second, over all of it.
-        remaining_seconds: None where that is not known, or it does not move.
+        done: rows that were read.
+        estimated: rows at the start.
+        per_second: rows a second, on average.
+        remaining_seconds: estimated time until its end.
         since: when it was requested.
+        moved_at: when it last read rows, or ended.
         by: who requested it.
-        reason: why it has failed, or what it waits for.
+        reason: why it failed, or why it waits.
     """
 
     id: str
@@ -373,6 +376,7 @@ class SnapshotStatus:
     per_second: float | None
     remaining_seconds: int | None
     since: datetime | None
+    moved_at: datetime | None = None
     by: str
     reason: str | None
 
@@ -384,8 +388,8 @@ class Workers:
 
     Attributes:
         answered: how many.
-        serving: how many of them consume queues of this bridge.
-        slots: how many tasks these can run at a time. None where one does not say so.
+        serving: how many consume queues of this bridge.
+        slots: tasks that these can run at a time.
     """
 
     answered: int
@@ -400,46 +404,44 @@ class BridgeSnapshot:
 
     Attributes:
         bridge: its name.
-        at: when it was read, by the cluster's clock. None where nothing could be read.
-        state: `leading`; `no_listener`; `never_started`; `failed` or `history_lost` (the last listener ended with
-            `error`); `unknown` where MongoDB cannot be read.
+        at: when it was read, by the cluster's clock.
+        state: `leading`, `no_listener`, `never_started`, `failed` or `history_lost` (see `error`), or `unknown`.
         error: why the last listener ended.
         leader: the listener that leads.
         standbys: listeners that wait for the lease.
-        unled_seconds: for how long no listener has been running.
+        unled_seconds: time since a listener was last running.
         term: number of the last term.
-        difference: why this bridge is that of another app or environment than this process.
-        lag_seconds: the largest of the registered handlers: age of the oldest change that is not handled.
+        difference: why this bridge belongs to another app or environment.
+        lag_seconds: age of the oldest unhandled change.
         per_second: sum of the handlers.
-        oplog_seconds: from the oplog's oldest entry to its latest. None where it cannot be read.
-        in_flight: runs that were sent, and are not finished.
-        buffered: changes in the listener's memory. None where a new listener has not reported yet.
-        buffered_bytes: bytes of these.
-        caught_up: whether everything is read, nothing waits, is blocked or runs, and nothing is left to do.
-        reported_at: when the listener that leads has said so. None where it has not reported yet.
-        unread_seconds: for how long no read of the stream has succeeded. 0 while one does every few seconds.
-        reading_waits: why: a full buffer, or the stream's last error.
-        reopenings: how often the stream was opened again in this term.
-        broker_down: whether the listener cannot publish.
+        oplog_seconds: the oplog's window. None if it cannot be read.
+        in_flight: runs that were sent and are not finished.
+        buffered: changes in the listener's memory.
+        caught_up: true if all changes are handled, and none is blocked.
+        reported_at: time of the leader's last report.
+        unread_seconds: time since the last read of the stream.
+        reading_waits: a full buffer, or the stream's last error.
+        broker_down: true if the listener cannot publish.
         untaken: queues that no worker takes from.
+        sent_again: handlers whose runs some worker takes and does not claim, for a minute.
         undeliverable: some messages that the broker rejects.
-        undeliverable_count: how many there are.
-        not_stored: some partitions whose changes MongoDB does not store.
-        not_stored_count: how many there are.
-        locked: some partitions that an open transaction has locked, so that this term could not win them yet.
-        dropped: how many messages workers have dropped since the bridge exists, by reason.
-        dropped_lately: the reasons for which one was dropped within the last hour.
-        foreign_sender: `pid@host` of the last dropped message of another installation, as it says itself.
-        partitions: over how many this process would spread new handlers.
+        undeliverable_count: number of all such messages.
+        not_stored: some partitions that MongoDB does not store.
+        not_stored_count: number of all such partitions.
+        locked: some partitions that an open transaction locks.
+        dropped: messages that workers have ever dropped, by reason.
+        dropped_lately: reasons within the last hour.
+        foreign_sender: claimed `pid@host` of the last dropped foreign message.
+        partitions: partitions of new handlers in this process.
         backlog: all stored changes.
-        dead_letters: how many there are.
-        dead_letter_groups: the newest 1000 by handler and error, the largest group first.
-        oversized: the error of one dead letter whose change was too large to be read.
-        handlers: by name.
-        snapshots: those that run, have failed, or have ended within the last hour.
-        workers: None where they were not asked.
-        note: what was not asked, and the command that does.
-        findings: problems, the worst first. Empty where the bridge is healthy.
+        dead_letters: number of dead letters.
+        dead_letter_groups: the newest 1000, the largest group first.
+        oversized: the error of the newest one of these 1000 that was too large.
+        handlers: all handlers, by name.
+        snapshots: running, failed, stopped and last ended ones.
+        workers: None if they were not asked.
+        note: checks that were left out, and their command.
+        findings: problems, the worst first.
     """
 
     bridge: str
@@ -456,14 +458,13 @@ class BridgeSnapshot:
     oplog_seconds: int | None = None
     in_flight: int | None = None
     buffered: int | None = None
-    buffered_bytes: int | None = None
     caught_up: bool = False
     reported_at: datetime | None = None
     unread_seconds: int | None = None
     reading_waits: str | None = None
-    reopenings: int | None = None
     broker_down: bool = False
     untaken: UnservedQueues | None = None
+    sent_again: tuple[str, ...] = ()
     undeliverable: tuple[Undeliverable, ...] = ()
     undeliverable_count: int = 0
     not_stored: tuple[StorageFailure, ...] = ()
@@ -486,12 +487,28 @@ class BridgeSnapshot:
     @property
     def verdict(self) -> Verdict:
         """The worst severity of the findings."""
-        return _VERDICTS[worst_severity(self.findings)]
+        return verdict_of(self.findings)
 
     @property
     def exit_code(self) -> int:
         """0 healthy, 1 degraded, 2 failing."""
         return EXIT_CODES[self.verdict]
+
+    @property
+    def last_snapshots(self) -> list[SnapshotStatus]:
+        """The snapshot of each handler and collection: the running one, otherwise the last one."""
+        known = sorted(self.snapshots, key=lambda each: each.state == "running")
+        return list({(each.handler, each.source): each for each in known}.values())
+
+    @property
+    def current_snapshots(self) -> list[SnapshotStatus]:
+        """Those that run, have failed and are not replaced, or have ended within the last hour."""
+        last = {each.id for each in self.last_snapshots if each.state in _CURRENT}
+        return [each for each in self.snapshots if each.id in last or self._is_recent(each)]
+
+    def _is_recent(self, snapshot: SnapshotStatus) -> bool:
+        moved = snapshot.moved_at or snapshot.since
+        return moved is not None and self.at is not None and self.at - moved < timedelta(hours=1)
 
     @property
     def is_readable(self) -> bool:
@@ -504,17 +521,13 @@ class BridgeSnapshot:
         return found
 
 
-EXIT_CODES: Mapping[Verdict, int] = {"healthy": 0, "degraded": 1, "failing": 2}
-"""Exit status of the commands that show a verdict."""
-
-
 def unreadable(bridge: str, sentence: str) -> BridgeSnapshot:
     """Return the snapshot of a bridge whose state cannot be read: no answer, a refused login, or a missing right."""
     return BridgeSnapshot(bridge=bridge, findings=(Finding("state_unreadable", "failing", sentence),))
 
 
 def to_plain(value: Any) -> Any:
-    """Return a dataclass of this module, or what it holds, as JSON: times in ISO 8601."""
+    """Return a dataclass of this module, or one of its values, as JSON, with times in ISO 8601."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, datetime):

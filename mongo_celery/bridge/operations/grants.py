@@ -1,16 +1,16 @@
 """
-The rights on MongoDB that a bridge needs: by role, on its own databases and collections, and no more.
+The minimal MongoDB rights of a bridge, by role, on its own databases and collections.
 
-Four roles: the listener, workers (the embedded listener needs both), the people who run `changes`, and those who only
-look. What handlers do with their own data is theirs, and stands in none.
+There are four roles: the listener, workers (an embedded listener needs both), operators of `changes`, and viewers. None
+includes the handlers' access to their own data.
 
-A right belongs to a role where something of the role fails without it, and says so. One without which the role does
-all its work, with a warning or with less to see, is optional; `without` says what is missed then.
+A right belongs to a role if some work of the role fails without it. If the role can do all its work without it, with a
+warning or less to see, it is optional, and `without` names the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,29 +22,43 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.options import BridgeOptions
-    from mongo_celery.bridge.stream.source import Scope
     from mongo_celery.bridge.wiring import Wiring
 
 ROLES = {
-    "listener": "leads, reads the change stream, stores positions and what stands",
-    "worker": "claims changes, records what became of them; handlers' own data is not in it",
+    "listener": "leads, reads the change stream, stores positions and the changes of blocked partitions",
+    "worker": "claims changes, records their outcomes. Rights on the handlers' data are not included",
     "operator": "runs `celery -A ... changes`",
-    "viewer": "looks: `status`, `show`, `where`, `dead-letters`, `history`; it changes nothing",
+    "viewer": "only reads: `status`, `show`, `dead-letters list`, `history`",
 }
-"""The roles, and what each does."""
+"""The roles and their work."""
 
 ROLES_DATABASE = "admin"
-"""Where roles are created: one of another database could give no right outside it."""
+"""Database of the roles. In another database a role could not grant rights outside it."""
 
 _IMAGES = ("whenAvailable", "required")
-_FIND = ("find",)
-_UPDATE = ("find", "update")
-_UPSERT = ("find", "insert", "update")
-_FIND_REMOVE = ("find", "remove")
-_FIND_UPDATE_REMOVE = ("find", "update", "remove")
-_RECORD = ("insert", "createIndex")  # nobody changes or removes an audit record
-_ALL = ("find", "insert", "update", "remove")
+_ALL = "find insert update remove"
+
+_STATE = (
+    # collection, purpose, and the actions of listener, worker, operator and viewer
+    ("leases", "the lease and the listener's report", "find insert update", "find", "find update", "find"),
+    (KEYS, "the keys by which messages are signed and verified", "find insert update", "find", "find update", ""),
+    (DROPS, "counts of dropped messages", "find", "", "find", "find"),
+    ("handlers", "positions and partitionings of handlers", "find insert update", "", "find update remove", "find"),
+    ("partitions", "claims, outcomes and commits", _ALL, "find update", "find update remove", "find"),
+    ("backlog", "changes of blocked partitions", f"{_ALL} collStats", "find insert update", "find remove", "find"),
+    ("dead_letters", "dead letters, with their documents", "find update createIndex", _ALL, _ALL, "find"),
+    ("snapshots", "the progress of snapshots", "find insert update", "", _ALL, "find"),
+    (AUDIT, "audit records, which nobody changes or removes", "", "", "find insert createIndex", "find"),
+)
+"""The rights on the state database."""
+
+_OPTIONAL = (
+    # role, collection, actions, purpose, and the effect of their absence
+    ("listener", AUDIT, "insert createIndex", "the audit record of `--take-over`", "`history` shows no `--take-over`"),
+    ("worker", DROPS, "insert update", "counting dropped messages", "forged messages are dropped uncounted"),
+    ("worker", "dead_letters", "createIndex", "finding dead letters by time, key and parked key",
+     "replays of a parked key, and lists by time or key, read all dead letters and log a warning"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +67,10 @@ class Right:
     Actions on one resource.
 
     Attributes:
-        database: empty for all; None for the cluster itself.
-        collection: empty for all of the database.
-        purpose: what they are for.
-        without: what is without them, where they are optional.
+        database: empty for all. None for the cluster itself.
+        collection: empty for all in the database.
+        purpose: the reason for the actions.
+        without: the effect of their absence, if they are optional.
     """
 
     database: str | None
@@ -67,210 +81,121 @@ class Right:
 
     @property
     def resource(self) -> dict[str, Any]:
-        """As a privilege names it."""
+        """Return the resource of a privilege."""
         return {"cluster": True} if self.database is None else {"db": self.database, "collection": self.collection}
 
     @property
     def privilege(self) -> dict[str, Any]:
-        """As `createRole` takes it."""
+        """Return the privilege for `createRole`."""
         return {"resource": self.resource, "actions": list(self.actions)}
 
     @property
     def words(self) -> str:
-        """As sentences have it."""
+        """Return the right in words."""
         if self.database is None:
             return f"{', '.join(self.actions)} on the cluster"
         return f"{', '.join(self.actions)} on {self.database or '*'}.{self.collection or '*'}"
 
 
-def rights_of(wiring: Wiring, role: str) -> list[Right]:
+def list_rights(wiring: Wiring, role: str) -> list[Right]:
     """
-    What a role of a bridge needs, by its options and the sources of its handlers. Nothing is asked of a server.
+    Return the rights of a bridge's role, from options and handlers' sources, without querying a server.
 
     Raises:
         ConfigurationError: no handler is registered, or an option or a source is wrong.
     """
-    options = wiring.options
     if not wiring.handlers:
         raise ConfigurationError(
-            f"bridge {wiring.name} has no handler here, so nobody knows what it watches: import the module with its "
+            f"bridge {wiring.name} has no handler here, so its sources are unknown: import the module with its "
             "@bridge.on_change functions, for example with include=[...] of the Celery app.",
         )
-    _, scope = wiring.stream()
-    if role == "listener":
-        return _of_listener(wiring, scope)
-    if role == "operator":
-        return _of_operator(options, scope)
-    return (
-        [*_of_worker(options.database), *_keys_of_outboxes(wiring)]
-        if role == "worker"
-        else _of_viewer(options.database)
-    )
+    found = list_state_rights(wiring, role)
+    if role == "worker":  # the signing keys of the bridge's outboxes, whose other collections belong to the app
+        databases = {outbox.runtime.options.database for outbox in wiring.outboxes.values()}
+        purpose = "the keys that sign the entries of the bridge's outboxes"
+        return [*found, *(Right(each, "keys", ("find", "insert", "update"), purpose) for each in sorted(databases))]
+    return [*found, *_list_rights_on_data(wiring, role)]
 
 
-def _of_listener(wiring: Wiring, scope: Scope) -> list[Right]:
-    state = wiring.options.database
-    return [
-        Right(state, "leases", _UPSERT, "the lease"),
-        Right(state, KEYS, _UPSERT, "the keys by which messages are signed"),
-        Right(state, DROPS, _FIND, "what workers have dropped"),
-        Right(state, "handlers", _UPSERT, "positions and partitionings of the handlers"),
-        Right(state, "partitions", _ALL, "what is done, partition by partition; repartitioning replaces them"),
-        Right(state, "backlog", (*_ALL, "collStats"), "changes that are stored, and how many bytes they have"),
-        Right(
-            state,
-            "dead_letters",
-            ("find", "update", "createIndex"),
-            "dispatching replays of dead letters, found by an index",
-        ),
-        Right(state, "snapshots", _UPSERT, "how far snapshots are, and those with which handlers begin"),
-        Right(state, AUDIT, _RECORD, "the audit record of `--take-over`", "`history` does not show a `--take-over`"),
-        _watching(scope, "the change stream, and the look-up of full documents"),
-        _collections_of_listener(wiring, scope),
-        _oplog_of_listener(wiring),
-        Right(
-            "local",
-            "oplog.rs",
-            ("collStats",),
-            "whether the oplog is full",
-            "one that is young and has room counts as one that removes its oldest entries",
-        ),
-    ]
-
-
-def _collections_of_listener(wiring: Wiring, scope: Scope) -> Right:
-    """Which collection of its name it is; a snapshot of one that was dropped reads as if it were empty."""
-    starts = [handler.start(wiring.options) for handler in wiring.handlers]
-    without = None if SNAPSHOT in starts else "`changes snapshot start` fails, and says so"
-    purpose = "snapshots: which collection it is that they read"
-    return Right(scope.database or "", "", ("listCollections",), purpose, without)
-
-
-def _oplog_of_listener(wiring: Wiring) -> Right:
-    """Where a start is the oldest entry, somebody has to find it."""
-    purpose = "the time of the oplog's oldest entry: where a bridge begins, and how near a handler is to it"
-    options = wiring.options
-    starts = [handler.start(options) for handler in wiring.handlers]
-    is_needed = "oldest" in (options.start_from, options.on_history_lost, *starts)
-    without = None if is_needed else "nothing warns before history is lost, and `reset --to oldest` is refused"
-    return Right(None, "", ("serverStatus",), purpose, without)
-
-
-def _of_worker(state: str) -> list[Right]:
-    return [
-        Right(state, "leases", _FIND, "which handlers the listener serves"),
-        Right(state, KEYS, _FIND, "the keys by which messages are verified"),
-        Right(state, DROPS, ("insert", "update"), "counting dropped messages", "forged messages are dropped uncounted"),
-        Right(state, "partitions", _UPDATE, "claims, outcomes and commits"),
-        Right(state, "backlog", _UPSERT, "the stored changes of a run; the change at which a partition halts"),
-        Right(state, "dead_letters", _ALL, "changes that failed for good; those that are replayed go"),
-        Right(
-            state,
-            "dead_letters",
-            ("createIndex",),
-            "finding dead letters by time, key and parked key",
-            "replays of a parked key, and lists by time or key, read all dead letters, and a warning says so",
-        ),
-    ]
-
-
-def _keys_of_outboxes(wiring: Wiring) -> list[Right]:
-    """Return the rights on the signing keys of the bridge's outboxes. Their other collections are the app's."""
-    databases = {outbox.backing.options.database for outbox in wiring.outboxes.values()}
-    purpose = "the keys that sign the entries of the bridge's outboxes"
-    return [Right(database, "keys", _UPSERT, purpose) for database in sorted(databases)]
-
-
-def _of_operator(options: BridgeOptions, scope: Scope) -> list[Right]:
-    state = options.database
-    stream = "`changes check` cannot try the change stream, and says so; tokens for `reset` are refused"
+def list_state_rights(wiring: Wiring, role: str) -> list[Right]:
+    """Return the rights of a bridge's role on the state database, whatever its handlers."""
+    state, column = wiring.options.database, list(ROLES).index(role)
     found = [
-        Right(state, "leases", _UPDATE, "status; whatever moves positions writes it"),
-        Right(state, KEYS, _UPDATE, "`rotate-key`"),
-        Right(state, DROPS, _FIND, "status: what workers have dropped"),
-        Right(state, "handlers", _FIND_UPDATE_REMOVE, "status; `reset` writes it, `remove` removes one"),
-        Right(state, "partitions", _FIND_UPDATE_REMOVE, "status; commands write it, `remove` removes some"),
-        Right(state, "backlog", _FIND_REMOVE, "`skip` reads a change; `remove` removes some"),
-        Right(state, "dead_letters", _ALL, "`dead-letters`; `skip` writes them; status counts them"),
-        Right(state, "snapshots", _ALL, "status; `snapshot` asks for them; `forget` removes some"),
-        Right(state, AUDIT, ("find", *_RECORD), "`history`; whatever changes the state leaves an audit record"),
-        Right(None, "", ("serverStatus",), "how far the oplog reaches back; `reset`"),
-        Right("local", "oplog.rs", ("collStats",), "whether it is full", "`changes check` warns of a young oplog, too"),
-        _watching(scope, "`changes check` and tokens for `reset` open the change stream", stream),
+        Right(state, name, tuple(each[column].split()), purpose) for name, purpose, *each in _STATE if each[column]
     ]
-    if any(image in _IMAGES for image in (options.full_document, options.full_document_before_change)):
-        blind = "`changes check` cannot see which collections keep images, and says so"
-        found.append(Right(scope.database or "", "", ("listCollections",), "which collections keep images", blind))
-    else:
-        late = "`snapshot` is refused by the listener instead of at once where a collection is none that can have one"
-        found.append(Right(scope.database or "", "", ("listCollections",), "what `snapshot` is to read", late))
-    return found
+    return found + [Right(state, name, tuple(each.split()), *why) for of, name, each, *why in _OPTIONAL if of == role]
 
 
-def _of_viewer(state: str) -> list[Right]:
-    """Nothing that this role reads lets it write, sign a message, or see what other databases hold."""
-    return [
-        Right(state, "leases", _FIND, "the listener and its report"),
-        Right(state, DROPS, _FIND, "what workers have dropped"),
-        Right(state, "handlers", _FIND, "handlers and their positions"),
-        Right(state, "partitions", _FIND, "what stands, and why"),
-        Right(state, "backlog", _FIND, "how much is stored; `head` shows documents of it"),
-        Right(state, "dead_letters", _FIND, "dead letters, with their documents"),
-        Right(state, "snapshots", _FIND, "how far snapshots are"),
-        Right(state, AUDIT, _FIND, "`history`"),
-        Right(None, "", ("serverStatus",), "how far the oplog reaches back", "status shows no window of the oplog"),
-        Right("local", "oplog.rs", ("collStats",), "whether it is full", "a young oplog counts as a full one"),
-    ]
-
-
-def _watching(scope: Scope, purpose: str, without: str | None = None) -> Right:
-    return Right(scope.database or "", scope.collection or "", ("changeStream", "find"), purpose, without)
+def _list_rights_on_data(wiring: Wiring, role: str) -> Iterator[Right]:
+    """Yield the rights on the stream, its collections and the oplog."""
+    options, (_, scope) = wiring.options, wiring.stream()
+    starts = [handler.start(options) for handler in wiring.handlers]
+    if role != "viewer":
+        stream, names, unread = None, "the names of the collections that snapshots read", None
+        if role == "operator":
+            stream = "`changes check` reports that it cannot try the change stream"
+            unread = "if a collection cannot have a snapshot, the listener reports it, not `snapshot start`"
+        elif SNAPSHOT not in starts:  # otherwise a dropped collection would read as empty
+            unread = "`changes snapshot start` fails with a message"
+        if role == "operator" and {options.full_document, options.full_document_before_change} & {*_IMAGES}:
+            names, unread = "which collections keep images", "`changes check` reports that it cannot see which do"
+        database, collection = scope.database or "", scope.collection or ""
+        actions = ("changeStream", "find")
+        yield Right(database, collection, actions, "the change stream, and the look-up of full documents", stream)
+        yield Right(database, "", ("listCollections",), names, unread)
+    reach = "`status` shows no window of the oplog" if role == "viewer" else None
+    if role == "listener" and "oldest" not in (options.start_from, options.on_history_lost, *starts):
+        reach = "nothing warns before history is lost, and `reset --to oldest` is refused"
+    yield Right(None, "", ("serverStatus",), "how far the oplog reaches back", reach)
+    yield Right("local", "oplog.rs", ("collStats",), "whether the oplog is full", "a young oplog counts as a full one")
 
 
 # -- as commands -----------------------------------------------------------------------------------
 
 
 def role_name(bridge: str, role: str) -> str:
-    """The name of a role of a bridge in MongoDB."""
+    """Return the name of a role of a bridge in MongoDB."""
     return f"mongo_celery_{bridge}_{role}"
 
 
 def role_command(bridge: str, role: str, rights: Sequence[Right], *, update: bool = False) -> dict[str, Any]:
-    """The database command, for `admin`, that creates a role, or updates it."""
+    """Return the database command, for `admin`, that creates a role, or updates it."""
     command = "updateRole" if update else "createRole"
     privileges = [right.privilege for right in rights]
     return {command: role_name(bridge, role), "privileges": privileges, "roles": []}
 
 
 def grant_command(bridge: str, roles: Sequence[str], user: str) -> dict[str, Any]:
-    """The database command that gives roles to a user of `admin`."""
+    """Return the database command that grants roles to a user of `admin`."""
     granted = [{"role": role_name(bridge, role), "db": ROLES_DATABASE} for role in roles]
     return {"grantRolesToUser": user, "roles": granted}
 
 
-# -- what a user has -------------------------------------------------------------------------------
+# -- a user's rights -----------------------------------------------------------------------------
 
 
-def lacking(wiring: Wiring, user: Allowed) -> dict[str, list[str]]:
-    """By role, what a user lacks of it, in words; nothing where it has the role whole. What is optional counts not."""
-    return {
-        role: [
-            f"{action} on {right.words.partition(' on ')[2]}"
-            for right in rights_of(wiring, role)
-            if right.without is None
-            for action in right.actions
-            if not user.may(action, right.resource)
-        ]
-        for role in ROLES
-    }
+def find_gaps(wiring: Wiring, user: Allowed) -> dict[str, list[str]]:
+    """Return the missing rights of a user by role, in words, without optional ones."""
+    return {role: find_missing(list_rights(wiring, role), user) for role in ROLES}
 
 
-def roles_of(wiring: Wiring, user: Allowed) -> list[str]:
+def find_missing(rights: Iterable[Right], user: Allowed) -> list[str]:
+    """Return the missing rights of a user, in words, without optional ones."""
+    return [
+        f"{action} on {right.words.partition(' on ')[2]}"
+        for right in rights
+        if right.without is None
+        for action in right.actions
+        if not user.may(action, right.resource)
+    ]
+
+
+def find_roles(wiring: Wiring, user: Allowed) -> list[str]:
     """
-    The roles that a user has whole; none where it has what only a listener needs, and not all of that.
+    Return the complete roles of a user. Return none if the user has only part of a listener's own rights.
 
-    Listeners need most of what the others do: one that lacks a single right would be taken for a worker.
+    Listeners need most of the other roles' rights: with one right missing, a listener would look like a worker.
     """
-    gaps = lacking(wiring, user)
+    gaps = find_gaps(wiring, user)
     is_listener = user.may("insert", {"db": wiring.options.database, "collection": "leases"})
     return [] if is_listener and gaps["listener"] else [role for role, gap in gaps.items() if not gap]

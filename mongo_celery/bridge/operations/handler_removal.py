@@ -1,28 +1,28 @@
-"""The removal of a handler that is gone from the code: everything that is stored of it."""
+"""The removal of all stored state of a deleted handler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 
 from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
 from mongo_celery.bridge.operations.resets import leader_in
-from mongo_celery.bridge.state.positions import Holdings
 from mongo_celery.bridge.state.subscriptions import parse_name
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.plan import Plan, PlanResult
 from mongo_celery.quantities import number
 
+_NOUNS = {"stored": "documents of changes", "dead_letters": "dead letters"}
+
 
 def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[str]) -> Plan:
-    """Plan to remove everything that is stored of a handler; see `Operations.remove`."""
+    """Plan to remove all stored state of a handler, as in `Operations.remove`."""
     wiring = act.wiring
     if handler in {each.name for each in wiring.handlers}:
         raise CommandRefusedError(
-            f"{handler} is a handler of this app: only one that is gone from it can be removed. Take it out of the "
-            "code, leave the bridge in it, and repeat the command.",
+            f"{handler} is still a handler of this app, so it cannot be removed. Delete it from the code but keep the "
+            "bridge, then repeat the command.",
         )
     for each in stamps:
         if not all(each.partition(".")):
@@ -31,7 +31,9 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
         leader = leader_in(store.leases.read() or {})
         known = {parse_name(document) for document in store.subscriptions.read_all()}
         holdings = store.positions.holdings(handler)
-    if handler not in known and not holdings.any and not stamps:  # else a part of them may be left
+    counts = asdict(holdings)
+    counts["dead_letters"] = counts.pop("letters")
+    if handler not in known and not holdings.any and not stamps:  # otherwise a part may be left
         raise refuse_unknown(wiring, handler, known)
     if holdings.letters and not dead_letters:
         raise CommandRefusedError(
@@ -42,7 +44,7 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
 
     def run(running: Act) -> PlanResult:
         store = wiring.store
-        term = store.positions.forget(handler, running.record(handler, **asdict(holdings)))
+        term = store.positions.forget(handler, running.record(handler, **counts))
         if term is None:
             raise CommandRefusedError(
                 f"The listener that leads ({leader or 'it has just begun'}) serves {handler}: nothing is changed. "
@@ -56,22 +58,10 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
         removed = sum(store.positions.remove(handler, term, letters=dead_letters))
         return PlanResult(lines=[f"{handler}: removed"], fields={"removed": removed})
 
-    return Plan(
-        command=act.command,
-        lines=[_describe(handler, holdings)],
-        fields={"bridge": wiring.name, "subscription": handler, "leader": leader, **asdict(holdings)},
+    return act.plan(
+        [f"{handler} has stored: {', '.join(f'{count} {_NOUNS.get(name, name)}' for name, count in counts.items())}"],
+        run,
+        {"handler": handler, "leader": leader, **counts},
         question="Remove all of it?",
-        seen=" ".join(f"{name}:{count}" for name, count in asdict(holdings).items()),
-        act=partial(act.run, run),
+        seen=" ".join(f"{name}:{count}" for name, count in counts.items()),
     )
-
-
-def _describe(handler: str, holdings: Holdings) -> str:
-    found = [
-        number(holdings.partitions, "partition", "partitions"),
-        number(holdings.stored, "document of stored changes", "documents of stored changes"),
-        number(holdings.letters, "dead letter", "dead letters"),
-        number(holdings.replays, "replay", "replays"),
-        number(holdings.snapshots, "snapshot", "snapshots"),
-    ]
-    return f"{handler} has {', '.join(found)}"

@@ -1,4 +1,4 @@
-"""A key as people type it, and the partition in which its changes lie."""
+"""A typed key, and the partition of its changes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.partitioning import document_key, partition_hash
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.findings import list_some
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from mongo_celery.bridge.state.subscriptions import Layout
     from mongo_celery.bridge.wiring import Wiring
 
@@ -30,15 +29,15 @@ _READ_SECONDS = 3.0
 
 def keys_of(text: str) -> list[Any]:
     """
-    Return the values of `_id` that a text may mean: the text, its value as JSON, an ObjectId.
+    Return the possible `_id` values of a text: the text, its value as JSON, an ObjectId.
 
     Raises:
-        CommandRefusedError: it is a regular expression, which a query would match with all keys.
+        CommandRefusedError: it is a regular expression, which would match all keys in a query.
     """
     found: list[Any] = [text]
-    with suppress(Exception):  # no JSON: then it is text; PyMongo raises what it likes, decimal's errors too
+    with suppress(Exception):  # not JSON: then it is text, and PyMongo raises many kinds, even decimal errors
         value = json_util.loads(text, json_options=_JSON)
-        bson.encode({"_id": value}, codec_options=_CODEC)  # else no document has it, and no query could name it
+        bson.encode({"_id": value}, codec_options=_CODEC)  # otherwise no document has it, and no query could name it
         found.append(value)
     if isinstance(found[-1], Regex | re.Pattern):
         raise CommandRefusedError("A key is the _id of a document, and no regular expression is one: name a whole key.")
@@ -47,83 +46,55 @@ def keys_of(text: str) -> list[Any]:
     return found
 
 
-def key_of(wiring: Wiring, subscription: str, layout: Layout, text: str, source: str | None) -> Any:
+def find_key(wiring: Wiring, handler: str, layout: Layout, text: str, source: str | None) -> tuple[Any, int]:
     """
-    Return the one key that a text means.
+    Return the key that a text means, and the hash of its partition key.
 
-    That is the one which a document has as its `_id`. Where none or several are there, or with `partition_by`, it is
-    an ObjectId, else the value as JSON, else the text. `'"42"'` is always a text, `'{"$oid": "..."}'` an ObjectId.
+    The key is the one that exists as a document's `_id`. If none or several exist, or with `partition_by`, it is an
+    ObjectId, otherwise the JSON value, otherwise the text. `'"42"'` is always a text, `'{"$oid": "..."}'` an ObjectId.
 
     Args:
-        source: the collection of the document, as `db.collection`, where the handler has several.
+        source: the collection of the document, as `db.collection`, if the handler has several.
 
     Raises:
-        CommandRefusedError: it cannot be told.
+        CommandRefusedError: the key is ambiguous or impossible.
     """
     values = keys_of(text)
-    if len(values) > 1 and _is_by_document(layout):
-        database, collection = _collection_of(wiring, subscription, source)
+    is_by_document = layout.key.partition(":")[2] == "_id"
+    database = collection = ""
+    if source or is_by_document:
+        database, collection = _collection_of(wiring, handler, source)
+    if len(values) > 1 and is_by_document:
         table = wiring.client[database].get_collection(collection, _CODEC)
         with suppress(PyMongoError), pymongo.timeout(_READ_SECONDS):  # without the right to read it, none counts
             there = [value for value in values if table.find_one({"_id": value}, {"_id": 1}) is not None]
             values = there if len(there) == 1 else values
-    return values[-1]
-
-
-def quote_key(key: object) -> str:
-    """A key for people: as Python writes it, since a number and a text that looks like it are two keys."""
-    text = repr(key)
-    return text if len(text) <= _KEY_CHARS else f"{text[:_KEY_CHARS]}..."
-
-
-def partition_of_key(wiring: Wiring, subscription: str, layout: Layout, key: object, source: str | None) -> int:
-    """
-    The partition in which the changes of a key lie.
-
-    Args:
-        key: a document's `_id`; with `partition_by`, what that gives.
-        source: the collection of the document, as `db.collection`, where the handler has several.
-
-    Raises:
-        CommandRefusedError: it cannot be told.
-    """
-    return hash_of_key(wiring, subscription, layout, key, source) % layout.partitions
-
-
-def hash_of_key(wiring: Wiring, subscription: str, layout: Layout, key: object, source: str | None) -> int:
-    """Return the hash by which the changes of a key are spread. Arguments and errors as of `partition_of_key`."""
-    value = document_key(_event_of(wiring, subscription, key, source)) if _is_by_document(layout) else key
+    key = values[-1]
+    event = {"ns": {"db": database, "coll": collection}, "documentKey": {"_id": key}}
     try:
-        return partition_hash(value)
+        return key, partition_hash(document_key(event) if is_by_document else key)
     except Exception as error:  # noqa: BLE001 - whatever a key's type does to BSON
         raise CommandRefusedError(f"--key {quote_key(key)} can be no key: {error}.") from None
 
 
-def _is_by_document(layout: Layout) -> bool:
-    return layout.key.partition(":")[2] == "_id"
+def quote_key(key: object) -> str:
+    """Return a key in Python's form, because a number and an equal-looking text are different keys."""
+    text = repr(key)
+    return text if len(text) <= _KEY_CHARS else f"{text[:_KEY_CHARS]}..."
 
 
-def _event_of(wiring: Wiring, subscription: str, key: object, source: str | None) -> Mapping[str, Any]:
-    """What of an event the partition rule by document looks at."""
-    database, collection = _collection_of(wiring, subscription, source)
-    return {"ns": {"db": database, "coll": collection}, "documentKey": {"_id": key}}
-
-
-def _collection_of(wiring: Wiring, subscription: str, source: str | None) -> tuple[str, str]:
-    name = source or _only_source(wiring, subscription)
+def _collection_of(wiring: Wiring, handler: str, source: str | None) -> tuple[str, str]:
+    """Return the document's collection. Refuse one that no handler of this app watches."""
+    watched = [each for one in wiring.stream()[0] if one.name == handler for each in one.sources]
+    if source is None and not (len(watched) == 1 and watched[0].database and watched[0].collection):
+        why = f"listens to {', '.join(sorted(map(str, watched)))}" if watched else "is not in this app"
+        raise CommandRefusedError(
+            f"Handler {handler} {why}, so --key alone names no document: give its collection with --source.",
+        )
+    name = source or str(watched[0])
     database, dot, collection = name.partition(".")
     if not (dot and database and collection):
         raise CommandRefusedError(f"--source {name!r} is not of the form 'db.collection'.")
+    if watched and not any(each.covers(database, collection) for each in watched):
+        raise CommandRefusedError(f"Handler {handler} does not watch {name}: it watches {list_some(watched)}.")
     return database, collection
-
-
-def _only_source(wiring: Wiring, subscription: str) -> str:
-    selectors, _ = wiring.stream()
-    found = [source for each in selectors if each.name == subscription for source in each.sources]
-    names = sorted({f"{each.database}.{each.collection}" for each in found if each.database and each.collection})
-    if len(names) == 1 and len(found) == 1:
-        return names[0]
-    why = f"listens to {', '.join(sorted(map(str, found)))}" if found else "is not in this app"
-    raise CommandRefusedError(
-        f"Handler {subscription} {why}, so --key alone names no document: give its collection with --source.",
-    )

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import ipaddress
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
-from types import CodeType
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pymongo
-from kombu.utils.url import parse_url
 from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
-from pymongo.uri_parser import split_hosts
 
 from mongo_celery.arguments import nearest
-from mongo_celery.bridge.operations.grants import roles_of
-from mongo_celery.bridge.operations.judgement import NAMED, listed
-from mongo_celery.bridge.stream.cursor import Position, open_cursor
-from mongo_celery.bridge.stream.reactions import Reaction, classify_error, final_error
+from mongo_celery.bridge.operations.grants import find_missing, find_roles, list_state_rights
+from mongo_celery.bridge.stream.cursor import EventCursor, Position
 from mongo_celery.bridge.stream.source import Scope, Selector, Source
+from mongo_celery.bridge.stream.verdicts import PASSING, final_error, judge_stream_error
 from mongo_celery.errors import ConfigurationError, DeploymentError, TopologyError
-from mongo_celery.findings import Finding, degraded, failing, ok
+from mongo_celery.findings import NAMED, Finding, degraded, failing, list_some, ok
 from mongo_celery.mongo.opening import ANSWER_SECONDS, error_sentence
 from mongo_celery.mongo.oplog import NEARLY_FULL, Oplog, check_topology, oplog_fill, read_oplog
 from mongo_celery.mongo.redaction import short
@@ -31,25 +27,24 @@ from mongo_celery.mongo.verdicts import ErrorContext, Verdict, judge_error
 from mongo_celery.quantities import duration
 
 if TYPE_CHECKING:
-    from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
 
 Client = MongoClient[dict[str, Any]]
+Collections = Mapping[str, Mapping[str, Any]]
+"""The server's facts about collections, by name."""
 
 OPLOG_HOURS_MIN = 24
-"""Below this reach of a full oplog a listener that is away for a night loses history."""
+"""With less reach in a full oplog, a listener that is away for a night loses history."""
 
-_STATE_COLLECTIONS = ("leases", "handlers", "partitions", "dead_letters", "backlog", "bridge_keys", "drops")
-_STATE_ACTIONS = ("find", "insert", "update", "remove")
 _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})
 _STREAMED = "collection"
 _KINDS = {"view": "a view", "timeseries": "a time series"}
-_PLAIN_BROKERS = {"redis", "amqp", "pyamqp", "librabbitmq", "sentinel"}
+_PLAIN_SCHEMES = {"mongodb", "mongodb+srv", "redis", "amqp", "pyamqp", "librabbitmq", "sentinel"}
 
 
 def check_mongodb(client: Client, wiring: Wiring) -> Iterator[Finding]:
-    """Check what a bridge needs of its cluster; end early where nothing else can be tried."""
+    """Check a bridge's needs in its cluster. End early if nothing else can be checked."""
     try:
         check_topology(client)
     except TopologyError as failure:
@@ -60,134 +55,141 @@ def check_mongodb(client: Client, wiring: Wiring) -> Iterator[Finding]:
     yield ok("topology", f"{kind}, MongoDB {client.server_info()['version']}.")
     with pymongo.timeout(ANSWER_SECONDS):
         user = read_rights(client)
-    roles = _roles(wiring, user)
-    yield _judge_state_rights(wiring, user, roles)
-    yield from _check_stream(client, wiring, roles)
+    yield from _check_handlers(client, wiring, user)
     yield from _check_oplog(client, wiring)
 
 
-# -- rights on the state database ------------------------------------------------------------------
-
-
-def _roles(wiring: Wiring, user: Allowed) -> Sequence[str]:
-    """Return the roles of `grants` that the user has whole; none where the sources are not known."""
+def _check_handlers(client: Client, wiring: Wiring, user: Allowed) -> Iterator[Finding]:
+    """Check rights, then change stream and collections, which depend on the handlers' sources."""
     try:
-        return roles_of(wiring, user) if wiring.handlers else ()
-    except ConfigurationError:
-        return ()
+        stream = wiring.stream() if wiring.handlers else None
+    except ConfigurationError as failure:
+        stream = None
+        yield failing("sources", str(failure))
+    roles = find_roles(wiring, user) if stream else ()  # the roles' rights are unknown without the sources
+    yield _judge_state_rights(wiring, user, roles)
+    if stream:
+        selectors, scope = stream
+        yield _try_stream(client, scope, roles)
+        yield from _check_collections(client, wiring, selectors)
+
+
+# -- what handlers need ----------------------------------------------------------------------------
 
 
 def _judge_state_rights(wiring: Wiring, user: Allowed, roles: Sequence[str]) -> Finding:
-    """Accept a user who may write everywhere, or has one of the roles of `grants` whole."""
+    """Accept a user with a listener's rights on the state database, or with one complete role of `grants`."""
     database = wiring.options.database
-    missing = [
-        f"{action} on {name}"
-        for name in _STATE_COLLECTIONS
-        for action in _STATE_ACTIONS
-        if not user.may(action, {"db": database, "collection": name})
-    ]
+    missing = find_missing(list_state_rights(wiring, "listener"), user)
     if not missing:
         return ok("state_rights", f"Database {database!r} can be read and written.")
     if roles:
         return ok("state_rights", f"This user has all rights of a bridge's {' and '.join(roles)}.")
     return failing(
         "state_rights",
-        f"The MongoDB user lacks {listed(missing)} in database {database!r}. Grant readWrite there, or a role that "
-        f"`{wiring.line.changes('grants')}` prints.",
+        f"The MongoDB user lacks {list_some(missing)}. Grant readWrite on database {database!r}, or a role.",
+        wiring.line.changes("grants"),
     )
-
-
-# -- the change stream and its images --------------------------------------------------------------
-
-
-def _check_stream(client: Client, wiring: Wiring, roles: Sequence[str]) -> Iterator[Finding]:
-    if not wiring.handlers:
-        return
-    try:
-        selectors, scope = wiring.stream()
-    except ConfigurationError as failure:
-        yield failing("sources", str(failure))
-        return
-    yield _try_stream(client, scope, roles)
-    yield from _check_images(client, wiring, selectors)
 
 
 def _try_stream(client: Client, scope: Scope, roles: Sequence[str]) -> Finding:
     where = str(Source(scope.database, scope.collection))
     try:
-        with (
-            pymongo.timeout(ANSWER_SECONDS),
-            closing(open_cursor(client, scope, Position(None, None))),
-        ):
+        with pymongo.timeout(ANSWER_SECONDS), EventCursor(client, scope, Position(None, None)):
             return ok("change_stream", f"Change stream opened on {where}.")
     except PyMongoError as failure:
         if judge_error(failure) is Verdict.ACCESS and "operator" in roles:
             return degraded(
                 "change_stream",
-                f"This user has an operator's rights, and not a listener's to open the change stream on {where}. Run "
-                "the check as the listener's user, too.",
+                f"This user has an operator's rights, which do not include the change stream on {where}. Also run "
+                "the check as the listener's user.",
             )
-        reaction = classify_error(failure, opening=True)
-        if reaction in {Reaction.REOPEN, Reaction.UNKNOWN}:
+        verdict = judge_stream_error(failure, opening=True)
+        if verdict in PASSING:
             concern = ErrorContext(f"a change stream on {where}", "changeStream and find there")
             text = f"The change stream did not open on {where}: {error_sentence(failure, concern)}"
             return failing("change_stream", text)
-        return failing("change_stream", str(final_error(reaction, failure, where)))
+        return failing("change_stream", str(final_error(verdict, failure, where)))
 
 
-def _check_images(client: Client, wiring: Wiring, selectors: Iterable[Selector]) -> Iterator[Finding]:
+def _check_collections(client: Client, wiring: Wiring, selectors: Iterable[Selector]) -> Iterator[Finding]:
+    """Check the watched collections and their images, as far as the user may see them."""
     options = wiring.options
-    asked = {
-        f"{name}={value!r}": value
-        for name, value in (
-            ("full_document", options.full_document),
-            ("full_document_before_change", options.full_document_before_change),
-        )
-        if value in _WANTS_IMAGES
-    }
-    if not asked:
-        return
+    wanted = {selector.name: selector.sources for selector in selectors}
+    sources = {source for each in wanted.values() for source in each}
+    given = {name: getattr(options, name) for name in ("full_document", "full_document_before_change")}
+    asked = {name: value for name, value in given.items() if value in _WANTS_IMAGES}
+    how: dict[str, Any] = {} if asked else {"nameOnly": True, "authorizedCollections": True}  # needs no right
     try:
-        lacking = sorted(_without_images(client, selectors, options.database))
+        with pymongo.timeout(ANSWER_SECONDS):
+            watched = {source.database for source in sources}
+            databases = client.list_database_names() if asked and None in watched else filter(None, watched)
+            there: dict[str, Collections] = {
+                name: {str(each["name"]): each for each in client[name].list_collections(**how)}
+                for name in sorted(databases)
+                if name not in {*_SERVER_DATABASES, options.database}
+            }
     except OperationFailure as failure:
-        yield degraded("images", f"Cannot see which collections keep images; grant listCollections. {short(failure)}.")
+        code = "images" if asked else "sources"
+        yield degraded(code, f"Cannot see which collections exist; grant listCollections. {short(failure)}.")
         return
-    words = " and ".join(asked)
-    if not lacking:
-        yield ok("images", f"The watched collections keep the images that {words} asks for.")
-        return
-    report = failing if "required" in asked.values() else degraded
-    yield report(
-        "images",
-        f"{words} asks for images, which {', '.join(lacking)} does not keep: run collMod with "
-        "{changeStreamPreAndPostImages: {enabled: true}} there, or create the collection with it.",
-    )
+    yield from judge_sources(wanted, there)
+    if asked:
+        yield _judge_images(sources, there, asked)
 
 
-def _without_images(client: Client, selectors: Iterable[Selector], state_database: str) -> set[str]:
-    sources = {source for selector in selectors for source in selector.sources}
-    lacking: set[str] = set()
-    for source in sources:
-        names = [source.database] if source.database else client.list_database_names()
-        for name in names:
-            if name not in _SERVER_DATABASES and name != state_database:
-                lacking |= _collections_without_images(client, name, source.collection)
-    return lacking
-
-
-def _collections_without_images(client: Client, database: str, collection: str | None) -> set[str]:
-    query: dict[str, Any] = {"name": collection} if collection else {"type": "collection"}
-    with pymongo.timeout(ANSWER_SECONDS):
-        found = list(client[database].list_collections(filter=query))
+def _judge_images(sources: Iterable[Source], there: Mapping[str, Collections], asked: Mapping[str, str]) -> Finding:
     lacking = {
-        f"{database}.{each['name']}"
-        for each in found
-        if not each["name"].startswith("system.")
-        and not each.get("options", {}).get("changeStreamPreAndPostImages", {}).get("enabled")
+        f"{database}.{name}"
+        for source in sources
+        for database in ([source.database] if source.database else there)
+        for name, each in there.get(database, {}).items()
+        if source.covers(database, name) and each["type"] == _STREAMED and not name.startswith("system.")
+        if not each.get("options", {}).get("changeStreamPreAndPostImages", {}).get("enabled")
     }
-    if collection and not found:
-        lacking.add(f"{database}.{collection} (not created yet)")
-    return lacking
+    lacking |= {
+        f"{source} (not created yet)"
+        for source in sources
+        if source.database and source.collection and source.collection not in there.get(source.database, {})
+    }
+    words = " and ".join(f"{name}={value!r}" for name, value in asked.items())
+    if not lacking:
+        return ok("images", f"The watched collections keep the images that {words} asks for.")
+    text = f"{words} asks for images, which {', '.join(sorted(lacking))} does not keep. Run collMod there with "
+    text += "{changeStreamPreAndPostImages: {enabled: true}}, or create the collection with it."
+    return (failing if "required" in asked.values() else degraded)("images", text)
+
+
+def judge_sources(wanted: Mapping[str, Iterable[Source]], there: Mapping[str, Collections]) -> Iterator[Finding]:
+    """
+    Return findings about the handlers' sources.
+
+    Args:
+        wanted: sources by handler.
+        there: collections by name, by database.
+    """
+    sources: dict[Source, list[str]] = {}
+    for handler, watched in sorted(wanted.items()):
+        for source in watched:
+            sources.setdefault(source, []).append(handler)
+    absent, problems = [], 0
+    for source, handlers in sources.items():
+        found = there.get(source.database or "", {})
+        kind = found.get(source.collection or "", {}).get("type", "")
+        fact = f"{list_some(handlers)} {'listens' if len(handlers) == 1 else 'listen'} to {source}, which"
+        if kind and kind != _STREAMED:
+            problems += 1
+            text = f"{fact} is {_KINDS.get(kind, kind)}: MongoDB has no changes of it. Listen to a collection."
+            yield failing("sources", text)
+        elif source.database is not None and not (kind or (found and source.collection is None)):
+            meant = nearest(source.collection or "", sorted(found))
+            text = f"{fact} does not exist{meant}: nothing comes until somebody writes there. Check for a typo, or "
+            absent.append(degraded("sources", f"{text}ignore this if the collection is created later."))
+    yield from absent[:NAMED]
+    if len(absent) > NAMED:
+        yield degraded("sources", f"{len(absent) - NAMED} more that handlers listen to do not exist.")
+    if sources and not absent and not problems:
+        yield ok("sources", "All watched collections exist.")
 
 
 # -- the oplog -------------------------------------------------------------------------------------
@@ -212,14 +214,14 @@ def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
 def _has_started(wiring: Wiring) -> bool:
     try:
         return (wiring.store.leases.read() or {}).get("startAtOperationTime") is not None
-    except OperationFailure:  # no right to read the state; a finding of its own says so
+    except OperationFailure:  # without the right to read the state, which is another finding
         return False
 
 
 def _judge_window(oplog: Oplog, fill: float | None) -> Finding:
     text = f"The oplog reaches {duration(oplog.window_seconds)} back"
     if oplog.window_seconds / 3600 >= OPLOG_HOURS_MIN:
-        return ok("oplog_window", f"{text}: a listener may be away for so long.")
+        return ok("oplog_window", f"{text}: a listener may be away for that long.")
     if fill is not None and fill < NEARLY_FULL:
         return ok("oplog_window", f"{text}, to the beginning of this cluster; {fill:.0%} of it is in use.")
     return degraded(
@@ -229,145 +231,42 @@ def _judge_window(oplog: Oplog, fill: float | None) -> Finding:
     )
 
 
-# -- sources ------------------------------------------------------------------------------------
-
-
-def check_sources(wiring: Wiring) -> Iterator[Finding]:
-    """Look for the collections that handlers name, as far as the user may see them."""
-    try:
-        selectors, _ = wiring.stream()
-    except ConfigurationError:
-        return  # a finding of its own says so
-    for handler, selector in zip(wiring.handlers, selectors, strict=True):
-        yield from judge_feedback(handler, selector, wiring.default_database)
-    wanted = {selector.name: selector.sources for selector in selectors}
-    databases = {source.database for sources in wanted.values() for source in sources if source.database}
-    try:
-        with pymongo.timeout(ANSWER_SECONDS):
-            there = {
-                name: {
-                    str(each["name"]): str(each["type"])
-                    for each in wiring.client[name].list_collections(nameOnly=True, authorizedCollections=True)
-                }
-                for name in sorted(databases)
-            }
-    except OperationFailure as failure:
-        yield degraded("sources", f"Cannot see which collections exist; grant listCollections. {short(failure)}.")
-        return
-    yield from judge_sources(wanted, there)
-
-
-def judge_sources(wanted: Mapping[str, Iterable[Source]], there: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """
-    Findings from what handlers listen to.
-
-    Args:
-        wanted: sources by handler.
-        there: the kinds of collections, by their names, by database.
-    """
-    named: dict[Source, list[str]] = {}
-    for handler, sources in sorted(wanted.items()):
-        for source in sources:
-            named.setdefault(source, []).append(handler)
-    absent, foreign = [], False
-    for source, handlers in named.items():
-        found = there.get(source.database or "", {})
-        kind = found.get(source.collection or "", "")
-        if kind and kind != _STREAMED:
-            foreign = True
-            yield failing(
-                "sources",
-                f"{listed(handlers)} {_listens(handlers)} to {source}, which is {_KINDS.get(kind, kind)}: MongoDB has "
-                "no changes of it. Listen to the collection that is written to.",
-            )
-        elif source.database is not None and not (kind or (found and source.collection is None)):
-            absent.append((source, handlers))
-    for source, handlers in absent[:NAMED]:
-        meant = nearest(source.collection or "", sorted(there.get(source.database or "", {})))
-        yield degraded(
-            "sources",
-            f"{listed(handlers)} {_listens(handlers)} to {source}, which does not exist{meant}: nothing comes until "
-            "somebody writes there. Check for a typo, or ignore this if the collection is created later.",
-        )
-    if len(absent) > NAMED:
-        yield degraded("sources", f"{len(absent) - NAMED} more that handlers listen to do not exist.")
-    if named and not absent and not foreign:
-        yield ok("sources", "All watched collections exist.")
-
-
-def judge_feedback(handler: Handler, selector: Selector, default_database: str | None) -> Iterator[Finding]:
-    """Warn of a handler whose code fences its own source by name; what it writes otherwise is not known."""
-    if selector.filter.fields is not None or not selector.filter.wants_operation("update"):
-        return
-    names, texts = _words_of(inspect.unwrap(handler.function).__code__)
-    for source in selector.sources:
-        written = {str(source), source.collection if source.database == default_database else str(source)}
-        if source.collection is not None and "fenced" in names and written & texts:
-            yield degraded(
-                "feedback",
-                f"{handler.name} listens to {source}, and its code has fenced() beside that name: what it writes there "
-                "is a change that it is given next. Watch only other fields, with fields=.",
-            )
-
-
-def _words_of(code: CodeType) -> tuple[set[str], set[str | None]]:
-    """Return the attributes and the texts that code uses, with the functions in it."""
-    names, texts = set(code.co_names), {each for each in code.co_consts if isinstance(each, str)}
-    below = [_words_of(each) for each in code.co_consts if isinstance(each, CodeType)]
-    return names.union(*(each[0] for each in below)), set[str | None]().union(texts, *(each[1] for each in below))
-
-
-def _listens(handlers: Sequence[str]) -> str:
-    return "listens" if len(handlers) == 1 else "listen"
-
-
 # -- encryption ------------------------------------------------------------------------------------
 
 
 def check_encryption(wiring: Wiring) -> Iterator[Finding]:
-    """Look for documents and passwords that leave this machine in plain text."""
-    yield _judge_hosts("mongodb_tls", "MongoDB", plain_mongodb_hosts(wiring.url), "add tls=true to its URL")
+    """Check for documents and passwords that leave this machine unencrypted."""
     conf = wiring.app.conf
     given = conf.broker_write_url or conf.broker_url or ""
     urls = given.split(";") if isinstance(given, str) else [str(url) for url in given]
-    hosts = [] if conf.broker_use_ssl else [host for url in urls for host in plain_broker_hosts(url)]
-    yield _judge_hosts("broker_tls", "the broker", hosts, "use rediss:// or amqps://, or broker_use_ssl")
+    brokers = [] if conf.broker_use_ssl else [host for url in urls for host in find_plain_hosts(url)]
+    for code, server, hosts, fix in (
+        ("mongodb_tls", "MongoDB", find_plain_hosts(wiring.url), "add tls=true to its URL"),
+        ("broker_tls", "the broker", brokers, "use rediss:// or amqps://, or broker_use_ssl"),
+    ):
+        if hosts:
+            text = f"Passwords and documents travel to {server} at {', '.join(hosts)} in plain text. "
+            yield degraded(code, f"{text}Unless the network protects them, {fix}.")
+        else:
+            yield ok(code, f"The connection to {server} uses TLS or is local.")
 
 
-def _judge_hosts(code: str, server: str, hosts: Sequence[str], remedy: str) -> Finding:
-    if not hosts:
-        return ok(code, f"The connection to {server} uses TLS or is local.")
-    return degraded(
-        code,
-        f"Passwords and documents travel to {server} at {', '.join(hosts)} in plain text. Unless the network protects "
-        f"them, {remedy}.",
-    )
-
-
-def plain_mongodb_hosts(url: str) -> list[str]:
-    """Return the hosts of a MongoDB URL that are neither encrypted nor on this machine. Asks no DNS."""
-    scheme, _, rest = url.partition("://")
+def find_plain_hosts(url: str) -> list[str]:
+    """Return hosts of a MongoDB or broker URL that are neither encrypted nor local. No DNS query is made."""
+    scheme, _, rest = url.strip().partition("://")
     address, _, options = rest.partition("?")
     asked = {name.lower(): value.lower() for name, _, value in (each.partition("=") for each in options.split("&"))}
-    tls = asked.get("tls", asked.get("ssl"))
-    if tls in ("true", "1") or (tls is None and scheme == "mongodb+srv"):
+    tls = asked.get("tls", asked.get("ssl", "true" if scheme == "mongodb+srv" else "false"))
+    if scheme not in _PLAIN_SCHEMES or tls in ("true", "1"):
         return []
-    return [host for host, _ in split_hosts(address.rpartition("@")[2].partition("/")[0]) if not _is_here(host)]
+    hosts = address.rpartition("@")[2].partition("/")[0].split(",")
+    with suppress(ValueError):  # not an address: the server's check reports it
+        return [host for each in hosts if (host := urlsplit(f"//{each}").hostname) and not _is_here(host)]
+    return []
 
 
-def plain_broker_hosts(url: str) -> list[str]:
-    """Return the hosts of a broker URL that are neither encrypted nor on this machine."""
-    try:
-        found = parse_url(url.strip()) if "://" in url else {}
-    except ValueError:  # the check of the broker says so
-        return []
-    if found.get("transport") not in _PLAIN_BROKERS:
-        return []
-    return [host for each in str(found["hostname"] or "").split(",") if not _is_here(host := each.partition(":")[0])]
-
-
-def _is_here(host: str | None) -> bool:
-    if not host or host == "localhost" or host.endswith(".sock"):
+def _is_here(host: str) -> bool:
+    if host == "localhost" or host.endswith(".sock"):
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

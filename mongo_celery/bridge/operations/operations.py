@@ -4,50 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from mongo_celery.bridge.operations import commands, handler_removal, letter_commands, resets, snapshot_commands
+from mongo_celery.bridge.operations import commands, dead_letter_commands, handler_removal, resets, snapshot_commands
 from mongo_celery.bridge.operations.acts import HISTORY_LIMIT, Act, reached, read_history
-from mongo_celery.bridge.operations.keys import keys_of
+from mongo_celery.bridge.operations.dead_letter_commands import DeadLetterChoice
+from mongo_celery.bridge.operations.lookups import find_whereabouts
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
-from mongo_celery.bridge.operations.whereabouts import find_whereabouts
 from mongo_celery.bridge.state.audit import user_at_host
-from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.state.signing import ANNOUNCED_SECONDS
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.plan import Plan, PlanResult
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot
-    from mongo_celery.bridge.operations.letter_commands import Found
-    from mongo_celery.bridge.operations.whereabouts import Whereabouts
+    from mongo_celery.bridge.operations.dead_letter_commands import Found
+    from mongo_celery.bridge.operations.lookups import Whereabouts
     from mongo_celery.bridge.wiring import Wiring
     from mongo_celery.command_line import CommandLine
-
-LETTERS_MAX = 1000
-"""Dead letters that one command changes by default."""
 
 
 class Operations:
     """
-    The commands of one bridge. Each returns a plan, which changes nothing before it is run.
+    The commands of one bridge. Each returns a plan, which changes nothing before its run.
 
     Example:
         plan = bridge.operations.pause("orders", reason="migration")
         print(plan)
         plan.run()
 
-    All take a `reason` for the audit record. All raise, while they plan and while they run:
+    All take a `reason` for the audit record. All may raise, in the plan and in the run:
 
-    - `CommandRefusedError`: nothing has that name, or the state does not allow it.
+    - `CommandRefusedError`: the name is unknown, or the state does not allow it.
     - `ServerUnavailableError`: MongoDB did not answer.
     - `DeploymentError`: the deployment cannot serve a bridge, or a right is missing.
 
     Args:
         wiring: of the bridge.
-        by: who acts, for the audit record; by default the user of this process, at its host.
-        line: the beginning of the commands that plans show.
+        by: the acting person, for the audit record. By default this process's user and host.
+        line: the beginning of commands in plans.
     """
 
     def __init__(self, wiring: Wiring, by: str | None = None, line: CommandLine | None = None) -> None:
@@ -56,7 +51,7 @@ class Operations:
         self._line = line or wiring.line
 
     def on_behalf_of(self, by: str) -> Operations:
-        """Return the same commands on behalf of somebody else than this process's user, for the audit records."""
+        """Return the same commands on behalf of another person, for the audit records."""
         return Operations(self._wiring, by, self._line)
 
     def _act(self, name: str, *words: object, reason: str | None, **options: object) -> Act:
@@ -66,30 +61,30 @@ class Operations:
 
     def pause(self, handler: str | None = None, partition: int | None = None, *, reason: str | None = None) -> Plan:
         """
-        Start no new execution. Executions that run may finish, and nothing is lost.
+        Start no new executions. Running ones may finish, and nothing is lost.
 
         Afterwards the partitions are `paused`. Their changes are stored, in order, while there is room under
         `spill_bytes`.
 
         Args:
-            handler: its name; None for all handlers of the bridge.
-            partition: its index; None for all partitions.
+            handler: its name. None for all handlers of the bridge.
+            partition: its index. None for all partitions.
             reason: for the audit record.
         """
-        return commands.plan_pause(self._act("pause", handler, partition, reason=reason), handler, partition)
+        return commands.plan_command(self._act("pause", handler, partition, reason=reason), handler, partition)
 
     def resume(self, handler: str | None = None, partition: int | None = None, *, reason: str | None = None) -> Plan:
         """Let paused partitions continue. Arguments as for `pause`."""
-        return commands.plan_resume(self._act("resume", handler, partition, reason=reason), handler, partition)
+        return commands.plan_command(self._act("resume", handler, partition, reason=reason), handler, partition)
 
     def retry(self, handler: str | None = None, partition: int | None = None, *, reason: str | None = None) -> Plan:
         """
         Run the first change of halted or retrying partitions immediately, with no attempts counted.
 
-        Without a handler, partitions whose handler this app does not have stay as they are: nothing here would run
-        them. A change that can no longer be read stays, too, unless it is stored. Arguments as for `pause`.
+        Without a handler, partitions of handlers outside this app do not change, because nothing here would run them.
+        Unreadable changes do not change either, unless they are stored. Arguments as for `pause`.
         """
-        return commands.plan_retry(self._act("retry", handler, partition, reason=reason), handler, partition)
+        return commands.plan_command(self._act("retry", handler, partition, reason=reason), handler, partition)
 
     def skip(
         self, handler: str, partition: int | None = None, *, discard: bool = False, reason: str | None = None
@@ -97,12 +92,12 @@ class Operations:
         """
         Move the changes at which partitions have halted to the dead letters. The partitions continue.
 
-        Only the changes that were read for the plan are moved. If a partition halts at another one, that one stays.
+        Only the changes in the plan are moved. If a partition halts at another change meanwhile, that one stays.
 
         Args:
             handler: its name.
-            partition: its index; None for all halted partitions of the handler.
-            discard: keep nothing of the changes.
+            partition: its index. None for all halted partitions of the handler.
+            discard: True to store nothing of the changes.
             reason: for the audit record.
         """
         act = self._act("skip", handler, partition, reason=reason, discard=discard)
@@ -120,15 +115,15 @@ class Operations:
         reason: str | None = None,
     ) -> Plan:
         """
-        Move a handler to a place in the stream. Stop all listeners first.
+        Move a handler to another position in the stream. Stop all listeners first.
 
-        If the oplog no longer reaches the handler's position, `oldest` and `now` pass over what was lost. Then
+        If the oplog no longer reaches the handler's position, `oldest` and `now` pass over the lost changes. Then
         listeners may run.
 
         Args:
             handler: its name.
-            to: `oldest`, `now`, a time (UTC without an offset) or a resume token of this bridge's stream.
-            key: move only the partition of this key: a document's `_id`, or what `partition_by` gives.
+            to: `oldest`, `now`, a time (UTC without an offset), or a resume token, which means its time.
+            key: move only the partition of this key: a document's `_id`, or the value of `partition_by`.
             source: the collection of the key, as `db.collection`, if the handler has several.
             reason: for the audit record.
         """
@@ -140,11 +135,11 @@ class Operations:
         self, handler: str, *, dead_letters: bool = False, stamps: Sequence[str] = (), reason: str | None = None
     ) -> Plan:
         """
-        Remove everything that is stored of a handler that is gone from the code. After any error it can be repeated.
+        Remove all stored state of a deleted handler. You can repeat it after any error.
 
         Args:
             handler: its name.
-            dead_letters: remove its dead letters, too. Without it they must be gone.
+            dead_letters: True to also remove its dead letters. Otherwise there must be none.
             stamps: collections, as `db.collection`, whose documents lose the handler's stamps.
             reason: for the audit record.
         """
@@ -163,25 +158,31 @@ class Operations:
         reason: str | None = None,
     ) -> Plan:
         """
-        Give a handler the documents that exist, one snapshot for each collection. A listener delivers them.
+        Give a handler the existing documents, with one snapshot for each collection. A listener delivers them.
 
         Args:
-            handler: its name; None if only one can be meant.
-            sources: collections that it watches; all of them by default.
+            handler: its name. None if only one is possible.
+            sources: collections that it watches. By default all.
             match: a condition on events, as extended JSON.
-            rate: documents a second at most.
+            rate: most documents per second.
             reason: for the audit record.
         """
         act = self._act("snapshot start", handler, reason=reason, source=list(sources), match=match, rate=rate)
         return snapshot_commands.plan_start(act, handler, sources=sources, match=match, rate=rate)
 
-    def stop_snapshot(self, snapshot: str, *, reason: str | None = None) -> Plan:
-        """Let a snapshot, named by its id or the end of it, read no more. `resume_snapshot` continues it."""
-        return snapshot_commands.plan_stop(self._act("snapshot stop", snapshot, reason=reason), snapshot)
+    def stop_snapshot(self, handler: str, *, sources: Sequence[str] = (), reason: str | None = None) -> Plan:
+        """Stop the snapshots of a handler, for all its collections or some. They can be resumed."""
+        act = self._act("snapshot stop", handler, reason=reason, source=list(sources))
+        return snapshot_commands.plan_stop(act, handler, sources)
 
-    def resume_snapshot(self, snapshot: str, *, reason: str | None = None) -> Plan:
-        """Let a snapshot that was stopped or has failed continue where it is."""
-        return snapshot_commands.plan_resume(self._act("snapshot resume", snapshot, reason=reason), snapshot)
+    def resume_snapshot(self, handler: str, *, sources: Sequence[str] = (), reason: str | None = None) -> Plan:
+        """
+        Continue stopped or failed snapshots from their place. Arguments as for `stop_snapshot`.
+
+        Without `sources`, the plan has a question if a person stopped one of them. `run()` does not ask it.
+        """
+        act = self._act("snapshot resume", handler, reason=reason, source=list(sources))
+        return snapshot_commands.plan_resume(act, handler, sources)
 
     # -- dead letters ------------------------------------------------------------------------------
 
@@ -189,85 +190,51 @@ class Operations:
         self,
         handler: str | None = None,
         *,
-        ids: Sequence[str] = (),
-        key: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        limit: int = LETTERS_MAX,
         over_newer: bool = False,
         reason: str | None = None,
+        **choice: Unpack[DeadLetterChoice],
     ) -> Plan:
         """
         Run the handler again for dead letters. The listener dispatches them.
 
-        Of a parked key it replays all that wait, from the first one on. If nothing chooses, it replays all of them.
+        For a parked key it replays all waiting dead letters, from the first one. Without a choice, it replays all.
 
         Args:
             handler: only those of this handler.
-            ids: only these: beginnings of their ids, or whole `_id`s.
-            key: only those of this document: its `_id`, as JSON or as text.
-            since: only those that became dead letters at this time or later.
-            until: only those that became dead letters before this time.
-            limit: how many at most.
-            over_newer: let them overwrite what newer changes have written through `fenced()`.
+            over_newer: True to let them overwrite data of newer changes in `fenced()` targets.
             reason: for the audit record.
+            choice: `ids`, `key`, `since`, `until`, `limit`: see `DeadLetterChoice`.
         """
-        found = self.find_dead_letters(handler, ids=ids, key=key, since=since, until=until, limit=limit)
-        act = self._act_on_letters("replay", found, reason=reason, over_newer=over_newer)
-        return letter_commands.plan_replay(act, found, over_newer=over_newer)
+        found = dead_letter_commands.find(self._wiring, handler, **choice)
+        act = self._act("dead-letters replay", reason=reason, id=found.ids, over_newer=over_newer)
+        return dead_letter_commands.plan_replay(act, found, over_newer=over_newer)
 
     def discard_dead_letters(
-        self,
-        handler: str | None = None,
-        *,
-        ids: Sequence[str] = (),
-        key: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        limit: int = LETTERS_MAX,
-        reason: str | None = None,
+        self, handler: str | None = None, *, reason: str | None = None, **choice: Unpack[DeadLetterChoice]
     ) -> Plan:
         """
-        Throw dead letters away. Their changes will never be handled. Arguments as for `replay_dead_letters`.
+        Discard dead letters. Their changes will never be handled. Arguments as for `replay_dead_letters`.
 
-        If the first one of a parked key goes, those after it that stay are replayed.
+        If the first one of a parked key is discarded, the remaining ones after it are replayed.
         """
-        found = self.find_dead_letters(handler, ids=ids, key=key, since=since, until=until, limit=limit)
-        return letter_commands.plan_discard(self._act_on_letters("discard", found, reason=reason), found)
+        found = dead_letter_commands.find(self._wiring, handler, **choice)
+        return dead_letter_commands.plan_discard(self._act("dead-letters discard", reason=reason, id=found.ids), found)
 
-    def find_dead_letters(
-        self,
-        handler: str | None = None,
-        *,
-        ids: Sequence[str] = (),
-        key: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        limit: int = LETTERS_MAX,
-        skip: int = 0,
-    ) -> Found:
-        """Return dead letters: by handler, then in the order of the stream. Arguments as for `replay_dead_letters`."""
-        if ids and all(each.startswith(f"{self._wiring.name}/") for each in ids):
-            return letter_commands.find_by_document_ids(self._wiring, ids)
-        keys = keys_of(key) if key is not None else []
-        selection = Selection(subscription=handler, ids=ids, keys=keys, since=since, until=until)
-        return letter_commands.find(self._wiring, selection, max(limit, len(ids)), skip=skip)
-
-    def _act_on_letters(self, name: str, found: Found, *, reason: str | None, **options: object) -> Act:
-        ids = [each.id for each in found.letters]
-        return self._act(f"dead-letters {name}", reason=reason, id=ids, **options)
+    def find_dead_letters(self, handler: str | None = None, **choice: Unpack[DeadLetterChoice]) -> Found:
+        """Return dead letters by handler, then in stream order. Arguments as for `replay_dead_letters`."""
+        return dead_letter_commands.find(self._wiring, handler, **choice)
 
     # -- the bridge --------------------------------------------------------------------------------
 
     def rotate_key(self, *, overlap: float = 3600.0, reason: str | None = None) -> Plan:
         """
-        Announce a new key for signing messages. The listener puts it in force a little later.
+        Announce a new key for signing messages. The listener starts using it a little later.
 
-        Nothing stalls: workers know the new key before it is used, and accept the old one for the overlap. A message
-        that waits for longer is dropped, and dispatched again.
+        Nothing stalls: workers know the new key before it is used, and accept the old one during the overlap. A message
+        that waits longer is dropped, and dispatched again.
 
         Args:
-            overlap: seconds for which the old key is accepted afterwards; 0 for a key that others know.
+            overlap: seconds for which the old key is accepted afterwards. 0 if others know the key.
             reason: for the audit record.
         """
         wiring = self._wiring
@@ -275,7 +242,7 @@ class Operations:
         with reached(wiring) as store:
             if store.signing.read() is None:
                 raise CommandRefusedError(
-                    f"Bridge {wiring.name} has never been led, so it has no key: start a listener."
+                    f"Bridge {wiring.name} has never had a listener, so it has no key. Start a listener."
                 )
 
         def run(running: Act) -> PlanResult:
@@ -292,19 +259,15 @@ class Operations:
                 fields={"in_force_at": at.isoformat()},
             )
 
-        return Plan(
-            command=act.command,
-            lines=[f"{wiring.name}: a new key would be announced; the old one is accepted for {overlap:.0f} s"],
-            fields={"bridge": wiring.name, "overlap_seconds": overlap, "in_force_at": None},
-            act=partial(act.run, run),
-        )
+        line = f"{wiring.name}: a new key would be announced; the old one is accepted for {overlap:.0f} s"
+        return act.plan([line], run, {"overlap_seconds": overlap, "in_force_at": None})
 
     def read_status(self, *, ask: bool = False) -> BridgeSnapshot:
         """
-        Read the bridge, as `changes status` shows it. `plain()` is its JSON.
+        Read the bridge for `changes status`. `plain()` is its JSON.
 
         Args:
-            ask: ask broker and workers, too, for some seconds.
+            ask: True to also query broker and workers, for some seconds.
 
         Raises:
             ServerUnavailableError, DeploymentError: as for the commands.
@@ -313,14 +276,14 @@ class Operations:
 
     def find_document(self, handler: str, key: str, *, source: str | None = None) -> Whereabouts:
         """
-        Find out whether a document has reached a handler, as `changes where` does.
+        Find out if a document has reached a handler, like `changes show --key`.
 
         Args:
-            key: the document's `_id`, as text or JSON; with `partition_by` what that gives.
-            source: the collection, as `db.collection`, where the handler has several.
+            key: the document's `_id` as text or JSON, or with `partition_by` its value.
+            source: the collection, as `db.collection`, if the handler has several.
 
         Raises:
-            CommandRefusedError: there is no such handler, or it is not clear which partition has the key.
+            CommandRefusedError: the handler does not exist, or the key's partition is ambiguous.
             ServerUnavailableError, DeploymentError: as for the commands.
         """
         return find_whereabouts(self._wiring, handler, key, source)
@@ -330,7 +293,7 @@ class Operations:
         Return the last audit records, the latest last.
 
         Args:
-            handler: only those about this one.
-            limit: how many at most.
+            handler: only records about this one.
+            limit: largest number.
         """
         return read_history(self._wiring, handler, limit)

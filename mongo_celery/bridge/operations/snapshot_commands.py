@@ -1,13 +1,15 @@
 """
-An operator's snapshots: existing documents for a handler that is led already, asked for, stopped and resumed.
+An operator's snapshots: start, stop and resume the delivery of existing documents to a handler.
 
-What cannot be is refused in one sentence before anything is stored: a collection that is not there or can have none,
-one that the handler does not watch, a condition that the server cannot judge.
+Impossible requests are refused in one sentence before anything is stored: a collection that does not exist or cannot
+have a snapshot, one that the handler does not watch, an invalid condition. Handler and collection identify a snapshot:
+the running one, otherwise the last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,127 +18,157 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import is_number
 from mongo_celery.bridge.listener.chunks import CollectionFacts, build_shape, estimate, find_collections, read_facts
-from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
-from mongo_celery.bridge.operations.snapshot_progress import Surroundings, named, progress_of, short_names, surroundings
+from mongo_celery.bridge.operations.acts import Act, PartResult, Step, reached, refuse_unknown
 from mongo_celery.bridge.state.snapshots import FAILED, GONE, RUNNING, STOPPED, Snapshot
-from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.bridge.stream.filter import find_objection
 from mongo_celery.bridge.stream.source import parse_source
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.opening import with_majority
 from mongo_celery.mongo.verdicts import Verdict, brief, judge_error
-from mongo_celery.plan import Plan, PlanResult
+from mongo_celery.plan import Plan
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotResult(PartResult):
+    """
+    The effect of a command on the snapshot of one collection.
+
+    Attributes:
+        source: the collection.
+        estimated: number of its documents. None if the right is missing.
+        state: of its snapshot before the command. None if there was none.
+    """
+
+    source: str
+    estimated: int | None
+    state: str | None = None
+
+
 def plan_start(act: Act, handler: str | None, *, sources: Sequence[str], match: str | None, rate: float | None) -> Plan:
-    """Plan to give a handler the documents that exist; see `Operations.start_snapshot`."""
+    """Plan to give a handler the existing documents, as in `Operations.start_snapshot`."""
     if rate is not None and not (is_number(rate) and rate > 0):
         raise CommandRefusedError(f"rate={rate!r} must be a number of documents a second.")
     wiring = act.wiring
+    store = wiring.store.snapshots
     with reached(wiring):
-        chosen = _handler(wiring, handler)
-        condition = _condition(match)
-        found = _facts(wiring, chosen, sources)
+        chosen = _choose_handler(wiring, handler)
+        condition = _parse_condition(match)
+        found = _read_collections(wiring, chosen, sources)
         for source in found:
             if condition is not None:
-                _judge(wiring, source, condition)
-        _refuse_running(act, chosen, found)
-        planned: list[dict[str, Any]] = [
-            {"id": None, "handler": chosen.name, "source": each, "estimated": estimate(wiring.client, each)}
-            for each in found
-        ]
+                _try_condition(wiring, source, condition)
+            if objection := _find_running(act, chosen.name, source):
+                raise CommandRefusedError(objection)
+        planned = [_make_result(chosen.name, source, estimate(wiring.client, source)) for source in found]
 
-    def run(running: Act) -> PlanResult:
-        _refuse_running(act, chosen, found)
-        store, started = wiring.store.snapshots, []
-        for each in planned:
-            started.append({**each, "id": store.make_id(chosen.name)})
-            store.insert([_record(started[-1], found[each["source"]], condition, rate, running.by)])
-            running.count("snapshots", chosen.name)
+    def start(part: SnapshotResult) -> SnapshotResult:
+        if objection := _find_running(act, chosen.name, part.source):
+            return replace(part, result="refused", reason=objection)
+        facts = found[part.source]
+        record = {"_id": store.make_id(chosen.name), "source": part.source, "estimated": part.estimated}
+        known = {"uuid": facts.uuid} if facts is not None else {}
+        store.insert([{**record, "match": condition, "rate": rate, "by": act.by, **known}])
         store.remove_ended(chosen.name)
-        return PlanResult(
-            lines=[*map(_line, started), "They come when a listener leads. `status --watch` shows their progress."],
-            fields={"snapshots": started},
-        )
+        return replace(part, result="done")
 
-    return Plan(
-        command=act.command,
-        lines=[*map(_line, planned)],
-        fields={"bridge": wiring.name, "snapshots": planned},
-        question="Start it?" if len(planned) == 1 else "Start them?",
-        act=partial(act.run, run),
-    )
+    steps: list[Step] = [(each, partial(start, each)) for each in planned]
+    question = "Start it?" if len(planned) == 1 else "Start them?"
+    return _plan_on_snapshots(act, steps, "started", "They come when a listener leads.", question=question)
 
 
-def _line(each: Mapping[str, Any]) -> str:
-    count = "an unknown number of" if each["estimated"] is None else f"about {each['estimated']}"
-    name = f"{each['id'].rpartition('/')[2]}  " if each["id"] is not None else ""
-    return f"{name}{each['source']} for {each['handler']}: {count} documents"
-
-
-def plan_stop(act: Act, snapshot_id: str) -> Plan:
-    """Plan that a snapshot reads no more; see `Operations.stop_snapshot`."""
+def plan_stop(act: Act, handler: str, sources: Sequence[str]) -> Plan:
+    """Plan to stop snapshots, as in `Operations.stop_snapshot`."""
     after = "What was delivered stays. What is in flight is delivered, unless its listener ends before."
-    return _plan_change(act, snapshot_id, "stopped", [RUNNING, FAILED, GONE], act.wiring.store.snapshots.stop, after)
+    write = act.wiring.store.snapshots.stop
+    return _plan_change(act, handler, sources, (RUNNING, FAILED, GONE), write, "stopped", after)
 
 
-def plan_resume(act: Act, snapshot_id: str) -> Plan:
-    """Plan that a snapshot continues; see `Operations.resume_snapshot`."""
-    after = "It continues when a listener leads."
-    return _plan_change(act, snapshot_id, "resumed", [STOPPED, FAILED], act.wiring.store.snapshots.resume, after)
+def plan_resume(act: Act, handler: str, sources: Sequence[str]) -> Plan:
+    """Plan to continue snapshots, as in `Operations.resume_snapshot`."""
+    write = act.wiring.store.snapshots.resume
+
+    def question(chosen: Sequence[Snapshot]) -> str | None:
+        stopped = [each.source for each in chosen if each.state == STOPPED]
+        return f"Also resume manually stopped snapshots: {', '.join(stopped)}?" if stopped and not sources else None
+
+    after = "They continue when a listener leads."
+    return _plan_change(act, handler, sources, (STOPPED, FAILED), write, "resumed", after, question)
 
 
 def _plan_change(
-    act: Act, snapshot_id: str, done: str, states: Sequence[str], write: Callable[[str], bool], after: str
+    act: Act,
+    handler: str,
+    sources: Sequence[str],
+    states: Sequence[str],
+    write: Callable[[str], bool],
+    done: str,
+    after: str,
+    question: Callable[[Sequence[Snapshot]], str | None] = lambda _: None,
 ) -> Plan:
-    wiring = act.wiring
-    with reached(wiring):
-        found = _one(wiring, snapshot_id)
-        progress = progress_of(found, _around(wiring))
-    refusal = f"Snapshot {found.id} is {found.state}, so it cannot be {done}."
-    if found.state not in states:
-        raise CommandRefusedError(refusal)
+    with reached(act.wiring):
+        last = _find_last(act.wiring, handler)
+    chosen = [each for each in last.values() if each.state in states and (not sources or each.source in sources)]
+    if not chosen or any(source not in last for source in sources):
+        has = ", ".join(f"{each.source} is {each.state}" for each in last.values())
+        raise CommandRefusedError(
+            f"Handler {handler} has no such snapshot that can be {done}. It has: {has or 'none'}."
+        )
 
-    def run(running: Act) -> PlanResult:
-        if not write(found.id):
-            raise CommandRefusedError(refusal)
-        running.count("snapshots", found.subscription)
-        now = progress_of(_one(wiring, found.id), _around(wiring))
-        return PlanResult(lines=[f"{name}: {done}. {after}"], fields={"snapshots": [now]})
+    def change(id_: str, part: SnapshotResult) -> SnapshotResult:
+        if write(id_):
+            return replace(part, result="done")
+        reason = f"The snapshot of {part.source} has changed meanwhile, so it cannot be {done}."
+        return replace(part, result="refused", reason=reason)
 
-    name = f"{found.source} for {found.subscription}"
-    return Plan(
-        command=act.command,
-        lines=[f"{name}: would be {done}"],
-        fields={"bridge": wiring.name, "snapshots": [progress]},
-        act=partial(act.run, run),
-    )
+    parts = [(each.id, _make_result(handler, each.source, each.estimated, each.state)) for each in chosen]
+    steps: list[Step] = [(part, partial(change, id_, part)) for id_, part in parts]
+    seen = " ".join(f"{each.id}:{each.state}" for each in chosen)
+    return _plan_on_snapshots(act, steps, done, after, seen=seen, question=question(chosen))
 
 
-def list_snapshots(wiring: Wiring, name: str | None = None) -> list[dict[str, Any]]:
-    """How far all snapshots are that are kept, or those of one handler, as `status` shows them."""
-    with reached(wiring):
-        around = _around(wiring)
-        found = wiring.store.snapshots.read()
-    return [progress_of(each, around) for each in found if name in (None, each.subscription)]
+def _plan_on_snapshots(
+    act: Act,
+    steps: Sequence[Step],
+    done: str,
+    after: str,
+    **given: Any,
+) -> Plan:
+    def describe(parts: Sequence[SnapshotResult]) -> list[str]:
+        lines = []
+        for each in parts:
+            count = "an unknown number of" if each.estimated is None else f"about {each.estimated}"
+            word = f"would be {done}" if each.result == "planned" else done
+            state = f", {each.state}" if each.state else ""
+            if each.result != "refused":
+                lines.append(f"{each.source} for {each.handler}, {count} documents{state}: {word}")
+        if any(each.result == "done" for each in parts):
+            lines.append(f"{after} To see them: {act.line.changes('status', '--watch')}")
+        return lines
+
+    return act.plan_parts("snapshots", lambda: steps, describe, **given)
 
 
-# -- inside ----------------------------------------------------------------------------------------
+def _make_result(handler: str, source: str, estimated: int | None, state: str | None = None) -> SnapshotResult:
+    return SnapshotResult(handler=handler, source=source, estimated=estimated, state=state, result="planned")
 
 
-def _around(wiring: Wiring) -> Surroundings:
-    store = wiring.store
-    lease, subscriptions = store.leases.read(), store.subscriptions.read_all()
-    layouts = layouts_in_force(subscriptions)
-    images = store.partitions.of({name: layout.term for name, layout in layouts.items()})
-    return surroundings(lease, [handler.name for handler in wiring.handlers], subscriptions, images, wiring.line)
+def _find_last(wiring: Wiring, handler: str) -> Mapping[str, Snapshot]:
+    """Return a handler's snapshot of each collection: the running one, otherwise the last one."""
+    known = sorted(wiring.store.snapshots.read(), key=lambda each: each.state == RUNNING)
+    names = {each.subscription for each in known} | {each.name for each in wiring.handlers}
+    if handler not in names:
+        raise refuse_unknown(wiring, handler, names)
+    return {each.source: each for each in known if each.subscription == handler}
 
 
-def _handler(wiring: Wiring, name: str | None) -> Handler:
+# -- what can be read ------------------------------------------------------------------------------
+
+
+def _choose_handler(wiring: Wiring, name: str | None) -> Handler:
     handlers = {each.name: each for each in wiring.handlers}
     names = ", ".join(handlers)
     if name is None:
@@ -153,7 +185,7 @@ def _handler(wiring: Wiring, name: str | None) -> Handler:
     return handlers[name]
 
 
-def _condition(text: str | None) -> str | None:
+def _parse_condition(text: str | None) -> str | None:
     if text is None:
         return None
     try:
@@ -166,8 +198,8 @@ def _condition(text: str | None) -> str | None:
     return json_util.dumps(found, json_options=json_util.CANONICAL_JSON_OPTIONS)
 
 
-def _facts(wiring: Wiring, handler: Handler, given: Sequence[str]) -> dict[str, CollectionFacts | None]:
-    """What each collection is; None where nobody may say."""
+def _read_collections(wiring: Wiring, handler: Handler, given: Sequence[str]) -> dict[str, CollectionFacts | None]:
+    """Return the kind of each collection. None if the right is missing."""
     watched = handler.selector(wiring.default_database).sources
     if given:
         chosen = [parse_source(each, wiring.default_database) for each in given]
@@ -180,7 +212,7 @@ def _facts(wiring: Wiring, handler: Handler, given: Sequence[str]) -> dict[str, 
         sources = [str(each) for each in chosen]
     else:
         sources = sorted({each for source in watched for each in find_collections(wiring, source)})
-    found = {source: _fact(wiring, source) for source in dict.fromkeys(sources)}
+    found = {source: _read_collection(wiring, source) for source in dict.fromkeys(sources)}
     if not found:
         raise CommandRefusedError(
             f"Nothing that handler {handler.name} watches is there: there is no document to read."
@@ -188,11 +220,11 @@ def _facts(wiring: Wiring, handler: Handler, given: Sequence[str]) -> dict[str, 
     return found
 
 
-def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
+def _read_collection(wiring: Wiring, source: str) -> CollectionFacts | None:
     try:
         facts = read_facts(wiring.client, source)
     except OperationFailure as error:
-        if judge_error(error) is Verdict.ACCESS:  # the listener finds out
+        if judge_error(error) is Verdict.ACCESS:  # the listener will find out
             return None
         raise
     if facts is None:
@@ -202,8 +234,8 @@ def _fact(wiring: Wiring, source: str) -> CollectionFacts | None:
     return facts
 
 
-def _judge(wiring: Wiring, source: str, condition: str) -> None:
-    """The server judges a condition on one document: what it cannot read at all would fail on each of them."""
+def _try_condition(wiring: Wiring, source: str, condition: str) -> None:
+    """Let the server check a condition on one document: an invalid one would fail on each of them."""
     database, _, name = source.partition(".")
     shape = build_shape(source, Timestamp(1, 1), [json_util.loads(condition)])
     try:
@@ -214,37 +246,10 @@ def _judge(wiring: Wiring, source: str, condition: str) -> None:
         raise CommandRefusedError(f"The server cannot judge --match on {source}: {brief(error)}.") from error
 
 
-def _refuse_running(act: Act, handler: Handler, found: Mapping[str, object]) -> None:
-    known = act.wiring.store.snapshots.read()
-    for each in known:
-        if each.state == RUNNING and each.subscription == handler.name and each.source in found:
-            name = short_names(one.id for one in known)[each.id]
-            raise CommandRefusedError(
-                f"A snapshot of {each.source} for {handler.name} runs already: wait for it, or stop it with "
-                f"`{act.line.changes('snapshot', 'stop', name)}`."
-            )
-
-
-def _record(
-    planned: Mapping[str, Any], facts: CollectionFacts | None, condition: str | None, rate: float | None, by: str
-) -> dict[str, Any]:
-    known = {"uuid": facts.uuid} if facts is not None else {}
-    record = {"_id": planned["id"], "source": planned["source"], "estimated": planned["estimated"]}
-    return {**record, "match": condition, "rate": rate, "by": by, **known}
-
-
-def _one(wiring: Wiring, snapshot_id: str) -> Snapshot:
-    """By its whole `_id`, by the handler and its end, or by its end where no other has that."""
-    known = wiring.store.snapshots.read()
-    found = [each for each in known if named(each.id, snapshot_id)]
-    if not found:
-        raise CommandRefusedError(
-            f"Bridge {wiring.name} has no snapshot {snapshot_id!r}; see `{wiring.line.changes('snapshot', 'list')}`."
-        )
-    if len(found) > 1:
-        names = short_names(each.id for each in known)
-        raise CommandRefusedError(
-            f"Several snapshots of bridge {wiring.name} are named {snapshot_id}: give one of "
-            f"{', '.join(sorted(names[each.id] for each in found))}."
-        )
-    return found[0]
+def _find_running(act: Act, handler: str, source: str) -> str | None:
+    """Return the sentence about a running snapshot of a collection. None if none is running."""
+    last = _find_last(act.wiring, handler).get(source)
+    if last is None or last.state != RUNNING:
+        return None
+    stop = act.line.changes("snapshot", "stop", handler, "--source", source)
+    return f"A snapshot of {source} for {handler} runs already: wait for it, or stop it with `{stop}`."

@@ -1,8 +1,8 @@
 """
-The bridge's state in MongoDB, one collection a module: every query has one home.
+The bridge's state in MongoDB, with one module per collection. Every query is in one place.
 
-All reads are majority reads on the primary and all writes majority writes, but for what a success leaves
-(`handled`, and then the position), which is written with w:1. Expiry is judged by the server's clock alone:
-`$$NOW` inside the update that decides. Every value of a user that enters a pipeline goes through `$literal`.
-Else a string that begins with `$` would be taken for a field path.
+All reads are majority reads on the primary, and all writes are majority writes. The only exceptions are the writes
+after a success (`handled`, then the position), with w:1. Only the server's clock decides about expiry: `$$NOW` inside
+the deciding update. Every user value in a pipeline goes through `$literal`. Otherwise a string that begins with `$`
+would be a field path.
 """

@@ -1,7 +1,7 @@
 """
-Audit records: who has changed the state of a bridge, when, by which command, with what effect, and why.
+Audit records of changes of a bridge's state: person, time, command, effect and reason.
 
-Each is a document of its own that nobody changes. The server removes it after `KEPT_SECONDS`.
+Each is a separate document that never changes. The server removes it after `KEPT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class AuditRecords(StateCollection):
     """The audit records of one bridge."""
 
     def prepare(self) -> None:
-        """Make sure that records can be stored, and that the server removes old ones. A changed TTL stays."""
+        """Prepare the collection for records, and let the server remove old ones. A changed TTL is kept."""
         with self._table.limit():
             create_indexes(self._table.collection, [IndexModel("at", expireAfterSeconds=KEPT_SECONDS)])
 
     def add(self, record: Mapping[str, Any], session: ClientSession | None = None) -> None:
-        """Store a record, with the server's time. With a session in its transaction."""
+        """Store a record with the server's time. With a session, as part of its transaction."""
         collection = self._table.collection
         with self._table.limit():
             at = collection.database.client.admin.command("hello")["localTime"]
             collection.insert_one({"bridge": self._bridge, "at": at, **record}, session=session)
 
     def read(self, handler: str | None, limit: int) -> list[dict[str, Any]]:
-        """Return the last records, the oldest first. Those of one handler, or all."""
+        """Return the last records of one handler or of all, the oldest first."""
         query = {"bridge": self._bridge} if handler is None else {"bridge": self._bridge, "handlers": handler}
         with self._table.limit():
             found = self._table.collection.find(query, dict.fromkeys(_FIELDS, 1)).sort([("at", -1), ("_id", -1)])
@@ -56,9 +56,9 @@ def make_record(
 
     Args:
         act: the command's name.
-        words: its arguments, as they are typed behind the name.
-        by: who acts.
-        effect: what it has changed, in numbers.
+        words: its arguments, as typed after the name.
+        by: the person or program that acts.
+        effect: the number of changes, by kind.
     """
     return {
         "act": act,
@@ -75,9 +75,9 @@ def _text(text: str) -> str:
 
 
 def user_at_host() -> str:
-    """Return the user of this process, and its machine."""
+    """Return this process's user and host."""
     try:
         user = getpass.getuser()
-    except (OSError, KeyError):  # of a user without a name
+    except (OSError, KeyError):  # the user has no name
         user = "unknown"
     return storable(f"{user}@{socket.gethostname()}")

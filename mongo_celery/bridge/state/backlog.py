@@ -1,29 +1,29 @@
 """
-Stored changes: what a partition cannot run yet, with its bytes, beyond any oplog.
+Stored changes, with their bytes, of partitions that cannot run them yet. They outlast any oplog.
 
-One document a change. Its `_id` is the partition's, a slash and the change's place, so that a range of `_id` is a range
-of the stream. Nothing here is guarded by a term, and needs none:
+There is one document per change. Its `_id` is the partition's, a slash and the change's place, so a range of `_id` is a
+range of the stream. No write here needs a guard by term:
 
-1. A document means nothing by itself. What may be run from here is bounded by the mark on the partition
-   (`spilled.to`), which is guarded, and by how far the term has read (`reach`).
-2. An insert that finds its document raises its `term`. So a term whose inserts were all acknowledged knows that no
-   older one can remove what it relies on. The bytes are those of the first reading that was stored, or of the last one
-   where it was refused.
-3. A removal takes what is committed, and only what no later term has inserted or raised: a process that wakes up late
-   removes nothing that a rewind has made somebody store again.
+1. A document alone has no effect. The mark on the partition (`stored.to`), which is guarded, and the term's reading
+   progress (`reach`) limit what may run from here.
+2. An insert that finds its document raises the document's `term`. So if all inserts of a term were acknowledged, no
+   older term can remove the documents that it relies on. The bytes are those of the first stored reading, or of the
+   last one if it was refused.
+3. A removal takes committed changes, but none that a later term has inserted or raised. So a process that wakes up late
+   removes nothing that was stored again after a rewind.
 
 | field | |
 |---|---|
-| `term` | the term that inserted it, or met it last |
+| `term` | the term that inserted it, or last found it |
 | `hash` | of the partition key, as a signed number of 64 bits |
 | `raw`, `zip` | the event as the server sent it; whether it is compressed |
-| `token` | the resume token, where `_id` and bytes do not tell it: they cannot be read, or it is long |
-| `refusal` | why it is not given to its handler; whether that halts, and lasts |
-| `refused` | set where it was ever refused: it stays until no term reads it again, and says where it is done |
+| `token` | the resume token, if `_id` and bytes do not contain it: they are unreadable, or it is long |
+| `refusal` | why its handler must not get it, and whether that halts, and lasts |
+| `refused` | set if it was ever refused: it stays until no term reads it again, and names where it is done |
 | `size` | bytes of the event |
 
-What is read here decides what runs, so it is read in a causally consistent session that has seen the partition's image
-(the caller's): else a deposed primary could say that there is nothing.
+The documents decide what runs. So they are read in a causally consistent session that has seen the partition's image
+(the caller's). Otherwise a deposed primary could report that there are none.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from mongo_celery.bridge.window import Refusal
 from mongo_celery.mongo.table import find_duplicates
 
 EVERYTHING = END
-"""A place after that of every change."""
+"""A place after every change."""
 
 _AT_A_TIME = 1000  # documents, some of which have megabytes
 _OUTLINE = ("hash", "size", "refusal", "token")
 _ROUNDS = 3
-_SLASHES = 3  # of a partition's `_id`
+_SLASHES = 3  # slashes in a partition's `_id`
 
 Document = dict[str, Any]
 
@@ -69,12 +69,12 @@ class Backlog(StateCollection):
         session: ClientSession | None = None,
     ) -> None:
         """
-        Store changes of one partition. Afterwards each is there, by majority, and no older term can remove it.
+        Store changes of one partition. Afterwards a majority has each of them, and no older term can remove it.
 
-        Repeating it is harmless. One that is there already keeps its bytes, unless it was refused.
+        Repeating it is harmless. An existing document keeps its bytes, unless it was refused.
 
         Raises:
-            PyMongoError: any of them may be missing. Nothing may rely on those that are there.
+            PyMongoError: any of them may be missing. Do not rely on those that exist.
         """
         for bulk in split_bulks(build_documents(partition_id, changes, term)):
             self._insert({document["_id"]: document for document in bulk}, term, session)
@@ -91,7 +91,7 @@ class Backlog(StateCollection):
         )
 
     def _insert_new(self, documents: list[Document], session: ClientSession | None) -> set[str]:
-        """The `_id`s that were there already."""
+        """Insert documents. Return the `_id`s that already existed."""
         try:
             with self._table.limit():
                 self._table.collection.insert_many(documents, ordered=False, session=session)
@@ -101,9 +101,9 @@ class Backlog(StateCollection):
 
     def _keep(self, present: Mapping[str, Document], term: int, session: ClientSession | None) -> bool:
         """
-        Raise the term of documents that are there. False where one of them no longer is.
+        Raise the term of existing documents. Return False if one of them no longer exists.
 
-        A change that was refused is replaced: the cause may have been cured.
+        A refused change is replaced: its cause may have been fixed.
         """
         collection, ids = self._table.collection, sorted(present)
         with self._table.limit():
@@ -121,15 +121,15 @@ class Backlog(StateCollection):
 
     def remove(self, partition_id: str, committed: str, passed: str, term: int) -> Iterator[int]:
         """
-        Remove what is done of a partition, and never what a later term has stored. Yield how many, call by call.
+        Remove finished changes of a partition, but none of a later term. Yield the number after each call.
 
-        An undeliverable change that a term may read again stays: it says in which partition the change is done.
+        An undeliverable change stays while a term may read it again: it names the partition where the change is done.
 
         Args:
-            committed: comparable part of the committed token of a majority image. Nothing is committed where it is
-                empty. `EVERYTHING` for a partition that is no longer in force.
-            passed: the same, no further than the stored watermark: up to there no change is read again.
-            term: the present one.
+            committed: comparable part of the committed token in a majority image. Empty if nothing is committed.
+                `EVERYTHING` for a partition that is no longer in force.
+            passed: the same, but not beyond the stored watermark. No change before it is read again.
+            term: the current one.
         """
         over: list[dict[str, Any]] = [{"refused": None}]
         if passed:
@@ -145,12 +145,12 @@ class Backlog(StateCollection):
 
     def read(self, partition_id: str, after: str, until: str, limit: int) -> list[StoredChange]:
         """
-        Return the first stored changes of a partition behind a place, in order.
+        Return the first stored changes of a partition after a place, in order.
 
         Args:
             after: comparable part of a token. Empty for the beginning.
-            until: that of the last one that may be read.
-            limit: how many at most.
+            until: comparable part of the last token to read.
+            limit: largest number of changes.
         """
         query = {"_id": backlog_range(partition_id, after, until)}
         with self._table.limit(), self._table.collection.find(query).sort("_id", 1) as found:
@@ -159,36 +159,36 @@ class Backlog(StateCollection):
     def outline(
         self, partition_id: str, after: str, until: str, limit: int, session: ClientSession | None = None
     ) -> list[StoredChange]:
-        """Do as `read`, without the bytes of the events."""
+        """Do the same as `read`, without the bytes of events."""
         query = {"_id": backlog_range(partition_id, after, until)}
         with self._table.limit():
             found = self._table.collection.find(query, dict.fromkeys(_OUTLINE, 1), session=session)
             return [parse_outline(document) for document in found.sort("_id", 1).limit(limit)]
 
     def first(self, partition_id: str, after: str, until: str) -> str | None:
-        """Return the comparable part of the token of the first stored change after a place. By the index alone."""
+        """Return the comparable part of the token of the first stored change after a place. Only the index is read."""
         found = self._at(backlog_range(partition_id, after, until), 1)
         return None if found is None else parse_place(partition_id, found)
 
     def last(self, partition_id: str) -> str:
-        """Return the place of the last stored change of a partition. Empty without one."""
+        """Return the place of a partition's last stored change. Empty if there is none."""
         found = self._table.find_one({"_id": ids_under(partition_id)}, {"_id": 1}, sort=[("_id", -1)])
         return "" if found is None else parse_place(partition_id, found["_id"])
 
     def fetch(self, partition_id: str, data: Sequence[str]) -> dict[str, StoredChange]:
-        """Stored changes by the comparable parts of their tokens. Those that are not there are left out."""
+        """Return stored changes by the comparable parts of their tokens. Missing ones are left out."""
         ids = {backlog_id(partition_id, each): each for each in data}
         with self._table.limit(), self._table.collection.find({"_id": {"$in": list(ids)}}) as found:
             return {ids[document["_id"]]: parse_change(document) for document in found}
 
     def undeliverable(self, partition_id: str, after: str, until: str) -> Iterator[list[str]]:
-        """Yield the places of changes that were ever refused, behind a place up to another one, call by call."""
+        """Yield the places of once refused changes after one place and up to another, call by call."""
         for some in self._slices(backlog_range(partition_id, after, until)):
             query = {"_id": some, "$or": [{"refused": True}, {"refusal": {"$ne": None}}]}
             yield [parse_place(partition_id, each["_id"]) for each in self._table.find(query, {"_id": 1})]
 
     def _slices(self, ids: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
-        """Yield a range of `_id`s in parts that one call can read."""
+        """Split a range of `_id`s into parts for one call each."""
         last: str | None = ids["$gt"]
         while last is not None:
             behind = {**ids, "$gt": last}
@@ -197,31 +197,31 @@ class Backlog(StateCollection):
             yield behind if last is None else {"$gt": behind["$gt"], "$lte": last}
 
     def next_partition(self, after: str | None = None) -> str | None:
-        """The `_id` of the first partition behind another one that has stored changes, or of what is none. Or None."""
+        """Return the `_id` of the next partition with stored changes. None if there is none."""
         ids = ids_under(self._bridge)
-        if after is not None:  # partitions may lie behind the `_id` of what is none
+        if after is not None:  # partitions may follow an `_id` that is not a partition's
             ids["$gt"] = range_end(after) if after.count("/") == _SLASHES else after
         query = {"_id": ids}
         found = self._table.find_one(query, {"_id": 1}, sort=[("_id", 1)])
         return None if found is None else "/".join(found["_id"].split("/")[:4])
 
     def _at(self, ids: Mapping[str, str], number: int) -> str | None:
-        """The `_id` of the document with this number in a range, from 1, by the index alone."""
+        """Return the `_id` of the n-th document in a range, from 1. Only the index is read."""
         found = self._table.collection.find({"_id": ids}, {"_id": 1}).sort("_id", 1)
         document = next(found.skip(number - 1).limit(1), None)
         return None if document is None else str(document["_id"])
 
     def count(self, partition_id: str, after: str, until: str) -> int:
-        """Return how many changes are stored of a partition between two places."""
+        """Return the number of stored changes in a partition between two places."""
         with self._table.limit():
             return self._table.collection.count_documents({"_id": backlog_range(partition_id, after, until)})
 
     def size(self, enough: int) -> int:
         """
-        Return the bytes of what is stored: of all that is in the collection, while that is no more than `enough`.
+        Return the bytes of stored changes, which is the whole collection's size up to `enough`.
 
-        Beyond, what other bridges of this state database have there does not count, unless what this one has is too
-        much to be read within the time of a call.
+        Above that, changes of other bridges in this state database do not count, unless this bridge has too many to
+        read within a call's time.
         """
         with self._table.limit():
             found = self._table.collection.database.command("collStats", self._table.collection.name)
@@ -247,21 +247,21 @@ _DOCUMENT_BYTES = (16 << 20) - (16 << 10)
 _BULK_BYTES = 4 << 20
 _BULK_DOCUMENTS = 1000
 _OF_A_KIND = ("zip", "token", "refusal")
-"""Fields that one change has and another has not."""
+"""Fields that only some changes have."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChange:
     """
-    One change as it is stored.
+    A stored change.
 
     Attributes:
         data: comparable part of its resume token.
-        raw: the event's bytes. Empty where they were not read, or are damaged, and then there is a refusal.
+        raw: the event's bytes. Empty if they were not read, or are damaged (then there is a refusal).
         hash: of its partition key, from 0 to 2^64 - 1.
-        refusal: why it is not given to its handler. None for all others.
-        token: the whole resume token, where `raw` may not give it, and where it is long. None for all others.
-        size: bytes of the event, as its document says; 0 before it is stored.
+        refusal: why its handler does not get it. None for all others.
+        token: the whole resume token, if `raw` may lack it or it is long. None for all others.
+        size: bytes of the event according to its document. 0 before it is stored.
     """
 
     data: str
@@ -276,17 +276,17 @@ class StoredChange:
 
 
 def backlog_id(partition_id: str, data: str) -> str:
-    """Return the `_id` of a change's document, by the comparable part of its token or its place."""
+    """Return the `_id` of a change's document, from the comparable part of its token or its place."""
     return f"{partition_id}/{token_place(data)}"
 
 
 def parse_place(partition_id: str, document_id: str) -> str:
-    """Return the place of a change in the `_id` of its document."""
+    """Return a change's place from the `_id` of its document."""
     return document_id[len(partition_id) + 1 :]
 
 
 def backlog_range(partition_id: str, after: str, until: str) -> dict[str, str]:
-    """Match the `_id`s of a partition after a token or place, up to another one."""
+    """Match the `_id`s of a partition after one token or place and up to another."""
     return {"$gt": backlog_id(partition_id, after), "$lte": backlog_id(partition_id, until)}
 
 
@@ -312,14 +312,14 @@ def build_documents(partition_id: str, changes: Iterable[StoredChange], term: in
 
 
 def pack_event(raw: bytes) -> Document:
-    """Return the fields that keep an event's bytes: `raw`, and `zip` where these are compressed."""
+    """Return the fields that store an event's bytes: `raw`, and `zip` if compressed."""
     zipped = zlib.compress(raw, 1) if len(raw) > _ZIPPED_FROM else raw
     return {"raw": Binary(zipped), "zip": True} if len(zipped) < _WORTH_IT * len(raw) else {"raw": Binary(raw)}
 
 
 def unpack_event(document: Mapping[str, Any]) -> bytes:
     """
-    Return the bytes that `pack_event` has kept.
+    Return the bytes that `pack_event` stored.
 
     Raises:
         KeyError, TypeError, zlib.error: they are damaged.
@@ -345,9 +345,9 @@ def split_bulks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 def build_replacement(document: Mapping[str, Any]) -> Document:
     """
-    The update that puts one reading of a change in the place of another.
+    Return the update that replaces one reading of a change by another.
 
-    One without bytes replaces nothing: it was read where they are damaged, and those that are there may be restored.
+    A reading without bytes replaces nothing: it came from damaged bytes, and the stored ones may be restored.
     """
     if not document["raw"]:
         return {"$max": {"term": document["term"]}}
@@ -359,8 +359,8 @@ def parse_change(head: Mapping[str, Any]) -> StoredChange:
     """
     Return the change in a document.
 
-    One whose bytes cannot be read is refused: it halts its own partition, and nothing else. So is a document that
-    nobody of ours has written.
+    If its bytes cannot be read, the change is refused, which halts only its own partition. The same applies to a
+    document that this package did not write.
     """
     change = parse_outline(head)
     try:
@@ -370,7 +370,7 @@ def parse_change(head: Mapping[str, Any]) -> StoredChange:
 
 
 def holds_token(raw: bytes, data: str) -> bool:
-    """Return True if bytes are an event of the token with this comparable part."""
+    """Return True if bytes are an event whose token has this comparable part."""
     try:
         return token_data(read_token(raw)) == data
     except Exception:  # noqa: BLE001 - bytes of a user, whatever they do to a decoder
@@ -378,7 +378,7 @@ def holds_token(raw: bytes, data: str) -> bool:
 
 
 def parse_outline(head: Mapping[str, Any]) -> StoredChange:
-    """Return the change in a document without its bytes."""
+    """Return the change of a document without its bytes."""
     place = head["_id"].rpartition("/")[2]
     try:
         token, refusal = head.get("token"), head.get("refusal")
@@ -397,7 +397,7 @@ def parse_outline(head: Mapping[str, Any]) -> StoredChange:
 
 
 def refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> StoredChange:
-    """Return the change of a document whose bytes cannot be given to a handler. It halts its partition."""
+    """Return the change of a document whose bytes no handler can get. It halts its partition."""
     partition_id, data = document_id.rpartition("/")[0], token_data(token)
     reason = (
         f"The bytes that partition {partition_id} has stored of the change at {data[:_SHOWN_CHARS]} are damaged: "
@@ -407,7 +407,7 @@ def refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> S
 
 
 def _refuse_too_large(change: StoredChange) -> StoredChange:
-    """Return a change without its bytes, which no document can hold. Its failure policy decides about it."""
+    """Return a change without its bytes, which no document can hold. The failure policy decides about it."""
     reason = (
         f"This change ({describe(change.raw)}) is larger than 16 MB, even compressed, and could not be stored. Its "
         "handler does not get it. Keep documents smaller, or set full_document and full_document_before_change so that "
@@ -417,7 +417,7 @@ def _refuse_too_large(change: StoredChange) -> StoredChange:
 
 
 def _rare(change: StoredChange) -> Document:
-    """The fields that most changes do not have."""
+    """Return the fields that most changes do not have."""
     fields: Document = {}
     if change.token is not None:
         fields["token"] = dict(change.token)
@@ -429,5 +429,5 @@ def _rare(change: StoredChange) -> Document:
 
 
 def _is_token_derivable(change: StoredChange) -> bool:
-    """Return True if `_id` and bytes together give the token: a long one is not in the `_id`."""
+    """Return True if `_id` and bytes contain the token. A long one is not in the `_id`."""
     return token_place(change.data) == change.data and holds_token(change.raw, change.data)

@@ -1,7 +1,7 @@
 """
 The writes of an execution on its partition: the claim, and the outcomes.
 
-The partition's document is the authority on who may run what::
+The partition's document decides which execution may run what::
 
                     claim (fencingToken + 1)                    commit
     waiting ----------------------------> claimed --handled--> handled ------> waiting (committed + n)
@@ -11,43 +11,42 @@ The partition's document is the authority on who may run what::
        |<--- wait (the same, not counted) -+  |
        |<--- claim lapses: crash + 1 (*) -----+--- dead letter or discard --> waiting (committed + 1)
 
-1. Every execution claims anew (first delivery, redelivery, retry) and gets a strictly larger fencing token.
-   With the term alone as fencing token a redelivered change runs twice under one number,
-   and the second writes after the successor has.
-2. A claim matches `term` for equality: "at least" would let a forged or foreign one poison it.
-3. Every later write matches fencing token, owner and `committed`. A refusal is final: a retry that reads the
-   state again would beat the fencing token by waiting.
-4. A commit takes its values from `handled`, which was fenced when it was written. So whoever commits is
-   right, and the commit message carries no authority.
-5. (*) A crash is charged in the name of its owner, by whoever replaces the lapsed claim, and kept in
-   `retry.lapsed`, unless it is of a process that is known to live, since it replaces the claim itself. An owner
-   that proves to be alive, by asking, withdraws what was charged in its name, once.
-   One that was told to leave marks its claim before, and its lapse is charged to nobody. Runs are one change
-   each after any lapse, charged or not.
-6. What is counted of an existing document is its own (`retry.of`, its token). One that was not stored when its term
-   ended comes again elsewhere, behind other changes: these begin anew.
-7. `parkedKeys` names the keys whose changes wait for a person, by `hash` and, for people, by the `key` of the change
-   that was parked. It grows by the outcome of a claim alone, so
-   what a claim has read of it holds, or is released, until the claim ends: a change of such a key is set aside
-   unstarted, whoever has sent it (`replays` says how a key is released).
-8. Where no commit task follows a run, its execution writes the position itself, in one write under its own guard (3):
-   there is no `handled`, and nothing between success and position.
-9. While a run is under way its execution may move the position behind what is done of it (`advance`), under its own
-   guard (3), by majority: the claim goes on with the next change as its first, of which nothing is counted yet. Before
-   a later change has an outcome it must, since every outcome is that of the claim's first.
-10. What a success leaves, `handled` and then the position, is written with w:1: whoever looks at positions reads what a
-    majority has, and what is written behind one, the next claim first, is a majority write and keeps it. So one that a
-    failover takes back costs one more start at most. Its claim, which is there again, is renewed by nobody: it lapses
-    as that of a process that died, and nobody withdraws the crash.
+1. Every execution (first delivery, redelivery, retry) claims anew and gets a strictly larger fencing token. With the
+   term alone as token, a redelivered change would run twice under one number, and the second run could write after its
+   successor.
+2. A claim matches `term` exactly: with "at least", a forged or foreign one could block it.
+3. Every later write matches fencing token, owner and `committed`. A refusal is final: a retry after another read would
+   defeat the fencing token by waiting.
+4. A commit takes its values from `handled`, which was fenced when written. So any process may commit, and the commit
+   message has no authority.
+5. (*) The process that replaces a lapsed claim counts a crash for its owner, in `retry.lapsed`. It does not count one
+   for a process that is known to live, because that process itself replaces the claim. If an owner asks and so proves
+   to be alive, its crash is withdrawn, once. A process that was asked to leave marks its claim first, and the lapse is
+   not counted. After any lapse, counted or not, runs have one change each.
+6. An existing document has its own counts (`retry.row`, its token). If it was not stored when its term ended, it comes
+   again elsewhere, after other changes, and its counts begin anew.
+7. `parkedKeys` names the keys whose changes wait for a person, by `hash` and, for people, by the `key` of the parked
+   change. Only the outcome of a claim adds to it. So the parked keys that a claim has read stay parked or are released
+   until the claim ends. A change of a parked key is moved to the dead letters without a start, whichever message
+   contains it (`replays` describes the release of a key).
+8. If no commit task follows a run, or its position has moved since the claim (9), its execution writes the position
+   itself. This is one write under its own guard (3): no `handled`, and nothing between success and position.
+9. During a run its execution may advance the position past finished changes (`advance`), under its own guard (3), by
+   majority. The claim continues with the next change as its first, without counts. It must do this before a later
+   change has an outcome, because every outcome belongs to the claim's first change.
+10. The writes after a success, `handled` and then the position, use w:1. Readers of positions read a majority's data,
+    and later writes, first the next claim, are majority writes and preserve it. So if a failover rolls one back, this
+    costs at most one more start. The restored claim is renewed by nobody: it lapses like that of a dead process, and
+    nobody withdraws the crash.
 
 | failure | what happens |
 |---|---|
-| the answer of a claim is lost | ended by owner, best effort, and claimed anew; no crash is counted |
-| a heartbeat is late | the claim lapses; the execution may finish if nobody claimed since, else the crash is undone |
-| the worker is told to shut down, and killed later | the claim lapses; no crash is counted |
+| the answer of a claim is lost | ended by owner, best effort, and claimed again; no crash is counted |
+| a heartbeat is late | the claim lapses; without a newer claim it may finish, else the crash is withdrawn |
+| the worker is asked to shut down, and killed later | the claim lapses; no crash is counted |
 | `handled`, or the position, is lost in a rollback (w:1) | it runs once more, as after a worker's death |
 | the worker dies | the claim lapses; the next claim counts a crash and runs change by change |
-| the worker dies in a transaction of its claim | it names the session: what is locked is free when it lapses |
+| the worker dies in a transaction of its claim | the claim names the session, so its locks are freed when it lapses |
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
 
 PARKED_MAX = 1000
-"""Limit of parked keys of one partition: each of its claims reads them all."""
+"""Limit of parked keys in one partition, because each of its claims reads them all."""
 
 _PARKED_CHARS = 200
 _LAPSED_MAX = 16
@@ -94,8 +93,11 @@ def _charge(living: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _is_gone(token: str | None) -> dict[str, Any]:
-    """Return an expression: the counts are of a snapshot row, and a run with this token begins with another change."""
-    return {"$and": [{"$gt": ["$retry.of", None]}, {"$ne": ["$retry.of", {"$literal": token}]}]}
+    """
+    Return an expression: the counts belong to a snapshot row, and a run with this token begins with
+    another change.
+    """
+    return {"$and": [{"$gt": ["$retry.row", None]}, {"$ne": ["$retry.row", {"$literal": token}]}]}
 
 
 _FREE: dict[str, Any] = {"$lte": ["$claim.until", "$$NOW"]}
@@ -103,7 +105,7 @@ _DUE: dict[str, Any] = {"$lte": ["$retry.notBefore", "$$NOW"]}
 _OF_NO_ROW = _is_gone(None)
 _CLAIMED_FIELDS = {"fencingToken": 1, "retry": 1, "parkedKeys.hash": 1, "claim.at": 1, "rewound": 1}
 CHARGE = _charge()
-"""Changes to `retry` when a lapsed claim, if there is one, is replaced or ended."""
+"""Changes to `retry` when a lapsed claim is replaced or ended."""
 
 COMMIT: dict[str, Any] = {
     "committed": "$handled.last",
@@ -112,26 +114,26 @@ COMMIT: dict[str, Any] = {
     **dict.fromkeys(("claim", "handled", "retry"), REMOVED),
     "lastRun": {"last": "$handled.last", "took": "$handled.took", "claimed": "$claim.at", "at": "$$NOW"},
 }
-"""Fields that a commit sets from an execution's `handled`; also part of a take-over. `lastRun` is for people."""
+"""Fields that a commit sets from an execution's `handled`. A take-over also uses them. `lastRun` is for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """
-    The right of one execution to run a run.
+    The right of one execution to execute a run.
 
     Attributes:
         fencing_token: the fencing token of this execution.
-        retries: attempts of the first change that asked for a retry.
+        retries: attempts of the first change that requested a retry.
         crashes: attempts of the run that ended without an outcome.
-        waits: how often in a row its first change has waited for MongoDB or the broker.
-        doubts: how often in a row, at the end of these, in doubt: it may have been the handler's own doing.
-        parked: hashes of the keys that were parked in its partition, from 0 to 2^64 - 1.
-        inline: whether no commit task follows: its success is written as the position.
-        at: when it was taken, by the server's clock. For metrics alone.
-        passed_over: earlier changes of its document for which its first change stands: `count` and `tokens`.
-        rewound: term of the last rewind that has sent the partition back with all others; 0 for none.
-        taken: when it was answered for, on the monotonic clock.
+        waits: how many times in a row its first change has waited for MongoDB or the broker.
+        doubts: how many of the latest waits in a row were doubtful, because the handler may have caused them.
+        parked: hashes of its partition's parked keys, from 0 to 2^64 - 1.
+        at: time of the claim, by the server's clock. Only for metrics.
+        error: the last recorded failure of its first change, or the reason why a process ended under it.
+        passed_over: earlier changes of the same document that the first change replaces: `count` and `tokens`.
+        rewound: term of the last rewind that moved the partition back with all others. 0 for none.
+        taken: time of the answer, on the monotonic clock.
     """
 
     partition_id: str
@@ -144,26 +146,31 @@ class Claim:
     waits: int = 0
     doubts: int = 0
     parked: frozenset[int] = frozenset()
-    inline: bool = False
     at: datetime | None = None
+    error: str | None = None
     passed_over: Mapping[str, Any] | None = None
     rewound: int = 0
     taken: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
 
 def new_owner() -> str:
-    """An owner for one execution: random, and with the process in front, for people."""
+    """Return a random owner for one execution, which begins with the process, for people."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
 
 
+def name_place(partition_id: str) -> str:
+    """Return the handler and the index of a partition, as status and commands have them: `summarise/13`."""
+    return "/".join(partition_id.split("/")[1::2])
+
+
 def describe_owner(owner: str) -> str:
-    """Return the process that holds a claim, in words."""
+    """Describe the process that holds a claim."""
     pid = owner_pid(owner)
     return f"owner {owner}" if pid is None else f"process {pid} on {owner.rsplit(':', 2)[0]}"
 
 
 def owner_pid(owner: str) -> str | None:
-    """Return the id of the process that holds a claim. None where its owner names none."""
+    """Return the process id of a claim's owner. None if the owner names none."""
     _, pid, *rest = [*owner.rsplit(":", 2), ""]
     return pid if len(rest) > 1 and pid.isdecimal() else None
 
@@ -191,31 +198,29 @@ class Claims:
         ttl: float | None = None,
         session: Binary | None = None,
         living: Sequence[str] = (),
-        inline: bool = False,
     ) -> Claim | None:
         """
         Claim a run.
 
         Args:
-            owner: of this execution alone, from `new_owner`.
+            owner: unique to this execution, from `new_owner`.
             term: that of the message.
             token: comparable part of the first change's resume token.
             ttl: seconds. The bridge's `claim_ttl` by default.
-            session: of the server, in which a transactional handler will write. See `end_transactions`.
-            living: owners whose process is known to live: the lapse of a claim of theirs is charged to nobody.
-            inline: whether no commit task follows the run, so that its success is the position.
+            session: the server session in which a transactional handler will write. See `end_transactions`.
+            living: owners whose processes are known to live, so the lapse of their claims is not counted.
 
         Returns:
-            The claim, or None: the message is a duplicate, stale or early, and is dropped.
+            The claim, or None for a message that is a duplicate, stale or early, and is dropped.
         """
         claim = {**self._claim(owner, ttl, session), "first": Int64(first), "last": Int64(last)}
         own: dict[str, Any] = {"$literal": token}
-        gone, of = (_is_gone(token), own) if is_existing(token) else (_OF_NO_ROW, REMOVED)
+        gone, row = (_is_gone(token), own) if is_existing(token) else (_OF_NO_ROW, REMOVED)
         retry = {
             "count": {"$ifNull": ["$retry.count", 0]},
             **(_charge(living) if living else CHARGE),
             "notBefore": REMOVED,
-            "of": of,
+            "row": row,
         }
         conditions = [_FREE, {"$or": [_DUE, gone]}, {"$lt": ["$resumeToken._data", own]}]
         document = self._table.find_and_update_unretried(
@@ -232,7 +237,7 @@ class Claims:
                     "$set": {
                         "claim": {"$cond": [gone, REMOVED, "$claim"]},
                         "retry": {"$cond": [gone, REMOVED, "$retry"]},
-                        "single": {"$cond": [gone, REMOVED, "$single"]},
+                        "oneByOneUntil": {"$cond": [gone, REMOVED, "$oneByOneUntil"]},
                     }
                 },
                 {
@@ -240,7 +245,9 @@ class Claims:
                         "fencingToken": self._next_token,
                         "claim": {"$mergeObjects": [claim]},
                         "retry": retry,
-                        "single": {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]},
+                        "oneByOneUntil": {
+                            "$cond": [_REPLACED, {"$max": ["$oneByOneUntil", "$claim.last"]}, "$oneByOneUntil"]
+                        },
                     }
                 },
             ],
@@ -258,10 +265,10 @@ class Claims:
             counts["count"],
             counts["crashes"],
             waits=waiting.get("count", 0),
-            doubts=waiting.get("timeOuts", 0),
+            doubts=waiting.get("doubts", 0),
             parked=collect_parked_hashes(document) if "parkedKeys" in document else frozenset(),
-            inline=inline,
             at=document["claim"]["at"],
+            error=counts.get("error"),
             passed_over=counts.get("passedOver"),
             rewound=document.get("rewound", 0),
         )
@@ -277,10 +284,10 @@ class Claims:
         session: Binary | None = None,
     ) -> Claim | None:
         """
-        Claim a partition for the replay of a dead letter, between two runs of it.
+        Claim a partition to replay a dead letter between two of its runs.
 
-        No position is demanded, for none moves. Whoever replaces this claim charges nobody. A lapsed one of a run, if
-        this replaces one, is charged as always. Arguments and answer as of `take`.
+        No position is required, because none moves. The lapse of this claim is not counted. If it replaces a lapsed
+        claim of a run, that lapse is counted as usual. Arguments and answer as in `take`.
 
         Args:
             letter: its `_id`.
@@ -296,7 +303,7 @@ class Claims:
             "fencingToken": next_number("fencingToken"),
             "claim": whole(claim),
             "retry": {"$cond": [_REPLACED, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
-            "single": {"$cond": [_REPLACED, {"$max": ["$single", "$claim.last"]}, "$single"]},
+            "oneByOneUntil": {"$cond": [_REPLACED, {"$max": ["$oneByOneUntil", "$claim.last"]}, "$oneByOneUntil"]},
         }
         guard = {
             "_id": partition_id,
@@ -322,7 +329,7 @@ class Claims:
         )
 
     def _claim(self, owner: str, ttl: float | None, session: Binary | None) -> dict[str, Any]:
-        """Return what every new claim has."""
+        """Return the fields of every new claim."""
         length = millis(ttl or self._ttl)
         until = {"$add": ["$$NOW", length]}
         claim: dict[str, Any] = {"owner": {"$literal": owner}, "at": "$$NOW", "ttl": length, "until": until}
@@ -330,11 +337,11 @@ class Claims:
 
     def end_transactions(self, partition_ids: Sequence[str]) -> list[str]:
         """
-        End what executions have left open whose claims of these partitions have lapsed. Of which there were such.
+        End transactions of executions with lapsed claims of these partitions. Return the affected partitions.
 
-        That is the transaction of a transactional handler, or one that sets a change aside. Its process is dead, or
-        frozen, and will be refused. Until then its documents, and the partition, are locked: else the server ends it
-        after `transactionLifetimeLimitSeconds`. A transaction that is over is not touched by this.
+        These are transactions of transactional handlers, or ones that move a change to the dead letters. The process is
+        dead, or frozen and will be refused. Until then its documents and the partition are locked, up to the server's
+        `transactionLifetimeLimitSeconds`. A finished transaction is not affected.
         """
         lapsed = {"$lte": ["$claim.until", "$$NOW"]}
         chosen = {"_id": {"$in": list(partition_ids)}, "claim.session": {"$ne": None}, "handled": None}
@@ -348,20 +355,23 @@ class Claims:
             with self._table.limit():
                 self._table.collection.database.command({"killSessions": [{"id": each} for each in sessions.values()]})
         except OperationFailure:
-            return []  # then the server's own limit ends them
+            return []  # the server's own limit ends them
         return list(sessions)
 
     def relinquish(self, partition_id: str, owner: str) -> bool:
-        """End a claim whose answer was lost or came too late. False when there is none. It counts as no attempt."""
+        """
+        End a claim whose answer was lost or too late. Return False if there is none. It does not count
+        as an attempt.
+        """
         guard = {"_id": partition_id, "claim.owner": owner, "handled": None}
         return self._table.update(guard, {"$unset": {"claim": ""}})
 
     def withdraw(self, partition_id: str, owner: str) -> bool:
         """
-        Take back the crash that was charged in the name of an owner whose process lives. Once, and never below 0.
+        Withdraw the crash that was counted for an owner whose process lives. Only once, and never below 0.
 
         Returns:
-            False when none is charged: nobody replaced its claim, it was withdrawn, or the change is done.
+            False if none is counted: its claim was not replaced, the crash was withdrawn, or the change is done.
         """
         rest = {"$filter": {"input": "$retry.lapsed", "cond": {"$ne": ["$$this", literal(owner)]}}}
         crashes = {"$max": [{"$subtract": [{"$ifNull": ["$retry.crashes", 0]}, 1]}, 0]}
@@ -370,14 +380,14 @@ class Claims:
 
     def extend(self, claims: Sequence[Claim], *, leaving: bool = False) -> list[Claim]:
         """
-        The heartbeat of several claims, in one write. Another call only where one was refused.
+        Renew several claims by one write. A second call is needed only if one was refused.
 
         Args:
-            claims: what to renew.
-            leaving: whether their process was told to end: if they lapse from now on, nobody is charged.
+            claims: the claims to renew.
+            leaving: True if their process was asked to end. Then a later lapse is not counted.
 
         Returns:
-            Those that are no longer ours.
+            The claims that are no longer ours.
         """
         change: dict[str, Any] = {"claim.until": {"$add": ["$$NOW", "$claim.ttl"]}}
         if leaving:
@@ -392,52 +402,66 @@ class Claims:
         return [claim for claim in claims if not _is_held(claim, mine)]
 
     def is_mine(self, claim: Claim) -> bool:
-        """Return True if the claim is still in force, by a majority read."""
+        """Return True if the claim is still in force. A majority read."""
         return self._table.find_one(claim_filter(claim), {"_id": 1}) is not None
 
-    def handle(
-        self,
-        claim: Claim,
-        last: int,
-        token: Mapping[str, Any],
-        session: ClientSession | None = None,
-    ) -> bool:
+    def handle(self, claim: Claim, last: int, token: Mapping[str, Any], session: ClientSession | None = None) -> bool:
         """
         Record that the handler succeeded up to `last`. From then on no message can start it again.
 
-        Repeating it is harmless, and refused in a transaction. Outside of one it is written with w:1: losing it
-        costs one more start, behind a crash that was none. Under a claim that is `inline` it is the position itself.
+        Repeating it is harmless, but refused in a transaction. Outside a transaction it uses w:1: if it is lost, the
+        changes start once more, after a crash that did not happen.
 
         Args:
             claim: under which the handler ran.
-            last: number of the last change that is done, `token` its resume token.
+            last: number of the last finished change. `token` is its resume token.
             session: of a transactional handler.
         """
-        if claim.inline:
-            guard, change = _claim_or_done_filter(claim, last, token), _build_commit(claim, last, token)
-        else:
-            guard = claim_filter(claim)
-            del guard["handled"]  # that of every write, or it is there already
-            guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
-            took = millis(time.monotonic() - claim.taken)
-            handled = {"owner": claim.owner, "last": Int64(last), **position_fields(token), "took": took}
-            change = {"$set": {"handled": handled}}
-        if session is not None:  # the transaction's own limits hold, and its write concern
-            # The effects of a body that is repeated behind its own commit would be there twice.
+        guard = claim_filter(claim)
+        del guard["handled"]  # the guard of other writes, or it exists already
+        guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
+        took = millis(time.monotonic() - claim.taken)
+        handled = {"owner": claim.owner, "last": Int64(last), **position_fields(token), "took": took}
+        return self._write_success(claim, guard, {"$set": {"handled": handled}}, session)
+
+    def finish(self, claim: Claim, last: int, token: Mapping[str, Any], session: ClientSession | None = None) -> bool:
+        """
+        Write the position and end the claim, without a commit task. Arguments and promises as in `handle`.
+
+        No other process can have moved the position there under this token: claims and commands that move it raise the
+        token.
+        """
+        took = millis(time.monotonic() - claim.taken)
+        at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
+        ran = {"last": Int64(last), "took": took, "claimed": claim.at, "at": at}
+        change = {  # plain values: a pipeline like `COMMIT` would cost the server more
+            "$set": {"committed": Int64(last), **position_fields(token), "lastRun": ran},
+            "$unset": {"claim": "", "retry": ""},
+        }
+        guard = claim_filter(claim)
+        which = {"_id": guard.pop("_id"), "fencingToken": guard.pop("fencingToken")}
+        is_there = {"committed": last, "claim": None, "resumeToken._data": token["_data"]}
+        return self._write_success(claim, {**which, "$or": [guard, is_there]}, change, session)
+
+    def _write_success(
+        self, claim: Claim, guard: Mapping[str, Any], change: Mapping[str, Any], session: ClientSession | None
+    ) -> bool:
+        if session is not None:  # the transaction's own limits and write concern apply
+            # If a body repeated after its own commit, its effects would exist twice.
             return self._table.collection.update_one(claim_filter(claim), change, session=session).matched_count == 1
         return self._table.update_unretried(guard, change, ACKNOWLEDGED)
 
     def commit(self, partition_id: str, first: int | None = None, *, lasting: bool = True) -> bool:
         """
-        The position becomes what `handled` says. `state` is untouched.
+        Make `handled` the new position. `state` does not change.
 
         Args:
-            first: what the commit task demands to be next. The listener, which has just read the
-                document, gives it too.
-            lasting: whether to wait until a majority has it. Nothing rests on that.
+            first: the number that must be next, according to the commit task or to the document that the listener has
+                just read.
+            lasting: True to wait for a majority. Nothing depends on it.
 
         Returns:
-            False when there was nothing to commit: it is already done, or a newer run is under way.
+            False if there was nothing to commit: it is already done, or a newer run is in progress.
         """
         guard: dict[str, Any] = {"_id": partition_id, "handled": {"$ne": None}}
         if first is not None:
@@ -445,7 +469,7 @@ class Claims:
         return self._table.update_unretried(guard, [{"$set": COMMIT}], MAJORITY if lasting else ACKNOWLEDGED)
 
     def commit_all(self, heads: Mapping[str, int]) -> None:
-        """Commit as `commit` does, several partitions by one command, each from the number that is to be next."""
+        """Commit several partitions by one command, like `commit`, each from the number that must be next."""
         guards = [
             {"_id": partition_id, "handled": {"$ne": None}, "committed": first - 1}
             for partition_id, first in heads.items()
@@ -454,10 +478,10 @@ class Claims:
 
     def park(self, claim: Claim, *, delay: float | None, not_before: datetime | None, error: str) -> bool:
         """
-        Set the first change aside until its retry time, by the server's clock, and count the attempt.
+        Park the first change until its retry time, by the server's clock, and count the attempt.
 
         Args:
-            delay: seconds from now. Or
+            delay: seconds from now, or
             not_before: a time.
         """
         due = after(delay) if delay is not None else literal(not_before)
@@ -467,40 +491,41 @@ class Claims:
 
     def wait(self, claim: Claim, *, delay: float, cause: str, doubtful: bool) -> bool:
         """
-        Set the first change aside because infrastructure was away, or may have been: no attempt, no crash is counted.
+        Let the first change wait, because infrastructure was or may have been away. No attempt or crash is counted.
 
         Args:
             delay: seconds from now, by the server's clock.
-            cause: what was away, for people.
-            doubtful: the handler's own transaction may have done it to itself.
+            cause: the unavailable server, for people.
+            doubtful: True if the handler's own transaction may be the cause.
         """
         waiting = {
             "since": {"$ifNull": ["$retry.waiting.since", "$$NOW"]},
             "cause": literal(cause),
             "count": Int64(claim.waits + 1),
-            "timeOuts": Int64(claim.doubts + 1 if doubtful else 0),
+            "doubts": Int64(claim.doubts + 1 if doubtful else 0),
         }
         retry = {"notBefore": after(delay), "waiting": waiting}
         return self._write(claim, [{"$set": {"claim": REMOVED, "retry": retry}}])
 
     def crash(self, claim: Claim, error: str) -> bool:
-        """End a claim whose execution is being killed: counted, and run change by change from now on."""
+        """End a claim whose execution is being killed. The crash is counted, and later runs have one change each."""
         retry = {"crashes": {"$add": ["$retry.crashes", 1]}, "error": literal(error), "waiting": REMOVED}
-        single = {"$max": ["$single", Int64(claim.last)]}
-        return self._write(claim, [{"$set": {"claim": REMOVED, "retry": retry, "single": single}}])
+        single = {"$max": ["$oneByOneUntil", Int64(claim.last)]}
+        return self._write(claim, [{"$set": {"claim": REMOVED, "retry": retry, "oneByOneUntil": single}}])
 
-    def halt(self, claim: Claim, token: Mapping[str, Any], key: str, error: str) -> bool:
+    def halt(self, claim: Claim, token: Mapping[str, Any], key: str, error: str, traceback: str = "") -> bool:
         """Stop the partition at the claim's first change, until an operator retries or skips it."""
+        halted = {"at": "$$NOW", "key": literal(key), "resumeToken": literal(dict(token))}
         change = {
             "claim": REMOVED,
             "state": "halted",
-            "halted": {"at": "$$NOW", "key": literal(key), "resumeToken": literal(dict(token))},
+            "halted": {**halted, "traceback": literal(traceback)} if traceback else halted,
             "retry": {"error": literal(error), "waiting": REMOVED},
         }
         return self._write(claim, [{"$set": change}])
 
     def discard(self, claim: Claim, token: Mapping[str, Any]) -> bool:
-        """Pass over the claim's first change: the execution writes the position itself, and nothing is kept."""
+        """Pass over the claim's first change without storing it. The execution itself writes the position."""
         return self._write(claim, _build_skip(claim, token))
 
     def set_aside(
@@ -509,13 +534,12 @@ class Claims:
         """
         Pass over the claim's first change and store its dead letter, both or neither.
 
-        The dead letter replaces one with the same `_id`, so that a rewound change can be set aside again. The fencing
-        tokens behind the claim's own are left to its replays. One that waits for its key (`parked`) is refused where
-        that is not parked any more. The claim names the session before, so that `end_transactions` frees the
-        partition from a process that died inside.
+        The dead letter replaces one with the same `_id`, so a rewound change can become one again. Its replays use the
+        fencing tokens after the claim's own. If it waits for its key (`parked`), it is refused if the key is no longer
+        parked. The claim names the session first, so `end_transactions` frees the partition if the process dies inside.
 
         Args:
-            parks: whether its key is parked by this.
+            parks: True to park its key.
         """
 
         def both(session: ClientSession) -> bool:
@@ -543,36 +567,31 @@ class Claims:
         token: Mapping[str, Any],
         *,
         passed_over: Mapping[str, Any] | None = None,
-        of: str | None = None,
-        ends: bool = False,
+        row: str | None = None,
         session: ClientSession | None = None,
     ) -> bool:
         """
-        Move the position up to a change of the run that is done. The claim goes on with the next one as its first.
+        Advance the position to a finished change of the run. The claim continues with the next one as its first.
 
-        Of that one nothing is counted yet. Outside of a transaction repeating it is harmless.
+        The next change has no counts yet. Outside a transaction, repeating it is harmless.
 
         Args:
-            last: number of the change, `token` its resume token.
-            passed_over: the changes for which the next one stands, as the claim has them.
-            of: comparable part of the next one's token, where that is an existing document.
-            ends: whether the whole run is done, so that the claim ends.
+            last: number of the change. `token` is its resume token.
+            passed_over: the changes that the next one replaces, in the claim's form.
+            row: comparable part of the next one's token, if it is a snapshot row.
             session: of a transactional handler.
         """
-        # Not in a transaction: the effects of a body that is repeated behind its own commit would be there twice.
-        guard = claim_filter(claim)
-        change: Any = _build_advance(last, token, of, passed_over)
-        if ends:
-            change = _build_commit(claim, last, token)
+        # Not in a transaction: if a body repeated after its own commit, its effects would exist twice.
+        guard, change = claim_filter(claim), _build_advance(last, token, row, passed_over)
         if session is not None:
             return self._table.collection.update_one(guard, change, session=session).matched_count == 1
-        if ends:
-            return self._table.update(_claim_or_done_filter(claim, last, token), change)
         return self._table.update({**guard, "committed": {"$in": [claim.first - 1, last]}}, change)
 
     def single_out(self, claim: Claim) -> bool:
-        """End a claim whose changes are to be run one by one from now on. Nothing is counted."""
-        return self._write(claim, [{"$set": {"claim": REMOVED, "single": {"$max": ["$single", Int64(claim.last)]}}}])
+        """End a claim whose changes must run one by one from now on. Nothing is counted."""
+        return self._write(
+            claim, [{"$set": {"claim": REMOVED, "oneByOneUntil": {"$max": ["$oneByOneUntil", Int64(claim.last)]}}}]
+        )
 
     def _write(self, claim: Claim, change: Any) -> bool:
         return self._table.update(claim_filter(claim), change)
@@ -580,16 +599,16 @@ class Claims:
 
 def record_session(partitions: Table, claim: Claim, session: ClientSession) -> bool:
     """
-    Say in a claim in which session a transaction is to end it. See `Claims.end_transactions`.
+    Record in a claim the session of the transaction that will end it. See `Claims.end_transactions`.
 
     Returns:
-        False where a newer execution decides.
+        False if a newer execution decides.
     """
     return partitions.update(claim_filter(claim), {"$set": {"claim.session": session.session_id["id"]}})
 
 
 def claim_filter(claim: Claim) -> dict[str, Any]:
-    """The guard of every write of an execution."""
+    """Return the guard of every write of an execution."""
     return {
         "_id": claim.partition_id,
         "fencingToken": claim.fencing_token,
@@ -600,39 +619,17 @@ def claim_filter(claim: Claim) -> dict[str, Any]:
 
 
 def collect_parked_hashes(document: Mapping[str, Any]) -> frozenset[int]:
-    """Return the hashes of the keys that are parked in a partition, from 0 to 2^64 - 1."""
+    """Return the hashes of a partition's parked keys, from 0 to 2^64 - 1."""
     return frozenset(to_unsigned(each["hash"]) for each in document.get("parkedKeys", ()))
 
 
-def _claim_or_done_filter(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    The guard of a position that is written inline: that of every write, or it is there already.
-
-    Nobody else can have moved it there under this token: every claim, and every command that moves one, raises it.
-    """
-    guard = claim_filter(claim)
-    which = {"_id": guard.pop("_id"), "fencingToken": guard.pop("fencingToken")}
-    return {**which, "$or": [guard, {"committed": last, "claim": None, "resumeToken._data": token["_data"]}]}
-
-
-def _build_commit(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the update of `COMMIT` with plain values: a pipeline would cost the server more."""
-    took = millis(time.monotonic() - claim.taken)
-    at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
-    ran = {"last": Int64(last), "took": took, "claimed": claim.at, "at": at}
-    return {
-        "$set": {"committed": Int64(last), **position_fields(token), "lastRun": ran},
-        "$unset": {"claim": "", "retry": ""},
-    }
-
-
 def _build_advance(
-    last: int, token: Mapping[str, Any], of: str | None, passed_over: Mapping[str, Any] | None
+    last: int, token: Mapping[str, Any], row: str | None, passed_over: Mapping[str, Any] | None
 ) -> list[dict[str, Any]]:
-    """Return the update to a position inside of a run. The claim then begins with the next change."""
+    """Return the update to a position inside a run. The claim then begins with the next change."""
     fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": []}
-    if of is not None:
-        fresh["of"] = of
+    if row is not None:
+        fresh["row"] = row
     if passed_over is not None:
         fresh["passedOver"] = dict(passed_over)
     change = {
@@ -650,7 +647,7 @@ _OWN_FIELDS = {"fencingToken": 1, "claim.owner": 1, "committed": 1, "handled": 1
 
 
 def _is_held(claim: Claim, documents: Mapping[tuple[Any, ...], Mapping[str, Any]]) -> bool:
-    """Return True if the partition of a claim is among these documents, and matches `claim_filter`."""
+    """Return True if these documents include the claim's partition and it matches `claim_filter`."""
     found = documents.get((claim.partition_id, claim.fencing_token, claim.owner))
     return found is not None and found["committed"] == claim.first - 1 and "handled" not in found
 
@@ -660,7 +657,7 @@ def _build_skip(claim: Claim, token: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def position_fields(token: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a position: its token and, for people, the time of that."""
+    """Return the fields of a position: its token and, for people, the token's time."""
     time_ = time_of_token(token, None)
     at = {} if time_ is None else {"positionAt": time_.as_datetime()}
     return {"resumeToken": dict(token), **at}

@@ -1,26 +1,26 @@
 """
-Dead letters: changes that were set aside with their error, for a person to look at.
+Dead letters: changes that failed permanently, with their error, for a person.
 
 A dead letter is written together with the position that passes over its change (see `claims.set_aside`, and
-`partitions.set_aside` for a command). It is never lost and never there twice, since its `_id` is made of bridge,
-subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token names a letter. That
-of an existing document has its key there instead of its token (see `dead_letter_name`): its place is `resumeToken`.
+`partitions.set_aside` for a command). It is never lost or duplicated, because its `_id` consists of bridge,
+subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token identifies a dead
+letter. For an existing document the `_id` contains its key instead of a token (see `dead_letter_name`), and
+`resumeToken` its place.
 
-It keeps the place of its change: `partitioningTerm`, `partition`, `seq` (its number), and `fencingToken`, the last one
-under which it was tried. Whoever sets a change aside leaves `REPLAYS_MAX` fencing tokens free behind that one. They are
-for its replays, each of which gets the next: a target orders them behind all earlier attempts, and before every change
-that was handled after it was set aside (see `replays`).
+It stores the place of its change: `partitioningTerm`, `partition`, `seq` (its number), and `fencingToken`, the last one
+of its attempts. The writer reserves the next `REPLAYS_MAX` fencing tokens for its replays, each of which gets the next
+one. So a target orders them after all earlier attempts, and before every change that was handled later (see `replays`).
 
 | field | |
 |---|---|
-| `cause` | who set it aside: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `parked` |
+| `cause` | the reason: `failed` (the policy `dead_letter`), `skipped` (policy or command `skip`), `parked` |
 |         | (the policy `park_key`), `parked_behind` (its key was parked, and its handler never started) |
-| `parked` | hash of its key, for as long as it waits for that: later changes of the key wait behind it |
-| `kept` | `event`: `change` is all of it. `bytes`: it is in `raw`, as the server sent it, since it is too large or no |
-|        | client can decode it, and `change` names it. `name`: that alone |
+| `parked` | hash of its key, while it waits for the key: later changes of the key wait after it |
+| `kept` | `event`: `change` is the whole event. `bytes`: it is in `raw`, as the server sent it, since it is too |
+|        | large or no client can decode it, and `change` names it. `name`: only `change`, which names it |
 | `replays` | how often it was started again |
-| `replay` | only while it is to be replayed: how far that is (see `ReplayRequest`) |
-| `passedOver` | earlier changes of its document for which it stood (its handler coalesces): `count`, last `tokens` |
+| `replay` | only while a replay is requested: its progress (see `ReplayRequest`) |
+| `passedOver` | earlier changes of its document that it replaces (its handler coalesces): `count`, last `tokens` |
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from typing import Any
 
 import bson
 import pymongo
-from bson import ObjectId
-from bson.errors import InvalidId
 from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
 from pymongo import IndexModel
@@ -45,26 +43,29 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.change import token_data, wrap_event
-from mongo_celery.bridge.existing import END, is_unread, token_place
+from mongo_celery.bridge.existing import is_unread, token_place
 from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.backlog import pack_event, unpack_event
-from mongo_celery.bridge.state.state_collection import StateCollection, ids_under, to_signed, to_unsigned
+from mongo_celery.bridge.state.state_collection import StateCollection, to_signed, to_unsigned
 from mongo_celery.mongo.expressions import remaining
 from mongo_celery.mongo.table import create_indexes, reading_seconds
 
 CHANGE_BYTES = 15 << 20
-"""Up to here an event is kept readable."""
+"""Largest event that is stored in readable form."""
 
 REPLAYS_MAX = 1 << 14
-"""Fencing tokens that are kept free for the replays of one dead letter."""
+"""Fencing tokens that are reserved for the replays of one dead letter."""
 
 FAILED, SKIPPED = "failed", "skipped"
 PARKED, PARKED_BEHIND = "parked", "parked_behind"
-REQUESTED, STARTED, REPLAY_FAILED = "requested", "started", "failed"
-ASKED: Mapping[str, Any] = {"replay.state": {"$in": [REQUESTED, STARTED, REPLAY_FAILED]}}
-"""A query for those whose replay was asked for, which their partial index serves."""
+REQUESTED, STARTED = "requested", "started"
+ASKED: Mapping[str, Any] = {"replay.state": {"$in": [REQUESTED, STARTED]}}
+"""Query for dead letters with a requested replay. Their partial index serves it."""
 _READ_AT_ONCE = 1000
-_STREAM_ORDER = [("resumeToken._data", 1), ("_id", 1)]  # the `_id` of an existing document's letter has no place
+_STREAM_ORDER = [
+    ("resumeToken._data", 1),
+    ("_id", 1),
+]  # an existing document's `_id` here contains no place
 _KEY = "change.documentKey._id"
 _INDEXES = [
     IndexModel([("bridge", 1), ("handler", 1), *_STREAM_ORDER], name="stream"),
@@ -74,7 +75,7 @@ _INDEXES = [
         name="replay",
         partialFilterExpression={"replay.state": {"$exists": True}},
     ),
-    IndexModel([("at", 1), ("_id", 1)], name="at"),
+    IndexModel([("bridge", 1), ("at", 1), ("_id", 1)], name="newest"),
     IndexModel([(_KEY, 1), ("_id", 1)], name="key"),
 ]
 _DAMAGES = (AttributeError, KeyError, TypeError, ValueError)
@@ -113,7 +114,7 @@ class Place:
     Attributes:
         term: of the partitioning.
         seq: number of the change in its partition.
-        fencing_token: the last one under which it was tried.
+        fencing_token: that of the last attempt.
         hash: of its partition key, from 0 to 2^64 - 1.
     """
 
@@ -127,29 +128,26 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class ReplayRequest:
     """
-    A dead letter that is to be replayed: the sub-document `replay` of it, and the fields that name its change.
+    A dead letter to replay: its sub-document `replay`, and the fields that name its change.
 
     Attributes:
         letter: its `_id`.
-        asking: `id` of the request, which changes whenever somebody asks for it.
-        state: `requested`, `started` (until that start has an outcome), or `failed`, until the listener has withdrawn
-            the requests after it.
-        term: of the partitioning in which it is to run, `partition` its partition there.
+        state: `requested`, or `started` until this start has an outcome.
+        term: of the partitioning for the replay. `partition` is its partition there.
         hash: of its partition key there, from 0 to 2^64 - 1.
         key: names its change in logs.
-        over_newer: whether it may write over what newer changes have written.
-        starts: how often the dead letter was started, all its replays together.
-        crashes: how many of these ended without an outcome, in this replay.
-        fencing_token: fencing token of the claim under which it was started. None after an outcome.
-        retries: attempts of this replay that asked for a retry.
-        waits: how often in a row it has waited for MongoDB or the broker, `doubts` of these in doubt.
-        due_in: seconds until it may run again; 0 or less when it may.
-        parked: whether it waits for a parked key: those behind it follow.
-        order: compares as the changes do in the stream. The name of an existing document's dead letter does not.
+        over_newer: True if it may overwrite data of newer changes.
+        starts: how often the dead letter was started, in all its replays.
+        crashes: how many starts of this replay ended without an outcome.
+        fencing_token: that of the claim for this start. None after an outcome.
+        retries: attempts of this replay that requested a retry.
+        waits: how many times in a row it has waited for MongoDB or the broker. `doubts` of these were doubtful.
+        due_in: seconds until it may run again. 0 or less if it may run now.
+        parked: True if it waits for a parked key, whose other dead letters follow.
+        order: sorts like the changes in the stream. The name of an existing document's dead letter does not.
     """
 
     letter: str
-    asking: ObjectId
     state: str
     subscription: str
     term: int
@@ -168,28 +166,23 @@ class ReplayRequest:
     parked: bool
     order: tuple[str, str]
 
-    @property
-    def failed(self) -> bool:
-        """Return True if it has failed for good, and the listener has yet to take notice."""
-        return self.state == REPLAY_FAILED
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Letter:
+class DeadChange:
     """
     One dead letter, without its change.
 
     Attributes:
         document_id: its `_id`.
-        id: comparable part of its token. Its beginning is what commands take.
-        token: of its change. None where the stored one is damaged.
-        place: None where the stored one is damaged.
-        bytes: of what is kept of the change. None where there is nothing.
+        id: comparable part of its token. Commands accept its beginning.
+        token: of its change. None if the stored one is damaged.
+        place: None if the stored one is damaged.
+        bytes: size of the stored change. None if nothing is stored.
         kept: `event`, `bytes` or `name`.
         replays: how often it was started again.
-        replay: its request. None while nobody has asked for its replay.
-        parked: hash of its key, from 0 to 2^64 - 1, where it waits for that. None for all others.
-        passed_over: ids of earlier changes of its document for which it stood, the last ones. `passed` is how many.
+        replay: its request. None if no replay is requested.
+        parked: hash of its parked key, from 0 to 2^64 - 1. None for all others.
+        passed_over: ids of earlier changes of its document that it replaces, the last ones. `passed` is their number.
     """
 
     document_id: str
@@ -213,7 +206,7 @@ class Letter:
 
     @property
     def order(self) -> tuple[str, str]:
-        """A key that compares as their changes do in the stream."""
+        """A key that sorts like the changes in the stream."""
         return ("" if self.token is None else str(self.token["_data"]), self.document_id)
 
 
@@ -224,8 +217,8 @@ class ParkedKey:
 
     Attributes:
         hash: of the key, from 0 to 2^64 - 1.
-        first: `_id` of the first dead letter that waits for it, in the order of the stream.
-        count: how many wait.
+        first: `_id` of the first dead letter that waits for it, in stream order.
+        count: number of waiting dead letters.
     """
 
     subscription: str
@@ -237,15 +230,15 @@ class ParkedKey:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """
-    A choice of dead letters.
+    A selection of dead letters.
 
     Attributes:
-        subscription: of these only. None for all.
-        ids: of these only: beginnings of tokens. Empty for all.
-        keys: of these documents only: values of `_id`, any of which may be meant. Empty for all.
-        hash: of the changes of one key only, as `hash_of_key` gives it. None for all.
-        since: set aside at this time or later.
-        until: set aside before this time.
+        subscription: only of this one. None for all.
+        ids: only these, by beginnings of tokens. Empty for all.
+        keys: only of these documents, by all possible meanings of `_id`. Empty for all.
+        hash: only changes of one key, from `find_key`. None for all.
+        since: moved to the dead letters at this time or later.
+        until: moved to the dead letters before this time.
     """
 
     subscription: str | None = None
@@ -261,28 +254,24 @@ class DeadLetters(StateCollection):
 
     @property
     def collection(self) -> Collection[dict[str, Any]]:
-        """Their collection, for a writer with its own transaction."""
+        """The collection, for a writer with its own transaction."""
         return self._table.collection
 
     def count(self) -> dict[str, int]:
-        """Return the number of dead letters by handler. An index gives it, since events may be large."""
+        """Return the number of dead letters by handler. Only an index is read, because events may be large."""
         stages: list[dict[str, Any]] = [{"$match": self._mine()}, {"$group": {"_id": "$handler", "count": {"$sum": 1}}}]
         return {str(row["_id"]): int(row["count"]) for row in self._table.aggregate(stages)}
 
-    def read_oversized_error(self) -> str | None:
-        """Return the error of one whose change was too large to be read. None where there is none."""
-        place = {**ids_under(self._bridge), "$regex": f"{END}$"}
-        found = self._table.find_one({"_id": place}, {"error": 1}, sort=[("_id", 1)])
-        return None if found is None else str(found.get("error"))
-
-    def find(self, selection: Selection, subscriptions: Sequence[str], limit: int, *, skip: int = 0) -> list[Letter]:
+    def find(
+        self, selection: Selection, subscriptions: Sequence[str], limit: int, *, skip: int = 0
+    ) -> list[DeadChange]:
         """
-        The first dead letters of a selection, by subscription, then in the order of the stream.
+        Return the first dead letters of a selection, by subscription, then in stream order.
 
         Args:
-            subscriptions: all that are known, in which an id is looked for.
-            limit: how many; 0 for all.
-            skip: how many of the first ones are left out.
+            subscriptions: all known ones, for finding an id.
+            limit: largest number. 0 for all.
+            skip: number of the first ones to leave out.
         """
         order = {"handler": 1, **dict(_STREAM_ORDER)}
         stages: list[dict[str, Any]] = [{"$match": self._query(selection, subscriptions)}, {"$sort": order}]
@@ -291,25 +280,22 @@ class DeadLetters(StateCollection):
         return self.headers([row["_id"] for row in self._table.aggregate([*stages, {"$project": {"_id": 1}}])])
 
     def list_errors(self, limit: int) -> list[dict[str, Any]]:
-        """Return handler, error, time and token of the newest dead letters, the newest first. By an index."""
-        fields = dict.fromkeys(("handler", "error", "at", "resumeToken"), 1)
+        """Return `_id`, handler, error and time of the newest dead letters, the newest first. An index serves this."""
+        fields = dict.fromkeys(("handler", "error", "at"), 1)
         with self._table.limit():
-            keys = [("at", -1), ("_id", -1)]
-            return list(
-                self._table.collection.find({"_id": _range(f"{self._bridge}/")}, fields, sort=keys, limit=limit)
-            )
+            return list(self._table.collection.find(self._mine(), fields, sort=[("at", -1), ("_id", -1)], limit=limit))
 
     def count_selected(self, selection: Selection, subscriptions: Sequence[str]) -> int:
         """Return the number of dead letters in a selection."""
         with self._table.limit():
             return self._table.collection.count_documents(self._query(selection, subscriptions))
 
-    def read(self, document_id: str) -> tuple[Letter, bytes | None] | None:
+    def read(self, document_id: str) -> tuple[DeadChange, bytes | None] | None:
         """
-        One dead letter, with the bytes of its event.
+        Read one dead letter with the bytes of its event.
 
         Returns:
-            None where there is none. No bytes where the event is not kept.
+            None if it does not exist. No bytes if the event is not stored.
         """
         with self._table.limit():
             document = self._table.collection.find_one({"_id": document_id}, _FIELDS)
@@ -318,7 +304,7 @@ class DeadLetters(StateCollection):
             )
         return None if document is None or raw is None else (_letter(document), _read_event(raw, document.get("kept")))
 
-    def list_parked_keys(self, letters: Iterable[Letter]) -> dict[tuple[str, int], ParkedKey]:
+    def list_parked_keys(self, letters: Iterable[DeadChange]) -> dict[tuple[str, int], ParkedKey]:
         """Return the parked keys of some dead letters, by handler and hash."""
         keys = {(each.subscription, each.parked) for each in letters if each.parked is not None}
         if not keys:
@@ -340,22 +326,22 @@ class DeadLetters(StateCollection):
             found[key] = ParkedKey(*key, row["first"], row["count"])
         return {key: each for key, each in found.items() if key in keys}
 
-    def first_waiting(self, subscription: str, hash_: int, session: ClientSession | None = None) -> Letter | None:
-        """The first letter that waits for a parked key, in the order of the stream. None where none does."""
+    def first_waiting(self, subscription: str, hash_: int, session: ClientSession | None = None) -> DeadChange | None:
+        """Return the first dead letter that waits for a parked key, in stream order. None if none waits."""
         query = {"parked": Int64(to_signed(hash_)), **self._mine(subscription)}
         with self._table.limit():
             found = self._table.collection.find_one(query, _FIELDS, sort=_STREAM_ORDER, session=session)
         return None if found is None else _letter(found)
 
-    def header(self, document_id: str, session: ClientSession | None = None) -> Letter | None:
-        """One dead letter, without its change. None where there is none."""
+    def header(self, document_id: str, session: ClientSession | None = None) -> DeadChange | None:
+        """Return one dead letter without its change. None if it does not exist."""
         with self._table.limit():
             found = self._table.collection.find_one({"_id": document_id}, _FIELDS, session=session)
         return None if found is None else _letter(found)
 
-    def headers(self, document_ids: Sequence[str]) -> list[Letter]:
-        """Those of some dead letters that are there, in this order, without their changes."""
-        there: dict[str, Letter] = {}
+    def headers(self, document_ids: Sequence[str]) -> list[DeadChange]:
+        """Return some existing dead letters in this order, without their changes."""
+        there: dict[str, DeadChange] = {}
         for start in range(0, len(document_ids), _READ_AT_ONCE):
             ids = [*document_ids[start : start + _READ_AT_ONCE]]
             there.update((str(each["_id"]), _letter(each)) for each in self._table.find({"_id": {"$in": ids}}, _FIELDS))
@@ -363,12 +349,12 @@ class DeadLetters(StateCollection):
 
     def ensure_indexes(self, *, patiently: bool = False) -> None:
         """
-        Create the indexes by which dead letters are found by time, by key and by parked key, however many there are.
+        Create the indexes for finding dead letters by time, key and parked key.
 
-        Without them they are found all the same.
+        Searches also work without them.
 
         Args:
-            patiently: wait as long as it may take to read the collection.
+            patiently: wait as long as reading the collection may take.
         """
         collection = self._table.collection
         seconds = self._table.timeout + (reading_seconds(collection) if patiently else 0.0)
@@ -395,7 +381,7 @@ class DeadLetters(StateCollection):
 
 
 def build_later_query(bridge: str, subscription: str, data: str) -> dict[str, Any]:
-    """Return a query for the dead letters of a handler that lie after a place: the comparable part of its token."""
+    """Return a query for a handler's dead letters after a place: the comparable part of its token."""
     return {"bridge": bridge, "handler": subscription, "resumeToken._data": {"$gt": data}}
 
 
@@ -403,19 +389,19 @@ def _range(prefix: str) -> dict[str, str]:
     return {"$gte": prefix, "$lt": prefix + chr(0x10FFFF)}
 
 
-def _letter(document: Mapping[str, Any]) -> Letter:
-    """Return a dead letter. A field that somebody has damaged takes none of the others with it."""
+def _letter(document: Mapping[str, Any]) -> DeadChange:
+    """Return a dead letter. A damaged field does not affect the others."""
     document_id = str(document["_id"])
     _, subscription, id_ = document_id.split("/", 2)
     found: dict[str, Any] = {}
     for name, read in _LETTER_FIELDS.items():
         with suppress(*_DAMAGES):
             found[name] = read(document)
-    return Letter(document_id=document_id, id=id_, subscription=subscription, **found)
+    return DeadChange(document_id=document_id, id=id_, subscription=subscription, **found)
 
 
 def read_starts(document: Mapping[str, Any]) -> int:
-    """Return how often a dead letter was started. 0 where somebody has damaged that."""
+    """Return how often a dead letter was started. 0 if the field is damaged."""
     starts = document.get("replays")
     return int(starts) if isinstance(starts, (int, float)) else 0
 
@@ -451,23 +437,22 @@ def _read_place(document: Mapping[str, Any]) -> Place:
 
 def parse_replay(document: Mapping[str, Any] | None) -> ReplayRequest | None:
     """
-    Return the request for the replay of a dead letter, read with `REPLAY_FIELDS`.
+    Return a dead letter's replay request, read with `REPLAY_FIELDS`.
 
-    None also for a damaged one: nothing is replayed by it, and asking once more replaces it.
+    Return None also for a damaged one: it replays nothing, and another request replaces it.
     """
     try:
         return None if document is None or "replay" not in document else _parse_replay(document, document["replay"])
-    except (*_DAMAGES, InvalidId):
+    except _DAMAGES:
         return None
 
 
 def _parse_replay(document: Mapping[str, Any], replay: Mapping[str, Any]) -> ReplayRequest:
     document_id, state, fencing_token = str(document["_id"]), replay["state"], replay.get("fencingToken")
-    if state not in (REQUESTED, STARTED, REPLAY_FAILED):
+    if state not in (REQUESTED, STARTED):
         raise ValueError(state)
     return ReplayRequest(
         letter=document_id,
-        asking=ObjectId(replay["id"]),
         state=state,
         subscription=str(document["handler"]),
         term=int(replay["partitioningTerm"]),
@@ -501,7 +486,7 @@ _LETTER_FIELDS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "passed": lambda document: int(document["passedOver"]["count"]),
     "passed_over": lambda document: [str(each) for each in document["passedOver"]["tokens"]],
 }
-"""How each attribute of a `Letter` is read."""
+"""How each attribute of a `DeadChange` is read."""
 
 
 def _read_event(document: Mapping[str, Any], kept: object) -> bytes | None:
@@ -530,13 +515,13 @@ def dead_letter(
     passed_over: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """
-    The document of a dead letter. `at`, the server's time, is added when it is written.
+    Return the document of a dead letter. `at`, the server's time, is added by the write.
 
-    One with the cause `parked` or `parked_behind` waits for its key.
+    With the cause `parked` or `parked_behind` it waits for its key.
 
     Args:
-        name: of `dead_letter_name`. The place of the token by default.
-        passed_over: as the claim has it: changes for which it stands.
+        name: from `dead_letter_name`. By default the place of the token.
+        passed_over: changes that it replaces, in the claim's form.
     """
     hash_ = Int64(to_signed(place.hash))
     waits = {"parked": hash_} if cause in (PARKED, PARKED_BEHIND) else {}
@@ -566,10 +551,10 @@ def dead_letter(
 
 def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], session: ClientSession) -> None:
     """
-    Write a dead letter, in a transaction, in the place of one of the same change that was there before.
+    Write a dead letter in a transaction. It replaces an earlier one of the same change.
 
-    Where that one says why its key is parked, and this one only waits for the key, it goes on saying so. A request for
-    its replay stays, and counts one more start: a message that was sent for the earlier place does not start it.
+    If the earlier one holds the reason why its key is parked, and this one only waits for the key, the reason is kept.
+    A replay request is kept and counts one more start, so a message for the earlier place does not start it.
     """
     key = {"_id": dead_letter["_id"]}
     found = letters.find_one(key, {**_SAID, "parked": 1, "replay": 1, "replays": 1}, session=session) or {}
@@ -585,7 +570,7 @@ def store(letters: Collection[dict[str, Any]], dead_letter: Mapping[str, Any], s
 
 @dataclass(frozen=True, slots=True)
 class KeptChange:
-    """The part of an event that a dead letter keeps. `kind` is `event`, `bytes` (in `raw`) or `name`."""
+    """The part of an event that a dead letter stores. `kind` is `event`, `bytes` (in `raw`) or `name`."""
 
     change: Mapping[str, Any]
     kind: str
@@ -593,18 +578,21 @@ class KeptChange:
 
 
 def iterate_forms(change: bytes) -> Iterator[Callable[[], KeptChange]]:
-    """Yield how a dead letter may hold its change, the fullest first: an event may be too large, too deep or broken."""
+    """
+    Yield the possible forms of a dead letter's change, the fullest first. An event may be too large, too deep or
+    broken.
+    """
     yield lambda: keep_change(change)
     yield lambda: KeptChange(_try_naming(change, "documentKey"), "bytes", change)
-    yield lambda: KeptChange({}, "name")  # the letter has the token, which may be of some megabytes
+    yield lambda: KeptChange({}, "name")  # the dead letter has the token, which may have some megabytes
 
 
 def keep_change(change: bytes) -> KeptChange:
     """
-    Return all of an event, as the server sent it.
+    Return a whole event, as the server sent it.
 
-    Whoever lists dead letters must be able to read each of them: of an event that is too large for that, or that
-    clients could not decode, the bytes are kept beside what names it.
+    Every dead letter in a list must be readable. So if an event is too large, or clients cannot decode it, its bytes
+    are stored beside the fields that name it.
     """
     try:
         bson.decode(change)
@@ -618,13 +606,13 @@ def keep_change(change: bytes) -> KeptChange:
 
 
 def _is_unread(change: bytes) -> bool:
-    """Return True if an event only stands for one that was too large to be read."""
+    """Return True if an event replaces one that was too large to read."""
     token = wrap_event(change).token
     return token is not None and is_unread(token_data(token))
 
 
 def _try_naming(change: bytes, *without: str) -> Mapping[str, Any]:
-    """As `naming_fields`, or nothing where that could not be decoded either."""
+    """Return the result of `naming_fields`, or nothing if that cannot be decoded."""
     try:
         found = naming_fields(change, *without)
         bson.decode(bson.encode(found))

@@ -1,29 +1,28 @@
 """
 The lease: a time-limited right to be the listener of a bridge.
 
-The server is the authority. Acquire, renew and release are three operations::
+The server decides. Acquire, renew and release are three operations::
 
     free --acquire(term + 1)--> held by (listenerId, term) --renew--> held
      ^                                   |                |
      +------------- release -------------+                +-- expiresAt passes: free again
 
-1. An acquisition succeeds only where the lease is free or expired by the server's clock, and always
-   raises the term. There is no "refresh if it is mine": a late renewal could take a lease back.
-2. Renew and release match `{listenerId, term}` and nothing else.
-3. Release removes `listenerId` and `expiresAt` and keeps the document, so that the term never
-   starts again at 0.
-4. The holder trusts its lease until *start of the last successful renewal* + ttl - margin by its own
-   monotonic clock: a slow round trip cannot stretch it.
+1. An acquisition succeeds only if the lease is free or expired by the server's clock. It always raises the term. There
+   is no "refresh if it is mine": a late renewal could take a lease back.
+2. Renew and release match only `{listenerId, term}`.
+3. Release removes `listenerId` and `expiresAt` and keeps the document, so the term never starts again at 0.
+4. The holder trusts its lease until *start of the last successful renewal* + ttl - margin, by its own monotonic clock.
+   A slow round trip cannot extend it.
 
 | failure | what happens |
 |---|---|
 | the answer of an acquisition is lost | that term expires after its ttl |
-| the answer of a renewal is lost | the trusted time is not moved; the next renewal decides |
+| the answer of a renewal is lost | the trusted time does not move; the next renewal decides |
 | the document is deleted | the renewal matches nothing: step down; the next acquisition counts from cluster time |
-| a primary's clock ran far ahead | held until then, unless an operator ends it: `docs/operations/restore.md` |
+| a primary's clock was far ahead | held until then, unless an operator ends it: `docs/operations/restore.md` |
 
-Field names are those of the algorithm's source, a pessimistic listener lock in MongoDB by Alec
-Henninger. The term and the server's clock repair what its descendants found.
+Field names are those of the source, a pessimistic listener lock in MongoDB by Alec Henninger. The term and the server's
+clock fix the known faults of its descendants.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from mongo_celery.mongo.table import Table, call_timeout
 
 _STANDBY_SECONDS = 15.0
 _TRUST = 0.9
-"""Share of the ttl for which the holder trusts its lease; the rest is margin for clocks that drift."""
+"""Share of the ttl for which the holder trusts its lease. The rest is a margin for clock drift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,10 @@ class Term:
     The time from one acquisition to its end.
 
     Attributes:
-        listener_id: made for this term, never used again.
-        number: of the term, stored as `term`.
-        trusted_until: monotonic time at which this process stops to believe in the lease.
-        document: the lease as it was when acquired.
+        listener_id: unique to this term.
+        number: the term's number, stored as `term`.
+        trusted_until: monotonic time at which this process stops trusting the lease.
+        document: the lease when acquired.
     """
 
     listener_id: str
@@ -80,12 +79,12 @@ class Leases(StateCollection):
 
     def ensure(self) -> None:
         """
-        Create the document where it is missing, and bring an older state up to date.
+        Create the document if it is missing, and migrate an older state.
 
-        `$expr` is refused in an upsert, so this is a step of its own.
+        MongoDB refuses `$expr` in an upsert, so this is a separate step.
 
-        Its term begins at the operation time. Each term and fencing token that was given before cost a write,
-        and so at least one increment of that time: also within the second of a drop none is given twice.
+        Its term begins at the operation time. Each earlier term and fencing token needed a write, and so at least one
+        increment of that time. So none is used twice, even within a second of a drop.
         """
         document: dict[str, Any] = {
             "schemaVersion": SCHEMA,
@@ -108,14 +107,14 @@ class Leases(StateCollection):
         known: Mapping[str, Any] | None = None,
     ) -> Term | None:
         """
-        Take the lease if it is free or expired, and has no identity, this one, or the one that was compared.
+        Take the lease if it is free or expired, and its identity is missing, this one, or the compared one.
 
         Args:
-            identity: of the new term. The lease keeps it, also after the term.
+            identity: of the new term. The lease keeps it even after the term.
             known: the identity that the caller has read and compared.
 
         Returns:
-            The new term, or None while somebody else holds the lease.
+            The new term, or None while another listener holds the lease.
         """
         listener_id = str(ObjectId())
         free = {"$lte": ["$expiresAt", "$$NOW"]}
@@ -137,8 +136,7 @@ class Leases(StateCollection):
         Extend the lease of this term.
 
         Returns:
-            The term with its new trusted time, or None when it has ended: then nothing may be
-            dispatched any more.
+            The term with its new trusted time, or None if it has ended: then nothing more may be dispatched.
         """
         started = time.monotonic()
         change = {"expiresAt": after(self._ttl), "renewedAt": "$$NOW"}
@@ -148,7 +146,7 @@ class Leases(StateCollection):
         return Term(term.listener_id, term.number, started + self._ttl * _TRUST, document)
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
-        """Give the lease back. False when it was no longer ours. Version and identity stay."""
+        """Give the lease back. Return False if it was no longer ours. Version and identity stay."""
         change = {
             "listenerId": REMOVED,
             "expiresAt": REMOVED,
@@ -158,7 +156,7 @@ class Leases(StateCollection):
         return self._table.update(self._mine(term), [{"$set": change}])
 
     def raise_version(self, term: Term, above: int) -> Term | None:
-        """A larger version for this term, after a take-over met a larger one. None when the term has ended."""
+        """Return a larger version for this term after a take-over met a larger one. None if the term has ended."""
         document = self._table.find_and_update(
             self._mine(term),
             [{"$set": {"term": {"$max": [next_number("term"), Int64(above + 1)]}}}],
@@ -169,10 +167,10 @@ class Leases(StateCollection):
 
     def pin_start(self, term: Term, start: Timestamp) -> Timestamp | None:
         """
-        Record where the bridge starts, before anything is read.
+        Record the bridge's start before anything is read.
 
         Returns:
-            The pinned time, which is the first one recorded, or None when the term has ended.
+            The first recorded time, or None if the term has ended.
         """
         guard = self._mine(term)
         with self._table.limit():
@@ -181,29 +179,30 @@ class Leases(StateCollection):
         return None if document is None else document["startAtOperationTime"]
 
     def record_report(self, term: Term, report: Mapping[str, Any]) -> bool:
-        """Store what `status` shows of the listener. False when the term has ended."""
+        """Store the listener's report for `status`. Return False if the term has ended."""
         change = {"$set": {"report": dict(report)}, "$currentDate": {"reportedAt": True}}
         return self._table.update(self._mine(term), change)
 
     def note_standby(self) -> None:
-        """Record that this process waits for the lease. It counts for 15 s, in `status` alone."""
+        """Record that this process waits for the lease. The record is valid for 15 s, only for `status`."""
         host, pid = socket.gethostname(), os.getpid()
         me = {"host": literal(host), "pid": literal(pid), "at": "$$NOW"}
-        change = {"standbys": {"$concatArrays": [_others("$standbys", host, pid), [me]]}}
+        change = {"standbys": {"$concatArrays": [_others(host, pid), [me]]}}
         self._table.update({"_id": self._bridge}, [{"$set": change}])
 
     def read(self) -> dict[str, Any] | None:
         """
-        The lease document, or None before the first start.
+        Return the lease document, or None before the first start.
 
-        Verdicts of the server come with it: `live`, whether somebody holds it now, and `reportAge`, milliseconds
-        since the listener's last report, and what workers have dropped, see `Drops`. `standbys` are those of the last
-        15 s.
+        It includes the server's verdicts: `live` (the lease is held now), `reportAge` and `renewedAge` (milliseconds
+        since the listener's last report and renewal), and messages that workers have dropped (see `Drops`). `standbys`
+        are those of the last 15 s.
         """
         verdicts = {
             "live": {"$gt": ["$expiresAt", "$$NOW"]},
             "reportAge": {"$subtract": ["$$NOW", "$reportedAt"]},
-            "standbys": _others("$standbys", "$host", "$pid"),
+            "renewedAge": {"$subtract": ["$$NOW", "$renewedAt"]},
+            "standbys": _others("$host", "$pid"),
         }
         found = self._table.aggregate([{"$match": {"_id": self._bridge}}, {"$set": verdicts}])
         if found:
@@ -214,15 +213,15 @@ class Leases(StateCollection):
         return {"_id": self._bridge, "listenerId": term.listener_id, "term": term.number}
 
 
-def _others(standbys: str, host: object, pid: object) -> dict[str, Any]:
-    """Return the standbys of the last seconds, without one process."""
+def _others(host: object, pid: object) -> dict[str, Any]:
+    """Return the standbys of the last seconds, except one process."""
     is_recent = {"$gt": ["$$this.at", {"$subtract": ["$$NOW", millis(_STANDBY_SECONDS)]}]}
     is_other = {"$or": [{"$ne": ["$$this.host", host]}, {"$ne": ["$$this.pid", pid]}]}
-    return {"$filter": {"input": {"$ifNull": [standbys, []]}, "as": "this", "cond": {"$and": [is_recent, is_other]}}}
+    return {"$filter": {"input": {"$ifNull": ["$standbys", []]}, "as": "this", "cond": {"$and": [is_recent, is_other]}}}
 
 
 def _acquisition(listener_id: str, ttl: float) -> Sequence[Mapping[str, Any]]:
-    """The stages by which a new term takes the lease."""
+    """Return the stages with which a new term takes the lease."""
     return [
         {
             "$set": {
@@ -253,7 +252,7 @@ TAMPERED = "tampered"
 
 
 class Drops(StateCollection):
-    """The counters of one bridge. They only grow."""
+    """A bridge's counters. They only grow."""
 
     def count(self, dropped: Mapping[str, int], sender: str | None = None) -> None:
         """
@@ -261,7 +260,7 @@ class Drops(StateCollection):
 
         Args:
             dropped: numbers of messages by reason.
-            sender: `pid@host` of the last foreign one, as it says itself.
+            sender: `pid@host` of the last foreign sender, as it claims.
         """
         change: dict[str, Any] = {
             "$inc": {f"dropped.{reason}": number for reason, number in dropped.items()},

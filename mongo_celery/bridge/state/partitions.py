@@ -1,17 +1,17 @@
 """
-The partitions as the listener and the operator see them.
+The partitions, for the listener and the operator.
 
-A take-over raises every `term` to the new one in one bulk update, commits what is handled on the
-spot, and leaves live claims alone with their fencing tokens: their executions may finish, because they prove
-themselves by fencing token and owner. So neither a deploy nor a crash of the listener repeats handlers that
-are running. A partition that an open transaction has written (a client that died before it could commit) keeps
-the term that it has: messages of the older term may still claim there, as before, and nobody else's can. It is
-won when it is free.
+A take-over raises every `term` to the new one in one bulk update, and commits handled runs in the same update. It
+leaves live claims and their fencing tokens unchanged: their executions may finish, because they prove themselves by
+fencing token and owner. So neither a deploy nor a crash of the listener repeats running handlers. If an open
+transaction has written a partition (of a client that died before its commit), the partition keeps its term. Messages of
+the older term may still claim there, but no others. It is won when it is free.
 
-`committed` and `resumeToken` are always taken from one image of the document: a number from one
-reading and a token from another could pass a change.
+`committed` and `resumeToken` are always read from one image of the document. A number from one reading and a token from
+another could skip a change.
 
-An operator's command compares `committed` and `fencingToken` as seen, raises the token and clears the claim.
+An operator's command compares `committed` and `fencingToken` with the values that it read, raises the token and clears
+the claim.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import bson
 from bson.int64 import Int64
@@ -37,16 +37,17 @@ from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remain
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
 from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
 
-_COMPARED = 64  # with how many that were seen a partition is compared; with all, the cost would grow with their square
-_FLOWING_SHARE = 2  # one in so many has to flow
-_WINNING_SECONDS = 0.25  # the leading thread has other things to do
-_TRACES = ("resumeToken", "claim", "handled", "retry", "single", "halted")
-"""Fields that a partition at which nobody has ever worked has not."""
+_COMPARED = 64  # largest number of earlier states to compare with: the cost grows with their square
+_FLOWING_SHARE = 2  # one in this many partitions must flow
+_WINNING_SECONDS = 0.25  # the leading thread has other work
+_TRACES = ("resumeToken", "claim", "handled", "retry", "oneByOneUntil", "halted")
+"""Fields that an unused partition lacks."""
 
 _PROJECTION: dict[str, Any] = {
-    **dict.fromkeys(
-        ("handler", "partition", "term", "committed", "fencingToken", "state", "spilled", "lastRun", *_TRACES), 1
-    ),
+    **dict.fromkeys(("handler", "partition", "partitioningTerm", "term", "committed", "fencingToken", "state"), 1),
+    **dict.fromkeys(("stored", "lastRun"), 1),
+    **dict.fromkeys(_TRACES[:-1], 1),
+    **dict.fromkeys(("halted.at", "halted.key", "halted.resumeToken"), 1),  # its traceback is for people
     "live": {"$gt": ["$claim.until", "$$NOW"]},
     "due": remaining("retry.notBefore"),
     "readAt": "$$NOW",
@@ -57,17 +58,17 @@ _SWEPT: dict[str, Any] = {
     **_PROJECTION,
     "readAt": {"$cond": [{"$gt": ["$lastRun.at", {"$subtract": ["$$NOW", 10_000]}]}, "$$NOW", REMOVED]},
 }
-"""The same, byte for byte, for as long as nothing happens in a partition: the time is of use only after a run."""
+"""Stays the same byte for byte while nothing happens in a partition. The time is only needed after a run."""
 
 
 _UNTRIED = {
     **dict.fromkeys(("claim", "retry", "halted"), REMOVED),
     "fencingToken": next_number("fencingToken"),
 }
-"""Changes of a command that end the present run and forget its attempts; an execution that still runs is refused."""
+"""Changes of a command that end the current run and forget its attempts. A running execution is then refused."""
 
 _COUNTED: Mapping[str, Any] = {"claim": None, "retry.count": 0, "retry.crashes": 0}
-"""Fields that say, above these values, that a partition's first change was tried."""
+"""Fields that show, above these values, that a partition's first change was tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +77,22 @@ class Image:
     One majority read of a partition's document, with the server's verdicts on its times.
 
     Attributes:
+        id: `_id` of the document.
+        partitioning: term of its partitioning.
         data: comparable part of the committed token. Empty before the first commit.
-        live: whether a claim stands and has not lapsed.
-        due_in: seconds until a parked change may run; 0 or less when it may.
-        spilled: `to`, `since`, `reason`: up to where changes of this partition are stored, and not all committed. None
-            where none are.
-        retry: what is counted of the first change, as it is stored. None where it is of another one.
-        waiting: since when (`since`), why (`cause`) and how often (`count`) the first change has waited for
-            infrastructure. None after any other outcome.
-        ran: of the last run that was committed, its `last` change, when it was `claimed` and committed (`at`), and the
+        live: True if there is a claim that has not lapsed.
+        due_in: seconds until a parked change may run. 0 or less if it may run now.
+        stored: `to`, `since`, `reason`: up to where changes of this partition are stored and not all committed. None if
+            none are stored.
+        retry: the counts of the first change, as stored. None if they belong to another change.
+        waiting: start (`since`), `cause` and `count` of the first change's waits for infrastructure. None after any
+            other outcome.
+        ran: the last committed run: its `last` change, the times when it was `claimed` and committed (`at`), and the
             milliseconds that its handler `took`. None before the first.
         read_at: when it was read, by the server's clock.
-        head: of a halted partition, `at` which time and change that was: `key` and `resumeToken`. None for all others.
-        parked_keys: how many keys are parked: changes of theirs are set aside until a person releases them.
+        head: of a halted partition: the time `at` which it halted, and its change by `key` and `resumeToken`. None for
+            all others.
+        parked_keys: number of parked keys. Their changes become dead letters until a person releases them.
     """
 
     subscription: str
@@ -106,14 +110,16 @@ class Image:
     retries: int
     crashes: int
     error: str | None
-    single: int
+    one_by_one_until: int
     head: Mapping[str, Any] | None
     waiting: Mapping[str, Any] | None = None
-    spilled: Mapping[str, Any] | None = None
+    stored: Mapping[str, Any] | None = None
     retry: Mapping[str, Any] | None = None
     ran: Mapping[str, Any] | None = None
     read_at: datetime | None = field(default=None, compare=False)
     parked_keys: int = 0
+    id: str = ""
+    partitioning: int = 0
 
     @property
     def parked(self) -> bool:
@@ -127,7 +133,7 @@ class Seen(NamedTuple):
 
     Attributes:
         fencing_token: raised by every claim, and by every command that moves a position.
-        claimed: whether a claim stood, and nothing was handled. Else nobody had claimed what is out.
+        claimed: True if there was a claim, and nothing was handled. Otherwise nobody had claimed the run in flight.
     """
 
     fencing_token: int
@@ -143,97 +149,89 @@ class Partitions(StateCollection):
         raw: Any = collection.with_options(types.with_options(document_class=RawBSONDocument))
         self._raw = Table(raw, call_timeout(ttl))
 
-    def partition_id(self, subscription: str, generation: int, index: int) -> str:
-        """`_id` of a partition's document."""
-        return f"{self._bridge}/{subscription}/{generation}/{index}"
+    def partition_id(self, subscription: str, partitioning: int, index: int) -> str:
+        """Return the `_id` of a partition's document."""
+        return f"{self._bridge}/{subscription}/{partitioning}/{index}"
 
     def prepare(
-        self,
-        positions: Mapping[str, Mapping[str, Any] | None],
-        layouts: Mapping[str, Layout],
-        term: int,
-        *,
-        fencing_token: int = 0,
+        self, positions: Mapping[str, Mapping[str, Any] | None], layouts: Mapping[str, Layout], term: int
     ) -> None:
         """
-        Create the partitions of some subscriptions that are missing in their layouts, positioned at each one's token.
+        Create the missing partitions of some handlers in their partitionings, each at the handler's token.
 
-        Their fencing tokens count from the lease's term, which is above all that earlier terms have given. Their own
-        term is the same: so it shows whose they are, and a later term knows what an older one has left. The number
-        of calls does not depend on that of subscriptions.
-
-        Args:
-            fencing_token: the largest of the partitions that this term has removed.
+        Their fencing tokens count from the lease's term, which is above all earlier ones. Their own term is the same.
+        So it names their owner, and a later term recognises partitions of an older one. The number of calls does not
+        depend on the number of handlers.
         """
         if not positions:
             return
-        generations = {name: layouts[name].term for name in positions}
-        present = {doc["_id"] for doc in self._table.find(self._scope(generations), {"_id": 1})}
-        wanted = {
-            self.partition_id(name, generations[name], index): (name, index, token)
+        scope = self._scope({name: layouts[name].term for name in positions})
+        present = {found["_id"] for found in self._table.find(scope, {"_id": 1})}
+        wanted = [
+            each
             for name, token in positions.items()
-            for index in range(layouts[name].partitions)
-        }
-        self._table.write_all(
-            [
-                InsertOne(
-                    {
-                        "_id": partition_id,
-                        "bridge": self._bridge,
-                        "handler": name,
-                        "partitioningTerm": Int64(generations[name]),
-                        "partition": index,
-                        "state": "flowing",
-                        "term": Int64(term),
-                        "fencingToken": Int64(max(term, fencing_token)),
-                        "committed": Int64(0),
-                        **(position_fields(token) if token else {}),
-                    }
-                )
-                for partition_id, (name, index, token) in wanted.items()
-                if partition_id not in present
-            ]
-        )
+            for each in self._build_documents(name, layouts[name], token, term, term)
+        ]
+        self._table.write_all([InsertOne(each) for each in wanted if each["_id"] not in present])
 
-    def take_over(self, generations: Mapping[str, int], term: int) -> list[Image]:
+    def _build_documents(
+        self, name: str, layout: Layout, token: Mapping[str, Any] | None, term: int, fencing_token: int
+    ) -> list[dict[str, Any]]:
+        return [
+            {
+                "_id": self.partition_id(name, layout.term, index),
+                "bridge": self._bridge,
+                "handler": name,
+                "partitioningTerm": Int64(layout.term),
+                "partition": index,
+                "state": "flowing",
+                "term": Int64(term),
+                "fencingToken": Int64(fencing_token),
+                "committed": Int64(0),
+                **(position_fields(token) if token else {}),
+            }
+            for index in range(layout.partitions)
+        ]
+
+    def take_over(self, partitionings: Mapping[str, int], term: int) -> list[Image]:
         """
-        Close the partitions of some subscriptions to all older terms, and commit what is handled.
+        Close partitions of some subscriptions to all older terms, and commit handled runs.
 
-        The number of calls does not depend on that of partitions, unless some are locked by open transactions.
+        The number of calls does not depend on the number of partitions, unless open transactions lock some.
 
         Args:
-            generations: by subscription, that of its layout in force.
+            partitionings: the one in force, by subscription.
 
         Returns:
-            Their images afterwards. One whose term is larger than `term` was not won, one whose term is smaller
-            is locked. See `win`.
+            Their images afterwards. One with a larger term than `term` was not won, and one with a smaller term is
+            locked. See `win`.
         """
-        if not generations:
+        if not partitionings:
             return []
-        scope = self._scope(generations)
+        scope = self._scope(partitionings)
         update_around_locks(self._table, scope, _older(term), _winning(term))
         return self._images(scope)
 
     def win(self, ids: Iterable[str], term: int) -> list[Image]:
         """
-        Take over partitions that were locked, as far as they are free now. Bounded, and waits for none of them.
+        Take over partitions that were locked and are now free. Bounded, without waiting for any of them.
 
         Returns:
-            Their images afterwards, as of `take_over`.
+            Their images afterwards, like `take_over`.
         """
         locked = list(ids)
         update_unlocked(self._table, locked, _older(term), _winning(term), seconds=_WINNING_SECONDS)
         return self.look(locked)
 
     def look(self, ids: Iterable[str], session: ClientSession | None = None) -> list[Image]:
-        """Some partitions, by `_id`. In a causally consistent session, what is read later is no older."""
+        """Return some partitions by `_id`. In a causally consistent session, later reads are not older."""
         return self._images({"_id": {"$in": list(ids)}}, session)
 
     def list_changed(self, seen: Mapping[str, Seen | None], session: ClientSession | None = None) -> list[Image]:
         """
-        Return some partitions, by `_id`, without those that are as they were seen. None matches no earlier state.
+        Return some partitions by `_id`, except those that have not changed since they were seen. None means not seen.
 
-        A heartbeat, a lapse and a pause are no changes here.
+        Heartbeats, lapses and pauses do not count as changes here.
         """
         pairs = list(seen.items())
         parts = [_unlike(dict(pairs[at : at + _COMPARED])) for at in range(0, len(pairs), _COMPARED)]
@@ -241,168 +239,177 @@ class Partitions(StateCollection):
 
     def flush(self) -> None:
         """
-        See to it that the primary's journal has what was written up to now, by a write that finds nothing.
+        Make the primary journal all writes so far, by a write that matches nothing.
 
-        On a set of one member majority reads show a write with w:1 only then. Others replicate it by themselves.
+        On a set of one member, only then do majority reads show a write with w:1. Other sets replicate it anyway.
         """
         self._table.update_unretried({"_id": ""}, {"$set": {"term": Int64(0)}}, JOURNALED)
 
-    def of(self, generations: Mapping[str, int], session: ClientSession | None = None) -> list[Image]:
-        """All partitions of some subscriptions, by name in these generations."""
-        return self._images(self._scope(generations), session) if generations else []
+    def of(self, partitionings: Mapping[str, int], session: ClientSession | None = None) -> list[Image]:
+        """Return all partitions of some subscriptions, by name, in these partitionings."""
+        return self._images(self._scope(partitionings), session) if partitionings else []
 
     def sweep(
-        self, generations: Mapping[str, int], session: ClientSession, known: Mapping[bytes, Image]
+        self, partitionings: Mapping[str, int], session: ClientSession, known: Mapping[bytes, Image]
     ) -> dict[bytes, Image]:
         """
-        Read as `of`, again and again: most partitions are as they were, and have the image that they had.
+        Read the same as `of`, repeatedly. Unchanged partitions keep their image.
 
         Args:
-            known: what this has returned before.
+            known: the last result.
 
         Returns:
-            The images by the bytes of their documents.
+            The images, by the bytes of their documents.
         """
         found: dict[bytes, Image] = {}
-        documents: list[Any] = self._raw.find(self._scope(generations), _SWEPT, session) if generations else []
+        documents: list[Any] = self._raw.find(self._scope(partitionings), _SWEPT, session) if partitionings else []
         for document in documents:
             raw = bytes(document.raw)
             image = known.get(raw)
             found[raw] = build_image(bson.decode(raw, self._types)) if image is None else image
         return found
 
+    def read_traceback(self, partition_id: str) -> str:
+        """Return the traceback of a halted partition's error. Empty if none is stored."""
+        found = self._table.find_one({"_id": partition_id}, {"halted.traceback": 1}) or {}
+        return str((found.get("halted") or {}).get("traceback", ""))
+
     def are_touched(self, subscription: str) -> bool:
-        """Return True if anything was ever claimed, decided or stored in a handler's partitions, old ones included."""
+        """Return True if anything was ever claimed, decided or stored in a handler's partitions, including old ones."""
         marks: list[dict[str, Any]] = [{name: {"$ne": None}} for name in _TRACES]
         traces = [{"committed": {"$gt": 0}}, {"state": {"$ne": "flowing"}}, *marks]
         found = self._table.find_one({"_id": ids_under(f"{self._bridge}/{subscription}"), "$or": traces}, {"_id": 1})
         return found is not None
 
-    def mark_spilled(
+    def mark_stored(
         self, partition_id: str, term: int, to: str, reason: str, session: ClientSession | None = None
     ) -> bool:
         """
-        Record that changes are stored up to a place. It only grows. Repeating it is harmless.
+        Record that changes are stored up to a place. The place only grows. Repeating it is harmless.
 
         Args:
             to: comparable part of the last stored change's token.
-            reason: why they are stored, for people. Kept from the first mark until it is cleared.
+            reason: why they are stored, for people. The first mark's reason is kept until the mark is cleared.
 
         Returns:
-            False when the term is over.
+            False if the term is over.
 
         Raises:
-            PyMongoError: also where an open transaction has locked the partition.
+            PyMongoError: also if an open transaction has locked the partition.
         """
         since = {"since": "$$NOW", "reason": literal(reason)}
-        farthest = {"$max": ["$spilled.to", literal(to)]}  # an answer that was lost may be of a write that comes late
-        change = {"spilled": {"$mergeObjects": [since, "$spilled", {"to": farthest}]}}
+        farthest = {"$max": ["$stored.to", literal(to)]}  # a lost answer may belong to a write that takes effect late
+        change = {"stored": {"$mergeObjects": [since, "$stored", {"to": farthest}]}}
         return update_one_around_lock(self._table, {"_id": partition_id, "term": term}, [{"$set": change}], session)
 
-    def clear_spilled(self, ids: Iterable[str], term: int) -> None:
+    def clear_stored(self, ids: Iterable[str], term: int) -> None:
         """
-        Record where all that is marked as stored is committed, by the server's comparison. Bounded.
+        Clear the marks whose changes are all committed, as the server compares them. Bounded.
 
-        It waits for no partition that is locked: the images say where it is recorded.
+        It does not wait for locked partitions. The images show which marks are cleared.
         """
-        done = {"$gte": ["$resumeToken._data", "$spilled.to"]}
-        condition = {"term": term, "spilled": {"$ne": None}, "$expr": done}
-        change = {"$unset": {"spilled": ""}}
+        done = {"$gte": ["$resumeToken._data", "$stored.to"]}
+        condition = {"term": term, "stored": {"$ne": None}, "$expr": done}
+        change = {"$unset": {"stored": ""}}
         update_unlocked(self._table, list(ids), condition, change, seconds=_WINNING_SECONDS)
 
-    def retire(self, name: str, layout: Layout, token: Mapping[str, Any] | None, term: int) -> int | None:
+    def replace(
+        self, name: str, old: Layout, new: Layout, token: Mapping[str, Any] | None, term: int
+    ) -> Literal["done", "busy", "over"]:
         """
-        Remove the partitions of a handler if they have nothing left to do, all or none of them.
+        Replace the partitions of a handler by another partitioning's, if they have nothing left to do.
 
-        All that they have done lies at or before the watermark, so a take-over can make them anew there. Partitions
-        that an older term has left go, too.
+        One transaction: either the old ones exist or the new ones. The new fencing tokens count from the largest old
+        one. Partitions that an older term has left are also removed. Repeating it is harmless.
 
         Args:
-            token: of the watermark. None where nothing was ever stored.
+            token: the resume token of the watermark, where the new ones begin. None if nothing was ever stored.
 
         Returns:
-            The largest fencing token that they have given; 0 where they are gone already. None where one has anything
-            left to do, is blocked, has gone beyond the watermark, or is another term's.
+            `busy` if an old one has work left, is blocked, is beyond the watermark, or belongs to another term. `over`
+            if the term has ended.
         """
-        mine = self._scope({name: layout.term})
-        drained = {**mine, "term": term, **_match_drained(token["_data"] if token else "")}
+        scope = self._scope({name: old.term})
+        drained = {**scope, "term": term, **_match_drained(token["_data"] if token else "")}
         left = {"_id": ids_under(f"{self._bridge}/{name}"), "term": {"$lte": term}}
         collection = self._table.collection
+        handler, change = {"_id": f"{self._bridge}/{name}", "term": term}, {"partitioning": new.document()}
 
-        def remove(session: ClientSession) -> int | None:
-            fences = [int(each["fencingToken"]) for each in collection.find(mine, {"fencingToken": 1}, session=session)]
-            if fences and collection.count_documents(drained, session=session) != layout.partitions:
+        def switch(session: ClientSession) -> Literal["done", "busy", "over"]:
+            found = collection.database["handlers"].find_one_and_update(handler, {"$set": change}, session=session)
+            if found is not None and found["partitioning"]["term"] == new.term:
+                return "done"
+            if found is None or collection.count_documents(drained, session=session) != old.partitions:
                 session.abort_transaction()
-                return None
+                return "over" if found is None else "busy"
+            given = collection.find_one(scope, {"fencingToken": 1}, sort=[("fencingToken", -1)], session=session)
+            first = max(term, int(given["fencingToken"]) if given else 0)
             collection.delete_many(left, session=session)
-            return max(fences, default=0)
+            collection.insert_many(self._build_documents(name, new, token, term, first), session=session)
+            return "done"
 
         with self._table.session() as session:
-            return session.with_transaction(remove)
+            return session.with_transaction(switch)
 
-    def collect_parked_hashes(
-        self, subscription: str, generation: int, session: ClientSession | None = None
-    ) -> frozenset[int]:
-        """Return the hashes of the keys that are parked in a partitioning, from 0 to 2^64 - 1."""
-        scope = {**self._scope({subscription: generation}), "parkedKeys": {"$ne": None}}
-        found = self._table.find(scope, {"parkedKeys.hash": 1}, session=session)
+    def collect_parked_hashes(self, subscription: str, partitioning: int) -> frozenset[int]:
+        """Return the hashes of a partitioning's parked keys, from 0 to 2^64 - 1."""
+        scope = {**self._scope({subscription: partitioning}), "parkedKeys": {"$ne": None}}
+        found = self._table.find(scope, {"parkedKeys.hash": 1})
         return frozenset().union(*map(collect_parked_hashes, found))
 
     def largest_term(self) -> int:
-        """The largest term of any partition of the bridge, in whatever partitioning; 0 where there is none."""
+        """Return the largest term of the bridge's partitions, in any partitioning. 0 if there is none."""
         found = self._table.find_one({"_id": ids_under(self._bridge)}, {"term": 1}, sort=[("term", -1)])
         return int(found["term"]) if found else 0
 
-    def pause(self, image: Image, generation: int) -> bool:
-        """Let no new claim begin. What runs may finish."""
-        return self._command(image, generation, {"state": "paused"}, "flowing")
+    def pause(self, image: Image) -> bool:
+        """Let no new claim begin. Running executions may finish."""
+        return self._command(image, {"state": "paused"}, "flowing")
 
-    def resume(self, image: Image, generation: int) -> bool:
-        """Let a paused partition flow again."""
-        return self._command(image, generation, {"state": "flowing"}, "paused")
+    def resume(self, image: Image) -> bool:
+        """Let a paused partition continue."""
+        return self._command(image, {"state": "flowing"}, "paused")
 
-    def retry(self, image: Image, generation: int) -> bool:
-        """Run the first change of a halted or parked partition again at once, with its counts at zero."""
-        passed_over = (image.retry or {}).get("passedOver")  # the names of those for which it stands stay with it
+    def retry(self, image: Image) -> bool:
+        """Run the first change of a halted or parked partition again immediately, with its counts at zero."""
+        passed_over = (image.retry or {}).get("passedOver")  # it keeps the names of the changes that it replaces
         retry = REMOVED if passed_over is None else literal({"passedOver": passed_over})
         change = {**_UNTRIED, "state": "flowing", "retry": retry}
-        return self._command(image, generation, change, image.state)
+        return self._command(image, change, image.state)
 
-    def forget_attempts(self, subscription: str, generation: int) -> None:
-        """Forget what is counted of changes that are given up, in all partitions of a handler."""
+    def forget_attempts(self, subscription: str, partitioning: int) -> None:
+        """Forget the counts of abandoned changes, in all partitions of a handler."""
         with self._table.limit():
-            self._table.collection.update_many(*build_attempt_reset(f"{self._bridge}/{subscription}/{generation}"))
+            self._table.collection.update_many(*build_attempt_reset(f"{self._bridge}/{subscription}/{partitioning}"))
 
-    def mark_head(self, image: Image, generation: int) -> bool:
+    def mark_head(self, image: Image) -> bool:
         """
-        Let the mark reach the change at which a partition has halted. It must be stored.
+        Extend the mark to the change at which a partition halted. The change must be stored.
 
-        No term guards it, as none guards what an operator does: a mark promises nothing of what lies between, and what
-        it reaches is not committed while the guard holds.
+        No term guards it, as with all operator commands. A mark promises nothing about changes before it, and its last
+        change is not committed while the guard matches.
         """
         assert image.head is not None, "only a halted partition knows its head"
-        guard = self._guard(image, generation, "halted")
-        to = {"$max": ["$spilled.to", literal(image.head["resumeToken"]["_data"])]}
+        guard = self._guard(image, "halted")
+        to = {"$max": ["$stored.to", literal(image.head["resumeToken"]["_data"])]}
         since = {"since": "$$NOW", "reason": "halted"}
-        return self._table.update(guard, [{"$set": {"spilled": {"$mergeObjects": [since, "$spilled", {"to": to}]}}}])
+        return self._table.update(guard, [{"$set": {"stored": {"$mergeObjects": [since, "$stored", {"to": to}]}}}])
 
-    def discard(self, image: Image, generation: int) -> bool:
-        """Pass over the change at which a partition halted. Nothing of it is kept."""
-        return self._command(image, generation, _build_skip(image), "halted")
+    def discard(self, image: Image) -> bool:
+        """Pass over the change at which a partition halted, without storing it."""
+        return self._command(image, _build_skip(image), "halted")
 
-    def set_aside(
-        self, image: Image, generation: int, dead_letter: Mapping[str, Any], letters: Collection[dict[str, Any]]
-    ) -> bool:
+    def set_aside(self, image: Image, dead_letter: Mapping[str, Any], letters: Collection[dict[str, Any]]) -> bool:
         """
         Pass over the change at which a partition halted and store its dead letter, both or neither.
 
-        The fencing tokens behind the one that was seen are left to its replays. A change of a parked key waits behind
-        the others of that.
+        Its replays use the fencing tokens after the one that was read. A change of a parked key waits after the key's
+        other changes.
 
         Args:
-            letters: where it is stored.
+            letters: the collection for it.
         """
-        guard, change = self._guard(image, generation, "halted"), _build_skip(image)
+        guard, change = self._guard(image, "halted"), _build_skip(image)
         change["fencingToken"] = {"$max": [Int64(image.fencing_token + REPLAYS_MAX), next_number("fencingToken")]}
 
         def both(session: ClientSession) -> bool:
@@ -419,24 +426,24 @@ class Partitions(StateCollection):
         with self._table.session() as session:
             return session.with_transaction(both)
 
-    def _guard(self, image: Image, generation: int, state: str) -> dict[str, Any]:
+    def _guard(self, image: Image, state: str) -> dict[str, Any]:
         return {
-            "_id": self.partition_id(image.subscription, generation, image.index),
+            "_id": image.id,
             "committed": image.committed,
             "fencingToken": image.fencing_token,
             "state": state,
             "handled": None,
         }
 
-    def _command(self, image: Image, generation: int, change: Mapping[str, Any], state: str) -> bool:
-        guard = self._guard(image, generation, state)
-        if "fencingToken" not in change:  # pausing leaves a running execution alone, whatever its token
+    def _command(self, image: Image, change: Mapping[str, Any], state: str) -> bool:
+        guard = self._guard(image, state)
+        if "fencingToken" not in change:  # pausing does not affect a running execution, whatever its token
             del guard["fencingToken"], guard["committed"], guard["handled"]
         return self._table.update(guard, [{"$set": dict(change)}])
 
-    def _scope(self, generations: Mapping[str, int]) -> dict[str, Any]:
+    def _scope(self, partitionings: Mapping[str, int]) -> dict[str, Any]:
         return {
-            "$or": [{"_id": ids_under(f"{self._bridge}/{name}/{number}")} for name, number in generations.items()],
+            "$or": [{"_id": ids_under(f"{self._bridge}/{name}/{number}")} for name, number in partitionings.items()],
         }
 
     def _images(self, query: Mapping[str, Any], session: ClientSession | None = None) -> list[Image]:
@@ -445,15 +452,15 @@ class Partitions(StateCollection):
 
 def build_attempt_reset(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """
-    Return guard and update that forget attempts at changes that are given up, so that the next ones are not charged.
+    Return guard and update that forget attempts at abandoned changes, so that later changes do not inherit them.
 
-    A partition keeps its counts while its first change is stored, runs, or is halted.
+    A partition keeps its counts while its first change is stored, running or halted.
 
     Args:
         prefix: of the partitions' ids.
     """
     is_free = {"$lte": [{"$ifNull": ["$claim.until", "$$NOW"]}, "$$NOW"]}
-    is_given_up = {"$lte": [{"$ifNull": ["$spilled.to", ""]}, {"$ifNull": ["$resumeToken._data", ""]}]}
+    is_given_up = {"$lte": [{"$ifNull": ["$stored.to", ""]}, {"$ifNull": ["$resumeToken._data", ""]}]}
     is_counted = {"$or": [{"$gt": [f"${name}", least]} for name, least in _COUNTED.items()]}
     guard = {
         "_id": ids_under(prefix),
@@ -466,7 +473,7 @@ def build_attempt_reset(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any
 
 
 def visible_state(image: Image) -> str:
-    """Return the state of a partition as people see it: a flowing one may wait for MongoDB, the broker or its retry."""
+    """Return the state of a partition for people. A flowing one may wait for MongoDB, the broker or its retry."""
     if image.state != "flowing":
         return image.state
     if image.waiting is not None and not image.live and image.handled is None:
@@ -475,12 +482,12 @@ def visible_state(image: Image) -> str:
 
 
 def is_mostly_blocked(images: Sequence[Image]) -> bool:
-    """Return True if so few of a handler's partitions flow that a wait for all of them would be long."""
+    """Return True if so few of a handler's partitions flow that waiting for all would take long."""
     return sum(visible_state(image) == "flowing" for image in images) * _FLOWING_SHARE < len(images)
 
 
 def build_image(document: Mapping[str, Any]) -> Image:
-    """An image from a document that was read with the verdicts."""
+    """Return an image from a document that was read with the verdicts."""
     token, retry = document.get("resumeToken"), _current_retry(document) if "retry" in document else None
     is_gone = retry is None and "retry" in document
     retries = retry or {}
@@ -500,35 +507,37 @@ def build_image(document: Mapping[str, Any]) -> Image:
         retries=retries.get("count", 0),
         crashes=retries.get("crashes", 0),
         error=retries.get("error"),
-        single=0 if is_gone else document.get("single", 0),
+        one_by_one_until=0 if is_gone else document.get("oneByOneUntil", 0),
         head=document.get("halted"),
         waiting=retries.get("waiting"),
-        spilled=document.get("spilled"),
+        stored=document.get("stored"),
         retry=retry,
         ran=document.get("lastRun"),
         read_at=document.get("readAt"),
         parked_keys=document.get("parkedCount") or 0,
+        id=document["_id"],
+        partitioning=int(document["partitioningTerm"]),
     )
 
 
 def _current_retry(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """
-    Return the counts of the first change, if that is still the same.
+    Return the counts of the first change, if it is still the same.
 
-    An existing document that an older term has read comes again as another one, unless it is stored. One at which the
-    partition has halted is there as its head.
+    An existing document that an older term read returns as another change, unless it is stored. If the partition halted
+    at it, the head contains it.
     """
     retry: Mapping[str, Any] | None = document.get("retry")
-    data = (retry or {}).get("of")
+    data = (retry or {}).get("row")
     term = extract_term(data) if isinstance(data, str) else None
     if term is None or term >= document["term"] or "halted" in document:
         return retry
-    marked = (document.get("spilled") or {}).get("to", "")
+    marked = (document.get("stored") or {}).get("to", "")
     return retry if marked >= data else None
 
 
 def _build_skip(image: Image) -> dict[str, Any]:
-    """Return the fields that skip the change at which a partition is halted."""
+    """Return the fields that skip the change at which a partition halted."""
     assert image.head is not None, "only a halted partition knows its head"
     return {
         "state": "flowing",
@@ -539,19 +548,19 @@ def _build_skip(image: Image) -> dict[str, Any]:
 
 
 def _match_drained(data: str) -> dict[str, Any]:
-    """Match partitions that flow, with nothing under way, stored, parked, or done after a place."""
+    """Match flowing partitions with nothing in progress, stored, parked, or done after a place."""
     own = {"$ifNull": ["$resumeToken._data", ""]}
     conditions = [
-        {"$lte": ["$claim.until", "$$NOW"]},  # also where there is no claim
+        {"$lte": ["$claim.until", "$$NOW"]},  # also matches without a claim
         {"$lte": [own, literal(data)]},
-        {"$lte": [{"$ifNull": ["$spilled.to", ""]}, own]},
+        {"$lte": [{"$ifNull": ["$stored.to", ""]}, own]},
     ]
     unparked: dict[str, Any] = {"$in": [None, []]}
     return {"state": "flowing", "handled": None, "parkedKeys": unparked, "$expr": {"$and": conditions}}
 
 
 def _unlike(seen: Mapping[str, Seen | None]) -> dict[str, Any]:
-    """Matches some partitions, but for those that are as they were seen."""
+    """Return a filter for some partitions, except those that have not changed since they were seen."""
     alike: dict[Seen, list[str]] = {}
     for partition_id, each in seen.items():
         if each is not None:
@@ -570,7 +579,7 @@ def _older(term: int) -> dict[str, Any]:
 
 
 def _winning(term: int) -> list[dict[str, Any]]:
-    """The update of a take-over: my term, and the commit of what is handled."""
+    """Return the update of a take-over: the new term, and the commit of handled runs."""
     handled = {"$gt": ["$handled", None]}
     change: dict[str, Any] = {"term": Int64(term)}
     for name, value in COMMIT.items():
@@ -580,31 +589,31 @@ def _winning(term: int) -> list[dict[str, Any]]:
 
 def build_move(term: int, token: Mapping[str, Any], *, forward: bool, only: str | None = None) -> list[dict[str, Any]]:
     """
-    The update by which a person sends partitions to a place: a take-over, and then, behind the place, the way back.
+    Return an operator's update that moves partitions to a place: a take-over, and after the place the way back.
 
-    What stood there is over, and whoever runs is refused. A pause is kept. A mark that was reached goes: what it stood
-    for may be removed, and nobody stores it again.
+    The current work ends, and running executions are refused. A pause is kept. A mark that was reached is removed,
+    because its changes may be removed and nobody stores them again.
 
-    On the way back this is over, too, where nothing was ever committed: a change that is halted, running or retrying
-    there is read again, and is judged by the present code.
+    On the way back, current work also ends if nothing was ever committed. A change that is halted, running or retrying
+    there is read again, and the present code judges it.
 
     Args:
         term: of the move.
         token: of the place.
-        forward: whether those are moved that stand before the place, not behind it.
-        only: `_id` of the only one that is moved. None for all.
+        forward: True to move partitions before the place, False for those after it.
+        only: `_id` of the only partition to move. None for all.
     """
     own, data = {"$ifNull": ["$resumeToken._data", ""]}, literal(token["_data"])
     moves: dict[str, Any] = {"$lt" if forward else "$gt": [own, data]}
     if only is not None:
         moves = {"$and": [{"$eq": ["$_id", literal(only)]}, moves]}
-    reached = {"$lte": ["$spilled.to", data if forward else own]}  # also where there is no mark
+    reached = {"$lte": ["$stored.to", data if forward else own]}  # also matches without a mark
     ends = moves if forward else {"$or": [moves, {"$eq": [own, ""]}]}
-    is_again = not forward and only is None  # all that these have handled behind the place is handled again
+    is_again = not forward and only is None  # all changes that they have handled after the place are handled again
     place = {
         **({"rewound": {"$cond": [moves, Int64(term), "$rewound"]}} if is_again else {}),
         **{name: {"$cond": [moves, literal(value), f"${name}"]} for name, value in position_fields(token).items()},
-        "spilled": {"$cond": [{"$and": [moves, reached]}, REMOVED, "$spilled"]},
+        "stored": {"$cond": [{"$and": [moves, reached]}, REMOVED, "$stored"]},
     }
     over = {**_UNTRIED, "state": {"$cond": [{"$eq": ["$state", "paused"]}, "paused", "flowing"]}}
     over = {name: {"$cond": [ends, value, f"${name}"]} for name, value in over.items()}

@@ -1,29 +1,29 @@
 """
-Positions that a person moves: a subscription is sent back or forward, or over history that it has lost.
+Positions that a person moves: back, forward, or past lost history.
 
-A rewind (`move`) is a term of its own: it takes the lease's next term while nobody leads, and writes that term
-into what it moves. So no listener of before moves anything back, no message of before is claimed, and an execution of
-before is refused by its fencing token. `pass_gap` takes no term, since a listener may lead meanwhile. The audit record
-of a move is stored in its transaction.
+A rewind (`move`) has its own term. It takes the lease's next term while no listener leads, and writes that term into
+everything that it moves. So no earlier listener can undo it, no earlier message is claimed, and an earlier execution is
+refused by its fencing token. `pass_gap` takes no term, because a listener may lead meanwhile. The transaction of a move
+includes its audit record.
 
-A rewind is one transaction, so it is killed at no point between. Its rules were found by a search of schedules
-(`tests/property/spill_faults.py`, `snapshot_faults.py`), which has each of them as a broken variant:
+A rewind is one transaction, so a kill leaves no intermediate state. A search of schedules found its rules
+(`tests/property/spill_faults.py`, `snapshot_faults.py`). It has a broken variant for each of them:
 
-1. Backwards, a position becomes the smaller of place and own position, of the partitions and of the watermark. What
-   lies before the place stays where it is. Two writes instead of one transaction lose changes, in whichever order.
-2. What stood behind the place is over in the partitions that go back: halted head, waiting retry, claim, replay. With
-   its head left, `skip` would pass over everything between. So it is where nothing was ever committed: the change that
-   is halted there is read again.
-3. Stored changes stay, and so does a mark that lies ahead: what is read again is stored again, under the new term. A
-   mark that was reached goes, since what it stood for may be removed.
+1. Backwards, partitions and watermark move to the smaller of the place and their own position. Positions before the
+   place do not move. With two writes instead of a transaction, either order loses changes.
+2. In partitions that go back, work after the place ends: halted head, waiting retry, claim, replay. If the head stayed,
+   `skip` would pass over everything in between. The same applies if nothing was ever committed: the change that is
+   halted there is read again.
+3. Stored changes stay, and so does a mark ahead: changes that are read again are stored again, under the new term. A
+   mark that was reached is removed, because its changes may be removed.
 4. The number of the last change is kept, so that numbers of changes never repeat.
-5. The watermark names no token that opens a stream: it is opened at the place's time, and what is not behind it is left
-   out.
+5. The watermark contains no token that opens a stream. The stream opens at the place's time, and changes before the
+   place are skipped.
 
-`forget` removes everything that is stored of a handler that is gone from the code. One transaction removes what is in
-force, the handler's document and what is small. From then on nobody runs the rest, and it is removed a little at a time
-(`remove`). What is removed so is bound by the term of the lease at that moment: a handler that comes back meanwhile, in
-a later term, keeps what it has begun. Killed at any point it is repeated.
+`forget` removes all state of a deleted handler. One transaction removes its current partitions, its document and all
+small parts. From then on nobody runs the rest, which is removed step by step (`remove`). Removal is limited to terms up
+to the lease's at that moment: a handler that returns in a later term keeps its new state. If it is killed at any point,
+repeat it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _SECONDS = 15.0
 _COUNT_SECONDS = 30.0
 _AT_ONCE = 100
 _SMALL = ("partitions", "snapshots")
-"""Collections of which a handler has so little that it goes in one transaction."""
+"""Collections whose documents of one handler fit into one transaction."""
 
 _GAPS_KEPT = 20
 
@@ -65,20 +65,20 @@ class Move:
     A move of a handler to a place.
 
     Attributes:
-        token: the place. It compares, and opens no stream.
+        token: the place. It sorts among tokens, but opens no stream.
         time: its cluster time.
-        forward: whether partitions that stand before the place are sent there. Else those that stand behind it.
-        generation: of the layout, as it was seen.
-        term: of the lease, as it was seen.
+        forward: True to move partitions before the place, False for those after it.
+        partitioning: its term, as read.
+        term: the lease's, as read.
         partition: only this one. None for all.
-        since: forward, from when on something is passed over, where that lies before the watermark.
+        since: start of the part that a forward move skips, if it is before the watermark.
     """
 
     subscription: str
     token: Mapping[str, Any]
     time: Timestamp
     forward: bool
-    generation: int
+    partitioning: int
     term: int
     partition: int | None = None
     since: Timestamp | None = None
@@ -90,8 +90,8 @@ class Moved:
     The effect of a move.
 
     Attributes:
-        partitions: indexes of those that were sent somewhere.
-        withdrawn: how many replays that were asked for are so no longer.
+        partitions: indexes of the moved ones.
+        withdrawn: number of withdrawn replay requests.
     """
 
     partitions: Sequence[int] = field(default=())
@@ -101,12 +101,12 @@ class Moved:
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """
-    Numbers of the documents that are stored under a name.
+    Numbers of documents stored under a name.
 
     Attributes:
         stored: documents of stored changes.
         letters: dead letters.
-        replays: how many of these are to be replayed.
+        replays: number of these with a requested replay.
     """
 
     partitions: int
@@ -138,27 +138,28 @@ class Positions:
 
     def move(self, to: Move, record: Mapping[str, Any]) -> Moved | None:
         """
-        Send a subscription somewhere, all of it or nothing.
+        Move a subscription, completely or not at all.
 
         Args:
-            record: its audit record, to which the effect in numbers is added.
+            record: its audit record, which also gets the effect in numbers.
 
         Returns:
-            None where somebody leads, or has led since it was seen, or the layout is another one: nothing is changed.
+            None if a listener leads, has led since the lease was read, or the partitioning differs. Then nothing
+            changes.
 
         Raises:
-            PyMongoError: as of a transaction. Where a partition is locked, it satisfies `is_lock`.
+            PyMongoError: from the transaction. If a partition is locked, it satisfies `is_lock`.
         """
         subscription = f"{self._bridge}/{to.subscription}"
 
         def write(session: ClientSession) -> Moved | None:
             term = self.take_term(session, seen=to.term)
-            guard = {"_id": subscription, "partitioning.term": to.generation}
+            guard = {"_id": subscription, "partitioning.term": to.partitioning}
             stages = _build_handler_move(to, Int64(term or 0))
             if term is None or not self._update("handlers", guard, stages, session):
                 session.abort_transaction()
                 return None
-            moved = self._move_partitions(f"{subscription}/{to.generation}", to, term, session)
+            moved = self._move_partitions(f"{subscription}/{to.partitioning}", to, term, session)
             effect = {**record["effect"], "partitions": len(moved.partitions), "withdrawn": moved.withdrawn}
             self._audit.add({**record, "effect": effect}, session)
             return moved
@@ -169,18 +170,18 @@ class Positions:
         self, subscription: str, lost: Mapping[str, Any], start: Timestamp, policy: str, record: Mapping[str, Any]
     ) -> bool:
         """
-        Move a subscription over the history that it has lost, all of it or nothing.
+        Move a subscription past lost history, completely or not at all.
 
-        A listener may lead meanwhile: it stores nothing of a subscription that stands still, and reads its position
-        again. So this is the one move without a term of its own, which would have the leader drop what it has buffered.
+        A listener may lead meanwhile: it stores nothing of a blocked subscription, and reads its position again. So
+        this is the only move without its own term, which would make the leader drop its buffer.
 
         Args:
-            lost: as it was seen.
-            start: where it continues.
+            lost: the lost history, as read.
+            start: the place to continue from.
             record: its audit record.
 
         Returns:
-            False where it does not stand there any more: nothing is changed.
+            False if its position has changed. Then nothing changes.
         """
         subscription_id = f"{self._bridge}/{subscription}"
 
@@ -213,7 +214,7 @@ class Positions:
         ]
         interrupted = [claim["replay"] for claim in claims if claim.get("replay")]
         withdrawn = 0 if to.forward or not indexes else self._withdraw(to, indexes, session)
-        # What was interrupted has not crashed.
+        # An interrupted run has not crashed.
         interrupted_ones = {"_id": {"$in": interrupted}, "replay.state": STARTED}
         again = {"$set": {"replay.state": REQUESTED}, "$unset": {"replay.fencingToken": ""}}
         self._database["dead_letters"].update_many(interrupted_ones, again, session=session)
@@ -221,21 +222,21 @@ class Positions:
 
     def _withdraw(self, to: Move, indexes: Sequence[int], session: ClientSession) -> int:
         """
-        Forget the replays of what lies behind a place, in partitions that go back. How many they are.
+        Forget the replays after a place, in partitions that go back. Return their number.
 
-        Those of existing documents, too: they would run before the changes that are in front of them.
+        This includes replays of existing documents, which would run before earlier changes.
         """
-        theirs = {"replay.partitioningTerm": to.generation, "replay.partition": {"$in": list(indexes)}}
+        theirs = {"replay.partitioningTerm": to.partitioning, "replay.partition": {"$in": list(indexes)}}
         late = build_later_query(self._bridge, to.subscription, str(to.token["_data"]))
         over = self._database["dead_letters"].update_many(
             {"$and": [ASKED, theirs, late]}, {"$unset": {"replay": ""}}, session=session
         )
         return over.modified_count
 
-    # -- a handler that is gone from the code ------------------------------------------------------
+    # -- a deleted handler ---------------------------------------------------------------------------
 
     def holdings(self, name: str) -> Holdings:
-        """Count the documents that are stored under a name, in force or not."""
+        """Count all documents stored under a name, in force or not."""
         with pymongo.timeout(_COUNT_SECONDS):
             counts = [
                 self._database[each].count_documents({"_id": self._ids(name)})
@@ -247,11 +248,11 @@ class Positions:
 
     def forget(self, name: str, record: Mapping[str, Any]) -> int | None:
         """
-        Remove a subscription and its partitions. What is left (`remove`) is in force for nobody then.
+        Remove a subscription and its partitions. The rest (`remove`) is then in force for no handler.
 
         Returns:
-            The lease's term: all that has a smaller one is over. None where the listener that leads serves it:
-            nothing is changed.
+            The lease's term: everything with a smaller one is over. None if the leading listener serves the
+            subscription. Then nothing changes.
         """
 
         def remove(session: ClientSession) -> int | None:
@@ -271,7 +272,7 @@ class Positions:
             asked = {**ASKED, "_id": self._ids(name)}
             self._database["dead_letters"].update_many(asked, {"$unset": {"replay": ""}}, session=session)
             if subscriptions.find_one({"_id": ids_under(self._bridge)}, {"_id": 1}, session=session) is None:
-                again = {"$unset": {"startAtOperationTime": ""}}  # a bridge without positions starts for the first time
+                again = {"$unset": {"startAtOperationTime": ""}}  # without positions a bridge starts anew
                 self._database["leases"].update_one({"_id": self._bridge}, again, session=session)
             self._audit.add(record, session)
             return int(lease["term"])
@@ -280,12 +281,12 @@ class Positions:
 
     def remove(self, name: str, term: int, *, letters: bool) -> Iterator[int]:
         """
-        Remove what is left under a name that no subscription has, a little at a time. How much each time.
+        Remove the rest of a name without a subscription, step by step. Yield the number of each step.
 
         Args:
-            term: of the lease when it was given up. What a later term has stored or set aside is left alone:
-                somebody has begun anew with the name.
-            letters: whether the dead letters go, too.
+            term: the lease's when the name was given up. Documents of later terms are kept, because the name is in use
+                again.
+            letters: True to also remove the dead letters.
         """
         for each in ["backlog", "dead_letters"] if letters else ["backlog"]:
             yield from self._remove(self._database[each], self._ids(name), term)
@@ -308,15 +309,15 @@ class Positions:
 
     def take_term(self, session: ClientSession, *, seen: int) -> int | None:
         """
-        Take the lease's next term, which is above every other, for the transaction of this session.
+        Take the lease's next term, which is above all others, in this session's transaction.
 
-        Who leads, or begins to lead meanwhile, is in conflict with it.
+        It conflicts with a leader, even one that begins meanwhile.
 
         Args:
             seen: the term that the lease must have.
 
         Returns:
-            None where somebody leads, or has led since.
+            None if a listener leads, or has led since.
         """
         above = self._largest_term(session)
         guard = {"_id": self._bridge, "term": seen, "$expr": {"$lte": ["$expiresAt", "$$NOW"]}}
@@ -339,27 +340,27 @@ class Positions:
             terms.append(int(found["term"]) if found else 0)
         return max(terms)
 
-    # -- inside ------------------------------------------------------------------------------------
+    # -- internals -----------------------------------------------------------------------------------
 
     def _update(self, name: str, guard: Mapping[str, Any], change: Any, session: ClientSession) -> bool:
         return bool(self._database[name].update_one(guard, change, session=session).matched_count)
 
     def run_transaction(self, body: Callable[[ClientSession], T]) -> T:
-        """Run a transaction of the state, repeated for a bounded time."""
+        """Run a transaction on the state, repeated for a bounded time."""
         with pymongo.timeout(_SECONDS), open_session(self._database.client) as session:
             return session.with_transaction(body)
 
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:
-    """Return True if a move changes the position of a partition. A handled run counts as committed."""
+    """Return True if a move changes a partition's position. A handled run counts as committed."""
     token = (partition.get("handled") or {}).get("resumeToken") or partition.get("resumeToken")
     own = str(token["_data"]) if token else ""
     return own < data if forward else own > data
 
 
 def _build_handler_move(to: Move, term: Int64) -> list[dict[str, Any]]:
-    """The stages that move a subscription's watermark, and, where it goes back, its pinned start."""
-    # Without a token it stands at a time: what is read from there on has that time or a later one.
+    """Return the stages that move a subscription's watermark and, if it goes back, its pinned start."""
+    # Without a token the position is a time: later changes have that time or a later one.
     own = {"$max": ["$startAtOperationTime", "$clusterTime"]}
     has_token = {"$gt": ["$resumeToken", None]}
     data = literal(to.token["_data"])
@@ -368,11 +369,11 @@ def _build_handler_move(to: Move, term: Int64) -> list[dict[str, Any]]:
         "$cond": [has_token, {comparison: ["$resumeToken._data", data]}, {comparison: [own, to.time]}],
     }
     if to.forward and to.partition is not None:
-        moves = False  # the others have not done what this one passes over
+        moves = False  # the other partitions have not done the skipped changes
     place: dict[str, Any] = {name: literal(value) for name, value in watermark_fields(to.token, to.time).items()}
     place["fingerprint"] = REMOVED
     if to.forward:
-        # The watermark has passed what is stored, and not handled.
+        # The watermark is after changes that are stored but not handled.
         gap = {"from": {"$min": [own, to.since]}, "until": to.time, "policy": "now", "at": "$$NOW"}
         place["gaps"] = {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
     else:

@@ -1,57 +1,53 @@
 """
-Replays of dead letters, and what each attempt leaves.
+Replays of dead letters, and the outcome of each attempt.
 
-A request is the sub-document `replay` of its dead letter, found by a partial index: the listener reads all of them
-every second. It is there from the command until the dead letter is gone or has failed again::
+A request is the sub-document `replay` of its dead letter. The listener reads all requests every second, by a partial
+index. It exists from the command until the dead letter is removed or has failed again::
 
                   start (claim, replays + 1)               success: the dead letter is removed, and its request with it
     requested ---------------------------------> started ---------------------------------------->
        ^                                          |  |  |
-       |<--- later (a retry, infrastructure) -----+  |  +--- failed: the dead letter has the new error; the listener
-       |<--- started again after a lapse: crash + 1 -+       withdraws the requests after it, and then this one
+       |<--- later (a retry, infrastructure) -----+  |  +--- failed: the dead letter has the new error; its request
+       |<--- started again after a lapse: crash + 1 -+       goes, with those after it of its key
 
-1. A replay runs under a claim of the partition to which its key belongs now, as a change does: nothing else of that
-   partition runs meanwhile, and each start has its own fencing token. Its outcome is written in one transaction with
-   the end of that claim, so one that was replaced writes none.
-2. The claim counts on no change: it is marked as one whose lapse is charged to nobody, and what the first change of
-   the partition has counted is left alone. What is counted of the dead letter stands in the request.
-3. The fencing token for targets is not the claim's. It is the next of those that were kept free after the attempts of
-   the change (see `dead_letters`), in the layout of that time: so a target refuses an older attempt of the same dead
-   letter, and refuses the dead letter where a change has written that was handled after it was set aside. With the
-   claim's own, which is the newest of all, older data would go over newer, and no token would see it. `over_newer`
-   asks for that.
-4. `replays`, the number of starts, is in the message: of two messages of one attempt only the first is taken. A start
-   is one write of the dead letter, before the handler begins. So its number is never used again, also where the
-   process ends right after it, or the request is withdrawn. A change that is set aside once more counts as a start: a
-   message for its earlier place is not taken, and the listener sends another in its turn.
+1. A replay runs under a claim of its key's current partition, like a change: nothing else in that partition runs
+   meanwhile, and each start has its own fencing token. Its outcome and the end of that claim are one transaction, so a
+   replaced claim writes no outcome.
+2. The claim counts for no change: its lapse is not counted, and the counts of the partition's first change do not
+   change. The request has the counts of the dead letter.
+3. Targets do not see the claim's fencing token, but the next of those that were reserved after the change's attempts
+   (see `dead_letters`), in the partitioning of that time. So a target refuses an older attempt of the same dead letter,
+   and refuses the dead letter if a later change has written. The claim's token is the newest of all: with it, older
+   data would overwrite newer data unnoticed. `over_newer` requests that.
+4. The message contains `replays`, the number of starts: of two messages of one attempt, only the first is accepted. A
+   start is one write of the dead letter, before the handler begins. So its number is never used again, even if the
+   process ends right after it, or the request is withdrawn. A change that becomes a dead letter again counts as a
+   start. So a message for its earlier place is not accepted, and the listener sends another in turn.
+A chain of replays releases a parked key. Its dead letters (those with its hash in `parked`) are replayed in stream
+order, from the first one:
 
-A parked key is released by a chain of replays. Its dead letters (those with its hash in `parked`) are replayed from the
-first one on, in the order of the stream:
-
-5. A start finds that its dead letter is the first that waits for its key. Else the first one is asked for in its place.
-   It is looked for under the claim: nobody can set a change aside meanwhile. But one may be discarded meanwhile, so the
-   transaction that asks for the first one looks again.
-6. A replay or a discarding that removes a dead letter asks for the next one in the same transaction. A change that
-   comes in meanwhile is set aside after it, so it is next at some time.
-7. Where none is next, the same transaction takes the hash out of `parkedKeys`. Setting a change aside for a parked key
-   writes that document too, on the condition that the hash is there: so either the change is found as the next one,
-   or it is not set aside, and runs.
-8. Each transaction that removes a dead letter of a parked key writes that document (`removed`). Two that remove the
-   last two at once would each leave the hash to the other.
-9. Each asking has an id of its own (`replay.id`), also where it was asked for before. A listener withdraws only
-   what it has read: one that is late would take away what was asked for since, and nobody would ask again.
-10. A dead letter that does not wait for a parked key, and would have a newer token than those that do, fails at its
-    start while the key is parked: after it targets would refuse the release.
+5. A start checks that its dead letter is the first that waits for its key. Otherwise it requests the first one instead.
+   It checks under the claim, so no change can become a dead letter meanwhile. But one may be discarded meanwhile, so
+   the transaction that requests the first one checks again.
+6. A replay or discard that removes a dead letter requests the next one in the same transaction. A change that arrives
+   meanwhile becomes a dead letter after it, so its turn comes.
+7. If there is no next one, the same transaction removes the hash from `parkedKeys`. A change that becomes a dead letter
+   for a parked key also writes that document, on condition that the hash exists. So either it is found as the next one,
+   or it is not moved and runs.
+8. Each transaction that removes a dead letter of a parked key writes that document (`removed`). Otherwise two that
+   remove the last two at the same time would each leave the hash to the other.
+9. A failure withdraws the later requests of its key in the same transaction. Otherwise they would run before it.
+10. A dead letter that does not wait for a parked key, and has a newer token than those that do, fails at its start
+    while the key is parked. After it, targets would refuse the release.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from bson import ObjectId
 from bson.int64 import Int64
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
@@ -62,12 +58,11 @@ from mongo_celery.bridge.state.dead_letters import (
     ASKED,
     PARKED,
     PARKED_BEHIND,
-    REPLAY_FAILED,
     REPLAY_FIELDS,
     REQUESTED,
     STARTED,
+    DeadChange,
     DeadLetters,
-    Letter,
     ReplayRequest,
     parse_replay,
     read_starts,
@@ -80,7 +75,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.state.subscriptions import Layout
 
 REQUESTS_MAX = 1000
-"""Limit of waiting dead letters of one handler: the listener reads all of them every second."""
+"""Limit of waiting dead letters of one handler, because the listener reads all of them every second."""
 
 
 class Replays:
@@ -100,11 +95,11 @@ class Replays:
         self._bridge = bridge
 
     def ensure_index(self) -> None:
-        """Create the index by which requests are found, with the others of the dead letters. It may take long."""
+        """Create the index for finding requests, with the other indexes of dead letters. It may take long."""
         self._letters.ensure_indexes(patiently=True)
 
     def read(self) -> list[ReplayRequest]:
-        """Return all requests, by subscription, then in the order of the stream. Damaged ones are left out."""
+        """Return all requests by subscription, then in stream order. Damaged ones are left out."""
         scope = {**ASKED, "_id": ids_under(self._bridge)}
         found = (parse_replay(document) for document in self._table.find(scope, REPLAY_FIELDS))
         return sorted((each for each in found if each is not None), key=lambda each: (each.subscription, each.order))
@@ -113,41 +108,41 @@ class Replays:
         """Return the request of one dead letter, by its `_id`."""
         return parse_replay(self._table.find_one({"_id": letter}, REPLAY_FIELDS))
 
-    # -- what a person decides ---------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------------
 
     def request(
-        self, letter: str, *, generation: int, partition: int, hash_: int, over_newer: bool
+        self, letter: str, *, partitioning: int, partition: int, hash_: int, over_newer: bool
     ) -> Literal["done", "requested", "gone"]:
         """
-        Ask for the replay of a dead letter.
+        Request the replay of a dead letter.
 
         Args:
             letter: its `_id`.
-            generation: of the layout in force, `partition` the one of its key there.
+            partitioning: term of the one in force. `partition` is its key's partition there.
             hash_: of its partition key.
 
         Returns:
-            `requested` where somebody else has done so before, `gone` where there is no such dead letter any more.
+            `requested` if there is already a request, `gone` if the dead letter no longer exists.
         """
         found = self._table.find_one({"_id": letter}, REPLAY_FIELDS)
         asked = parse_replay(found)
         if found is None:
             return "gone"
-        if asked is not None and not asked.failed:
+        if asked is not None:
             return "requested"
         guard = {"_id": letter, "replay": found.get("replay"), "replays": found.get("replays")}
-        change = _request(read_starts(found), generation, partition, hash_, over_newer=over_newer)
+        change = _request(read_starts(found), partitioning, partition, hash_, over_newer=over_newer)
         return "done" if self._table.update(guard, change) else "requested"
 
     def discard(self, letter: str, layout: Layout | None = None) -> Literal["done", "running", "gone"]:
         """
-        Remove a dead letter, and the request for its replay. Not while that is running.
+        Remove a dead letter and the request for its replay, unless that is running.
 
-        Where it is the first that waits for a parked key, those after it are replayed. Where it is the only one, the
-        key is released.
+        If it is the first that waits for a parked key, those after it are replayed. If it is the only one, the key is
+        released.
 
         Args:
-            layout: of its subscription, in force. Without it the others of its key go on waiting.
+            layout: the one in force for its subscription. Without it the key's others continue to wait.
         """
         found = self._letters.header(letter)
         if found is None:
@@ -173,7 +168,7 @@ class Replays:
             return session.with_transaction(remove)
 
     def _is_running(self, replay: ReplayRequest) -> bool:
-        """Return True if a replay that was started may still have an outcome. A claim that has lapsed is ended here."""
+        """Return True if a started replay may still have an outcome. This ends a lapsed claim."""
         if replay.state != STARTED:
             return False
         partition_id = f"{self._bridge}/{replay.subscription}/{replay.term}/{replay.partition}"
@@ -182,17 +177,17 @@ class Replays:
         end = [{"$set": {"fencingToken": next_number("fencingToken"), "claim": REMOVED}}]
         return not self._partitions.update({**mine, **has_lapsed}, end) and bool(self._partitions.find_one(mine))
 
-    # -- what an execution does --------------------------------------------------------------------
+    # -- executions ----------------------------------------------------------------------------------
 
     def start(self, claim: Claim, letter: str, starts: int) -> ReplayRequest | None:
         """
-        Record that the handler is about to start, under this claim.
+        Record under this claim that the handler is about to start.
 
         Args:
-            starts: before this one, as the message says.
+            starts: number of earlier starts, from the message.
 
         Returns:
-            What is to be replayed. None where another message has started it, or there is nothing to replay any more.
+            The replay. None if another message has started it, or nothing is left to replay.
         """
         is_again = {"$cond": [{"$eq": ["$replay.state", STARTED]}, 1, 0]}
         change = {
@@ -213,21 +208,21 @@ class Replays:
 
     def succeed(self, claim: Claim, letter: str, session: ClientSession | None = None) -> bool:
         """
-        Remove a dead letter whose handler has succeeded.
+        Remove a dead letter whose handler succeeded.
 
         Args:
-            session: of a transactional handler, as the last writes of its transaction.
+            session: of a transactional handler. These are then the last writes of its transaction.
 
         Returns:
-            False where a newer execution decides.
+            False if a newer execution decides.
         """
 
         def remove(session: ClientSession) -> None:
             gone, _ = self._remove_letter({"_id": letter}, session)
             if gone is not None and gone.parked is not None:
-                generation, partition = map(int, claim.partition_id.split("/")[-2:])
+                partitioning, partition = map(int, claim.partition_id.split("/")[-2:])
                 over_newer = gone.replay is not None and gone.replay.over_newer
-                self._release_key(gone, (generation, partition), session, over_newer=over_newer)
+                self._release_key(gone, (partitioning, partition), session, over_newer=over_newer)
 
         if session is not None:
             return self._end(claim, remove, session)
@@ -235,54 +230,67 @@ class Replays:
 
     def fail(self, claim: Claim, replay: ReplayRequest, error: str, traceback: str, attempts: int) -> bool:
         """
-        Leave a dead letter with its new error. Its request stays, as failed, until the listener has taken notice.
+        Keep a dead letter with its new error. Withdraw its request and the later ones of its key.
 
         Args:
-            attempts: how often its handler was tried.
+            attempts: number of its handler's attempts.
 
         Returns:
-            False where a newer execution decides.
+            False if a newer execution decides.
         """
-        is_behind = {"$eq": ["$cause", PARKED_BEHIND]}  # it waits because of itself now
+        is_behind = {"$eq": ["$cause", PARKED_BEHIND]}  # now it waits because of itself
         change = {
             "error": literal(error),
             "traceback": literal(traceback),
             "attempts": {"$add": ["$attempts", attempts]},
             "replayedAt": "$$NOW",
             "cause": {"$cond": [is_behind, PARKED, "$cause"]},
-            "replay": {"state": REPLAY_FAILED, "error": literal(error), "fencingToken": REMOVED},
+            "replay": REMOVED,
         }
-        return self._settle(claim, partial(self._dead_letters.update_one, {"_id": replay.letter}, [{"$set": change}]))
+        data, id_ = replay.order
+        key = {
+            "bridge": self._bridge,
+            "handler": replay.subscription,
+            "replay.partitioningTerm": replay.term,
+            "replay.hash": Int64(to_signed(replay.hash)),
+        }
+        after = {"$or": [{"resumeToken._data": {"$gt": data}}, {"resumeToken._data": data, "_id": {"$gt": id_}}]}
+
+        def leave(session: ClientSession) -> None:
+            self._dead_letters.update_one({"_id": replay.letter}, [{"$set": change}], session=session)
+            self._dead_letters.update_many({**ASKED, **key, **after}, {"$unset": {"replay": ""}}, session=session)
+
+        return self._settle(claim, leave)
 
     def retry_later(
         self, claim: Claim, letter: str, error: str, *, delay: float | None, not_before: datetime | None
     ) -> bool:
-        """Set a replay aside until its retry time, and count the attempt. Arguments and answer as of `Claims.park`."""
+        """Park a replay until its retry time, and count the attempt. Arguments and answer as in `Claims.park`."""
         due = after(delay) if delay is not None else literal(not_before)
         retries = {"$add": [{"$ifNull": ["$replay.retries", 0]}, 1]}
         counts = {"retries": retries, "waits": REMOVED, "doubts": REMOVED}
         return self._postpone(claim, letter, {"notBefore": due, "error": literal(error), **counts})
 
     def wait(self, claim: Claim, letter: str, cause: str, *, delay: float, doubtful: bool) -> bool:
-        """Set a replay aside, since infrastructure was away. Nothing is counted. Arguments as of `Claims.wait`."""
+        """Let a replay wait, because infrastructure was away. Nothing is counted. Arguments as in `Claims.wait`."""
         counts = {"waits": claim.waits + 1, "doubts": claim.doubts + 1 if doubtful else 0}
         return self._postpone(claim, letter, {"notBefore": after(delay), "error": literal(cause), **counts})
 
     def release(self, claim: Claim, letter: str) -> bool:
-        """End a start that is nobody's fault: it may be started again immediately."""
+        """End a start without a failure. It may be started again immediately."""
         return self._postpone(claim, letter, {})
 
     def redirect(self, claim: Claim, replay: ReplayRequest, hash_: int) -> bool:
         """
-        End a start before whose dead letter another one waits for the same key: that one is asked for instead.
+        End a start if another dead letter of the same key comes first, and request that one instead.
 
-        Where the dead letter is the first one by now, it is to be started again.
+        If the dead letter is now the first one, it is started again.
 
         Args:
             hash_: of the key.
 
         Returns:
-            False where a newer execution decides.
+            False if a newer execution decides.
         """
 
         def ask(session: ClientSession) -> None:
@@ -313,8 +321,8 @@ class Replays:
 
     # -- parked keys -------------------------------------------------------------------------------
 
-    def _remove_letter(self, guard: Mapping[str, Any], session: ClientSession) -> tuple[Letter | None, bool]:
-        """Remove a dead letter. It as it was, and whether it was the first of its parked key."""
+    def _remove_letter(self, guard: Mapping[str, Any], session: ClientSession) -> tuple[DeadChange | None, bool]:
+        """Remove a dead letter. Return it, and whether it was the first of its parked key."""
         found = self._letters.header(str(guard["_id"]), session)
         first = None
         if found is not None and found.parked is not None:
@@ -324,15 +332,15 @@ class Replays:
         return found, first is not None and first.document_id == found.document_id
 
     def _release_key(
-        self, gone: Letter, to: tuple[int, int] | None, session: ClientSession, *, over_newer: bool
+        self, gone: DeadChange, to: tuple[int, int] | None, session: ClientSession, *, over_newer: bool
     ) -> None:
         """
-        After a removed dead letter of a parked key: ask for the next one, or release the key if it was the last.
+        After removing a dead letter of a parked key, request the next one, or release the key if there is none.
 
-        Each removal writes where the key is parked, so that two of them meet.
+        Each removal writes the document of the parked key, so that two removals conflict.
 
         Args:
-            to: term and index of the partition in which the next one is to run. None if it goes on waiting.
+            to: term and index of the partition for the next one. None if it continues to wait.
         """
         assert gone.parked is not None, "it waited for its key"
         following = self._letters.first_waiting(gone.subscription, gone.parked, session)
@@ -346,43 +354,43 @@ class Replays:
             self._ask_next(following, *to, session, over_newer=over_newer)
 
     def _ask_next(
-        self, letter: Letter, generation: int, partition: int, session: ClientSession, *, over_newer: bool
+        self, letter: DeadChange, partitioning: int, partition: int, session: ClientSession, *, over_newer: bool
     ) -> None:
         """
-        Ask for the replay of a dead letter. Where that was done, it is noted that somebody counts on it.
+        Request the replay of a dead letter, unless it is already requested.
 
-        After a replay over newer data it goes over them too, for it is newer than what that has written.
+        After a replay over newer data it also goes over newer data, because it is newer than that replay's.
         """
         key = {"_id": letter.document_id}
-        if letter.replay is not None and not letter.replay.failed:
-            noted = {"replay.id": ObjectId(), "replay.overNewer": letter.replay.over_newer or over_newer}
-            self._dead_letters.update_one(key, {"$set": noted}, session=session)
+        if letter.replay is not None:
+            if over_newer:
+                self._dead_letters.update_one(key, {"$set": {"replay.overNewer": True}}, session=session)
             return
         assert letter.parked is not None, "it waits for its key"
-        change = _request(letter.replays, generation, partition, letter.parked, over_newer=over_newer)
+        change = _request(letter.replays, partitioning, partition, letter.parked, over_newer=over_newer)
         self._dead_letters.update_one(key, change, session=session)
 
-    # -- what the listener does --------------------------------------------------------------------
+    # -- listener ------------------------------------------------------------------------------------
 
-    def withdraw(self, replays: Sequence[ReplayRequest], *, is_over: bool = False) -> None:
+    def withdraw_older(self, subscription: str, term: int) -> None:
         """
-        Forget requests as they were seen, unless they were started or asked for meanwhile. Their dead letters stay.
+        Forget a handler's requests from an older partitioning. Their dead letters stay.
+
+        Their executions, even started ones, can no longer have an outcome.
 
         Args:
-            is_over: whether no execution of theirs can have an outcome any more, also of those that were started.
+            term: of the partitioning in force.
         """
-        for each in replays:
-            if is_over or each.state != STARTED:
-                seen = {"replays": each.starts, "replay.state": each.state, "replay.id": each.asking}
-                self._table.update({"_id": each.letter, **seen}, {"$unset": {"replay": ""}})
+        older = {"bridge": self._bridge, "handler": subscription, "replay.partitioningTerm": {"$lt": term}}
+        with self._table.limit():
+            self._dead_letters.update_many({**ASKED, **older}, {"$unset": {"replay": ""}})
 
 
-def _request(starts: int, generation: int, partition: int, hash_: int, *, over_newer: bool) -> list[dict[str, Any]]:
-    """Return the update that asks for the replay of a dead letter, in the place of an earlier request."""
+def _request(starts: int, partitioning: int, partition: int, hash_: int, *, over_newer: bool) -> list[dict[str, Any]]:
+    """Return the update that requests the replay of a dead letter, replacing an earlier request."""
     request = {
-        "id": ObjectId(),
         "state": REQUESTED,
-        "partitioningTerm": Int64(generation),
+        "partitioningTerm": Int64(partitioning),
         "partition": partition,
         "hash": Int64(to_signed(hash_)),
         "overNewer": over_newer,
@@ -392,12 +400,12 @@ def _request(starts: int, generation: int, partition: int, hash_: int, *, over_n
 
 
 def _build_postponement(change: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the update after which a dead letter that was started may be started again."""
+    """Return the update after which a started dead letter may be started again."""
     return [{"$set": {"replay": {**change, "state": REQUESTED, "fencingToken": REMOVED}}}]
 
 
-def _as_seen(letter: Letter) -> dict[str, Any]:
-    """Return a guard for a dead letter that was not started since it was read, and waits for the same key."""
+def _as_seen(letter: DeadChange) -> dict[str, Any]:
+    """Return the condition that a dead letter was not started since it was read, and waits for the same key."""
     start: dict[str, Any] = {"replay.state": {"$ne": STARTED}}
     if letter.replay is not None and letter.replay.state == STARTED:
         start = {"replay.fencingToken": letter.replay.fencing_token}

@@ -1,9 +1,9 @@
 """
-The version of everything that is stored of a bridge, and the steps that bring an older state up to date.
+The schema version of a bridge's state, and the steps that migrate an older state.
 
-The lease keeps it as `schemaVersion`. Whoever finds a newer one, or an older one to which no step belongs, changes
-nothing. A listener takes the steps before it acquires the lease (`migrate`), one transaction each, which has the lease
-for itself: while another listener leads, nothing is changed.
+The lease stores it as `schemaVersion`. A process that finds a newer version, or an older one without a step, changes
+nothing. A listener runs the steps before it acquires the lease (`migrate`). Each step is one transaction that holds the
+lease alone: while another listener leads, nothing changes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from pymongo.database import Database
 from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import open_session
 
-SCHEMA = 1
+SCHEMA = 2
+"""Raise it with each stored field that gets another name, type or meaning. A test compares the names."""
 
 Step = Callable[[Database[dict[str, Any]], str, ClientSession], None]
-"""Brings the state of a bridge, by its name, from one version to the next."""
+"""Migrates the state of a bridge, by name, from one version to the next."""
 
 STEPS: Mapping[int, Step] = {}
-"""The step from each older version that can be read. There is none yet: 1 is the first version."""
+"""The step from each older version that can be read. Empty, because no release has an older state."""
 
 _STEP_SECONDS = 60.0
 
 
 def migrate(database: Database[dict[str, Any]], bridge: str, steps: Mapping[int, Step] = STEPS) -> None:
     """
-    Bring the state of a bridge to this version's schema, step by step, while no listener leads.
+    Migrate a bridge's state to this schema, step by step, while no listener leads.
 
     Args:
-        steps: by the version from which each leads to the next one.
+        steps: the step to the next version, by version.
     """
     leases = database["leases"]
     for version in range(min(steps, default=SCHEMA), SCHEMA):

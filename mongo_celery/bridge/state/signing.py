@@ -1,14 +1,14 @@
 """
-The keys by which messages are signed: kept apart from the lease, read by workers, exchanged without a stall.
+The keys that sign messages. They are stored apart from the lease, read by workers, and replaced without a pause.
 
-Each bridge has one document in the collection `bridge_keys`, so that nobody needs to read keys to read the state, and
-no writer of an outbox, which may store keys of entries in `keys`, can exchange one::
+Each bridge has one document in the collection `bridge_keys`. So a reader of the state needs no right on keys, and a
+writer of an outbox, which may store keys of entries in `keys`, cannot replace one::
 
     {_id: "shop", key: KEY, next: {key, from, overlap} or null, previous: [{key, until}, ...]}
 
-A new key is announced first. Workers read the keys again every few seconds while messages come, so that all of them
-know it by the time at which it comes into force. The leader exchanges the keys in one write once that time has come.
-What was signed with the old one is accepted for a bounded time. All times are the server's.
+A new key is announced first. Workers read the keys again every few seconds while messages arrive, so all of them know
+it before it is used. When its time has come, the leader replaces the keys in one write. Messages with the old signature
+are accepted for a bounded time. All times are the server's.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from mongo_celery.mongo.table import Table, call_timeout
 COLLECTION = "bridge_keys"
 
 KEY_SECONDS = 5.0
-"""Maximum age of a worker's reading of the keys."""
+"""Largest age of a worker's copy of the keys."""
 
 ANNOUNCED_SECONDS = 3 * KEY_SECONDS
-"""From the announcement of a key to its use."""
+"""Seconds from the announcement of a key to its use."""
 
 _PREVIOUS = {"$ifNull": ["$previous", []]}
 _DUE = {"$and": [{"$gt": ["$next", None]}, {"$lte": ["$next.from", "$$NOW"]}]}
@@ -51,17 +51,17 @@ _EXCHANGE: dict[str, Any] = {
         },
     },
 }
-"""Puts an announced key in force when its time has come, and forgets old ones. It may be repeated, by anybody."""
+"""Puts an announced key in force when its time has come, and forgets old ones. Any process may repeat it."""
 
 
 def installation_id() -> dict[str, Any]:
-    """The id of this installation: made once, by whoever first asks."""
+    """Return the id of this installation, made at first use."""
     return {"$ifNull": ["$installation", literal(str(ObjectId()))]}
 
 
 @dataclass(frozen=True, slots=True)
 class Sealing:
-    """The key with which a listener signs."""
+    """The key that a listener signs with."""
 
     key: bytes = field(repr=False)
     installation: str
@@ -70,11 +70,11 @@ class Sealing:
 @dataclass(frozen=True, slots=True)
 class KeyRing:
     """
-    A worker's knowledge of a bridge's keys and lease.
+    A worker's copy of a bridge's keys and lease facts.
 
     Attributes:
-        keys: whose signatures are accepted, the one in force first.
-        identity: of the term that leads. None where no listener is running.
+        keys: the accepted keys, the one in force first.
+        identity: of the leading term. None if no listener is running.
     """
 
     keys: tuple[bytes, ...] = field(repr=False)
@@ -92,7 +92,7 @@ class SigningKeys:
         self._this = {"_id": bridge}
 
     def sealing(self, lease: Mapping[str, Any]) -> Sealing:
-        """Return what the leader signs with now. Make the first key, and put an announced one in force if it is due."""
+        """Return the leader's current signing key. Make the first key, or put a due announced one in force."""
         found = self._table.find_one(self._this) or self._make_first_key()
         if found.get("next") or found.get("previous"):
             found = self._table.find_and_update(self._this, [_EXCHANGE]) or found
@@ -107,7 +107,7 @@ class SigningKeys:
         return found
 
     def read(self) -> KeyRing | None:
-        """The keys that are accepted now, or None before the first start of a listener."""
+        """Return the accepted keys, or None before the first start of a listener."""
         still = {"$filter": {"input": _PREVIOUS, "as": "each", "cond": {"$gt": ["$$each.until", "$$NOW"]}}}
         found = self._table.aggregate([{"$match": self._this}, {"$set": {"previous": still}}])
         lease = self._leases.find_one({"_id": self._bridge}, {"installation": 1, "identity": 1, "listenerId": 1})
@@ -123,11 +123,11 @@ class SigningKeys:
         Announce a new key.
 
         Args:
-            overlap: for how many seconds the present one is accepted after the exchange.
+            overlap: seconds for which the current key is accepted after the replacement.
 
         Returns:
-            When it comes into force, if a listener leads then. None when there is no key yet, or one is announced
-            already.
+            The time when it takes effect, if a listener leads then. None if there is no key yet, or one is already
+            announced.
         """
         key = {"key": new_key(), "overlap": millis(overlap)}
         change = {"next": {"$mergeObjects": [literal(key), {"from": after(ANNOUNCED_SECONDS)}]}}

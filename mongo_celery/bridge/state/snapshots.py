@@ -1,33 +1,34 @@
 """
-Snapshots: which existing documents a handler is given, how far that is, and whose it is now.
+Snapshots: the existing documents that a handler gets, their progress and their owner.
 
-One document a snapshot, with a new `_id` for each start, so that what belongs to an earlier one means nothing to it::
+There is one document per snapshot, with a new `_id` for each start, so that earlier ones do not affect it::
 
     start          failed <--- running ---> done | source gone
                      |           ^  |
                      +-- resume -+--+---> stopped --- resume
 
-1. `term` is the one that may act on it. A take-over raises it before any partition is taken over:
-   else who is deposed sees "committed" where its successor's changes have passed its documents.
-2. `begun` numbers the chunks. A begin compares the number that was seen and sets the next one, so one that lands late
-   begins nothing that somebody else counts on. Its own place in the oplog is L, behind which the chunk is read.
-3. `lastId` is the end of what was scanned and is committed, or stored, with all before it. It is absent until the first
-   chunk: null may be somebody's `_id`. It is set once for each chunk (`moved`), and never by a term that is over.
-4. `untilId` is the largest `_id` that the first recorded chunk has found, in the same write, and never set again. What
-   is inserted behind it is in the stream. Else who inserts faster than the snapshot is handled would keep it from
-   ending.
-5. `passed` counts the writes behind the reading of a chunk: an update that changes nothing would write no entry.
+1. `term` names the only term that may act on it. A take-over raises it before it takes over any partition. Otherwise a
+   deposed listener could see "committed" when its successor's changes have passed its documents.
+2. `begun` numbers the chunks. A begin compares the number that was read and sets the next one, so a late begin starts
+   nothing. Its own place in the oplog is L, and the chunk is read after it.
+3. `lastId` is the end of the scanned range that is committed or stored, with everything before it. It is absent until
+   the first chunk, because null may be a document's `_id`. It is set once per chunk (`moved`), and never by an ended
+   term.
+4. `untilId` is the largest `_id` in the first recorded chunk's write, and never changes. Later inserts after it are in
+   the stream. Otherwise fast inserts could keep the snapshot from ending.
+5. `passed` counts the writes after the reading of a chunk, because an update without a change would write no oplog
+entry.
 
 | field | |
 |---|---|
 | `source` | namespace of the collection |
-| `uuid` | which collection of that name it is |
-| `match` | a condition on events as extended JSON; absent for none |
-| `rate` | documents a second at most; absent for no limit |
-| `done`, `estimated` | documents that were scanned, and how many there were at the start |
-| `state`, `sentence` | as above; why it has failed |
-| `since`, `startedAt`, `movedAt` | when it was asked for, first begun, and last moved |
-| `by` | who has asked for it |
+| `uuid` | identifies the collection of that name |
+| `match` | a condition on events as extended JSON. Absent for none |
+| `rate` | most documents per second. Absent for no limit |
+| `done`, `estimated` | documents scanned, and documents at the start |
+| `state`, `sentence` | as above, and the reason of a failure |
+| `since`, `startedAt`, `movedAt` | times when it was requested, first begun, and last moved |
+| `by` | the person or program that requested it |
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ RUNNING, DONE, GONE, STOPPED, FAILED = "running", "done", "source gone", "stoppe
 
 _ENDED_KEPT = 20
 _LASTING = [RUNNING, STOPPED, FAILED, GONE]
-"""States that may resume: a term that is over must not move one, even if it is stopped at the take-over."""
+"""States that may resume. An ended term must not move such a snapshot, even if it was stopped at the take-over."""
 
 _ID_BYTES = 6
 _FIELDS = dict.fromkeys((
@@ -71,13 +72,13 @@ _ATTRIBUTES = {"handler": "subscription", "startedAt": "started_at", "movedAt": 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """
-    One snapshot as it is stored.
+    A stored snapshot.
 
     Attributes:
         id: its `_id`.
-        subscription: whose handler is given the documents.
-        last: the end of what was scanned. None before the first chunk.
-        until: the end of what is to be scanned. None before the first chunk.
+        subscription: the handler that gets the documents.
+        last: the end of the scanned range. None before the first chunk.
+        until: the end of the range to scan. None before the first chunk.
     """
 
     id: str
@@ -104,14 +105,14 @@ class Snapshot:
 class Snapshots(StateCollection):
     """The snapshots of one bridge."""
 
-    # -- who asks for them -------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------------
 
     def make_id(self, subscription: str, name: str | None = None) -> str:
-        """Return a new `_id`. By a name it is the same one each time."""
+        """Return a new `_id`. With a name it is always the same."""
         return f"{self._bridge}/{subscription}/{name or secrets.token_hex(_ID_BYTES)}"
 
     def insert(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Ask for snapshots, by their `_id`s. One that is there already stays as it is. Repeating it is harmless."""
+        """Request snapshots by `_id`. An existing one does not change. Repeating it is harmless."""
         numbers = {name: Int64(0) for name in ("term", "begun", "moved", "passed", "done")}
         for record in records:
             given = {name: value for name, value in record.items() if value is not None and name != "_id"}
@@ -121,7 +122,7 @@ class Snapshots(StateCollection):
                 self._table.update({"_id": record["_id"], "since": {"$exists": False}}, change, upsert=True)
 
     def remove_ended(self, subscription: str) -> None:
-        """Remove the records of a handler's snapshots that are done or stopped, but for the last 20 of them."""
+        """Remove the records of a handler's finished and stopped snapshots, except the last 20."""
         ended = {"_id": ids_under(f"{self._bridge}/{subscription}"), "state": {"$in": [DONE, STOPPED]}}
         with self._table.limit():
             newest_first = self._table.collection.find(ended, {"_id": 1}).sort([("since", -1), ("_id", -1)])
@@ -131,26 +132,26 @@ class Snapshots(StateCollection):
 
     def stop(self, snapshot_id: str) -> bool:
         """
-        Let no chunk begin any more. One that has failed asks for nobody any more.
+        Let no further chunk begin. A failed snapshot then needs no action.
 
-        What is under way is delivered, unless its term ends before: nobody begins it again until it is resumed.
+        Rows in progress are delivered, unless their term ends first: then they wait until it is resumed.
 
         Returns:
-            False where it is done, or stopped already.
+            False if it is already done or stopped.
         """
         guard = {"_id": snapshot_id, "state": {"$in": [RUNNING, FAILED, GONE]}}
         return self._table.update(guard, {"$set": {"state": STOPPED}})
 
     def resume(self, snapshot_id: str) -> bool:
-        """Let one that was stopped, or has failed, go on where it is. False where it is neither."""
+        """Let a stopped or failed snapshot continue from its place. Return False if it is neither."""
         guard = {"_id": snapshot_id, "state": {"$in": [STOPPED, FAILED]}}
         return self._table.update(guard, {"$set": {"state": RUNNING}, "$unset": {"sentence": ""}})
 
-    # -- what a term does --------------------------------------------------------------------------
+    # -- terms ---------------------------------------------------------------------------------------
 
     def take_over(self, term: int) -> int:
         """
-        Raise the term of all that run, or may be resumed, to this one.
+        Raise the term of all running or resumable snapshots to this one.
 
         Returns:
             The largest term of any of them. One above `term` belongs to a later term.
@@ -164,7 +165,7 @@ class Snapshots(StateCollection):
         return int(found["term"]) if found else 0
 
     def prepare(self, snapshot: Snapshot, term: int, *, uuid: bytes, estimated: int | None) -> bool:
-        """Record which collection it is, before its first chunk. False where it is not this term's."""
+        """Record the identity of its collection before its first chunk. Return False if it is not this term's."""
         change: dict[str, Any] = {"uuid": uuid} | ({"estimated": estimated} if estimated is not None else {})
         guard = {"_id": snapshot.id, "term": term, "uuid": None}
         return self._table.update(guard, {"$set": change, "$currentDate": {"startedAt": True}})
@@ -174,30 +175,29 @@ class Snapshots(StateCollection):
         Begin the next chunk.
 
         Returns:
-            L, the cluster time of this write. None where it was refused: it is another term's, does not run any more,
-            or has begun more chunks than was seen.
+            L, the cluster time of this write. None if it was refused: it belongs to another term, is not running, or
+            has begun more chunks than were seen.
         """
         guard = {"_id": snapshot.id, "term": term, "state": RUNNING, "begun": snapshot.begun}
         return self._table.update_timed(guard, {"$set": {"begun": Int64(snapshot.begun + 1)}})
 
     def mark_read_end(self, snapshot_id: str, term: int, begun: int) -> Timestamp | None:
-        """Write a mark after the reading of a chunk. Return its cluster time, or None if it was refused."""
+        """Write a mark after reading a chunk. Return its cluster time, or None if it was refused."""
         return self._table.update_timed(_chunk(snapshot_id, term, begun), {"$inc": {"passed": Int64(1)}})
 
     def move(
         self, snapshot_id: str, term: int, begun: int, last: DocumentId, count: int, until: DocumentId | None = None
     ) -> bool:
         """
-        Record the end of a chunk of which all is committed or stored. Repeating it is harmless.
+        Record the end of a chunk that is completely committed or stored. Repeating it is harmless.
 
         Args:
-            last: the end of what was scanned.
-            count: how many documents were.
-            until: the end of what is to be scanned, where none was seen. None where one was.
+            last: the end of the scanned range.
+            count: number of scanned documents.
+            until: the end of the range to scan, if it is not yet recorded. Otherwise None.
 
         Returns:
-            False where it is not this term's chunk, or is recorded already, or has another end of what is to be
-            scanned than was seen.
+            False if it is not this term's chunk, is already recorded, or has another end of the range than was seen.
         """
         ends = {"lastId": last} | ({"untilId": until} if until is not None else {})
         named = [bytes(end.make_document(name).raw) for name, end in ends.items()]
@@ -208,27 +208,26 @@ class Snapshots(StateCollection):
         change = {"$set": fields, "$inc": {"done": Int64(count)}, "$currentDate": {"movedAt": True}}
         return self._table.update_unretried(guard, change)
 
-    def finish(self, snapshot_id: str, term: int, begun: int, state: str, sentence: str | None = None) -> bool:
-        """End it, after an empty chunk. False where that is not this term's."""
-        change: dict[str, Any] = {"state": state} | ({"sentence": sentence} if sentence else {})
+    def finish(self, snapshot_id: str, term: int, begun: int) -> bool:
+        """End it after an empty chunk. Return False if it is not this term's."""
         guard = {**_chunk(snapshot_id, term, begun), "state": RUNNING}
-        return self._table.update(guard, {"$set": change, "$currentDate": {"movedAt": True}})
+        return self._table.update(guard, {"$set": {"state": DONE}, "$currentDate": {"movedAt": True}})
 
     def fail(self, snapshot_id: str, term: int, sentence: str, state: str = FAILED) -> bool:
-        """It cannot go on until somebody resumes it. False where it is not this term's, or does not run."""
+        """Stop it until a person resumes it. Return False if it is not this term's, or is not running."""
         guard = {"_id": snapshot_id, "term": term, "state": RUNNING}
         return self._table.update(guard, {"$set": {"state": state, "sentence": sentence}})
 
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, *, running: bool = False) -> list[Snapshot]:
-        """Those that run, or all, in the order in which they were asked for. Without `last` and `until`."""
+        """Return the running snapshots or all, in the order of their requests, without `last` and `until`."""
         query = {**self._mine(), "state": RUNNING} if running else self._mine()
         found = [_snapshot(document) for document in self._table.find(query, _FIELDS)]
         return sorted(found, key=lambda each: (str(each.since), each.id))
 
     def read_one(self, snapshot_id: str) -> Snapshot | None:
-        """One of them, as it is now, with `last` and `until`, byte for byte."""
+        """Return one of them in its current state, with `last` and `until` byte for byte."""
         raw = self._table.collection.with_options(codec_options=_RAW)
         with self._table.limit():
             document = self._table.collection.find_one({"_id": snapshot_id}, _FIELDS)

@@ -1,4 +1,4 @@
-"""One collection of the state: the documents of one bridge, by the beginning of their `_id`."""
+"""A collection of the state: the documents of one bridge, by the beginning of their `_id`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StateCollection:
     The documents of one bridge in a collection of the state. Thread-safe.
 
     Args:
-        collection: where, with majority writes and majority reads.
+        collection: with majority writes and majority reads.
         bridge: its name.
         ttl: seconds of the right that calls must not outlive.
     """
@@ -28,7 +28,7 @@ class StateCollection:
 
 
 def ids_under(prefix: str) -> dict[str, str]:
-    """Match the `_id`s that begin with this and a slash, of a bridge or a partition. A zero comes after a slash."""
+    """Match the `_id`s of a bridge or partition that begin with this and a slash. A zero follows the slash in order."""
     return {"$gt": f"{prefix}/", "$lt": range_end(prefix)}
 
 
@@ -38,10 +38,10 @@ def range_end(prefix: str) -> str:
 
 
 def to_signed(hash_: int) -> int:
-    """Return a hash from 0 to 2^64 - 1 as MongoDB keeps it."""
+    """Return a hash from 0 to 2^64 - 1 in MongoDB's form."""
     return hash_ - _HASHES if hash_ >= _HASHES // 2 else hash_
 
 
 def to_unsigned(hash_: int) -> int:
-    """Return the hash that MongoDB keeps so, from 0 to 2^64 - 1."""
+    """Return the hash from 0 to 2^64 - 1 for MongoDB's form."""
     return hash_ % _HASHES

@@ -1,4 +1,4 @@
-"""The state database of one bridge, opened with the concerns that the protocol rests on."""
+"""The state database of one bridge, with the protocol's concerns."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _TYPES: CodecOptions[dict[str, Any]] = CodecOptions(
     unicode_decode_error_handler="replace",
     datetime_conversion=DatetimeConversion.DATETIME_AUTO,
 )
-"""Values of users in the state (times, texts, tokens with their `_id`) must not keep anybody from reading it."""
+"""Options with which user values in the state (times, texts, tokens with an `_id`) cannot prevent reading it."""
 
 
 class Store:
     """
     All collections of a bridge's state: majority writes, majority reads, primary only.
 
-    Whatever concerns the URL sets are meant for the user's data. A lease or a claim that a fail-over
-    can roll back would give the same fencing token to two holders.
+    The URL's concerns are for the user's data. If a fail-over could roll back a lease or a claim, two holders could get
+    the same fencing token.
     """
 
     def __init__(self, client: MongoClient[dict[str, Any]], options: BridgeOptions) -> None:
@@ -56,5 +56,5 @@ class Store:
         self.positions = Positions(database, bridge, self.audit)
 
     def start_session(self) -> ClientSession:
-        """A causally consistent session: what it reads is never older than what it has read or written before."""
+        """Return a causally consistent session, which never reads older data than it has read or written before."""
         return start_session(self._client, causal_consistency=True)

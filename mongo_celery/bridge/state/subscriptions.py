@@ -1,16 +1,15 @@
 """
-A subscription's own position: its start, its low watermark and the fingerprint of the stream it came from.
+A subscription's own position: its start, its low watermark and the fingerprint of its stream.
 
-Every write of a listener is guarded by `term`, which a take-over sets to that of its lease: a listener whose term has
-ended can move nothing here. A watermark only grows.
+`term` guards every write of a listener. A take-over sets it to its lease's term, so a listener whose term has ended can
+change nothing here. A watermark only grows.
 
-A subscription whose place the oplog no longer holds carries `lost`: `since`, `at` (its place), `oldest` (the oldest
-entry that was seen then, or null) and `error`. It counts only while the subscription stands at `at`: a new position
-settles it.
+If the oplog no longer holds a subscription's place, it has `lost`: `since`, `at` (its place), `oldest` (the oldest
+entry at the time, or null) and `error`. It is valid only while the subscription is at `at`: a new position settles it.
 
-`partitioning` says how its changes are spread: its `term`, how many `partitions`, and by which `key`. The partitions in
-force are those of that term. It is there from the first take-over on, and changed in one write. Its term is the one
-that put it in force, so it is above all that were ever used, also where a state database was dropped: targets compare
+`partitioning` describes the distribution of its changes: its `term`, the number of `partitions`, and the `key`. The
+partitions in force are those of that term. It exists from the first take-over, and changes in one write. Its term is
+the one that put it in force. So it is above all earlier ones, even after a state database was dropped: targets compare
 it (see `fenced/fence.py`).
 """
 
@@ -32,7 +31,7 @@ from mongo_celery.mongo.table import Update
 _GAPS_KEPT = 20
 
 OWED = "owed"
-"""Value of `snapshot` in a handler that begins with a snapshot, until that snapshot is requested."""
+"""Value of `snapshot` for a handler that begins with a snapshot, until that snapshot is requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class Layout:
     The partitioning of a handler.
 
     Attributes:
-        term: the one that put it in force. A later one is larger.
-        partitions: how many there are.
+        term: the one that put it in force. A later term is larger.
+        partitions: their number.
         key: hash and name of the partition rule.
     """
 
@@ -51,17 +50,17 @@ class Layout:
     key: str
 
     def is_equivalent(self, other: Layout) -> bool:
-        """Return True if both spread changes alike, whatever their terms."""
+        """Return True if both distribute changes in the same way, whatever their terms."""
         return self.partitions == other.partitions and self.key == other.key
 
     def document(self) -> dict[str, Any]:
-        """As it is stored."""
+        """Return the stored form."""
         return {"term": Int64(self.term), "partitions": self.partitions, "key": self.key}
 
 
 @dataclass(frozen=True, slots=True)
 class Advance:
-    """A watermark to be stored: its handler, the term that stores it, its token and cluster time."""
+    """A watermark to store: handler, term, token and cluster time."""
 
     name: str
     term: int
@@ -74,15 +73,16 @@ class Subscriptions(StateCollection):
 
     def take_over(self, layouts: Mapping[str, Layout], term: int) -> dict[str, dict[str, Any]]:
         """
-        Raise the term of each handler to this one, creating what is missing.
+        Raise the term of each handler to this one, and create missing ones.
 
-        Two calls, however many they are. Somebody else who creates one at the same time may leave it with its term.
+        It needs two calls for any number. If another process creates one at the same time, that one may keep the
+        other's term.
 
         Args:
-            layouts: by name, for those that have none yet.
+            layouts: by name, for subscriptions without one.
 
         Returns:
-            The documents by name. One whose term is not `term` was not won.
+            The documents by name. One with another term than `term` was not won.
         """
         writes = [
             UpdateOne({"_id": self._id(name)}, self._winning(name, term, layout), upsert=True)
@@ -92,7 +92,7 @@ class Subscriptions(StateCollection):
         return self._read(list(layouts))
 
     def affirm(self, names: Sequence[str], term: int) -> dict[str, dict[str, Any]]:
-        """Read some subscriptions after a write with this term, which a deposed server cannot acknowledge."""
+        """Read some subscriptions after a write with this term. A deposed server cannot acknowledge this write."""
         change = {"$max": {"term": Int64(term)}}
         self._table.write_all([UpdateOne({"_id": self._id(name)}, change) for name in names])
         return self._read(names)
@@ -100,15 +100,6 @@ class Subscriptions(StateCollection):
     def _read(self, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         found = self._table.find({"_id": {"$in": [self._id(name) for name in names]}})
         return {parse_name(document): document for document in found}
-
-    def activate_layout(self, name: str, layout: Layout, term: int) -> bool:
-        """
-        Put a layout in force in one write. False when the term is over.
-
-        The position may have moved since the old partitions went, but only over history that was lost.
-        """
-        change = {"$set": {"partitioning": layout.document()}}
-        return self._table.update({"_id": self._id(name), "term": term}, change)
 
     def pin(
         self,
@@ -120,12 +111,12 @@ class Subscriptions(StateCollection):
         with_snapshot: bool = False,
     ) -> bool:
         """
-        Record where a new subscription begins: at a time, or behind a resume token.
+        Record where a new subscription begins: at a time, or after a resume token.
 
         Args:
-            position: `resumeToken` and `clusterTime` of that token. None for a time.
-            with_snapshot: whether it is given what exists then, which is owed from this write on. When that was stays
-                known, whatever becomes of the start.
+            position: `resumeToken` and its `clusterTime`. None for a time.
+            with_snapshot: True if it gets the existing documents, which it is owed from this write on. The time stays
+                known, even if the start changes.
         """
         change: dict[str, Any] = {"startAtOperationTime": start}
         if with_snapshot:
@@ -136,15 +127,15 @@ class Subscriptions(StateCollection):
         return self._table.update(guard, {"$set": change})
 
     def note_snapshot(self, name: str, term: int) -> bool:
-        """The snapshots with which it begins are asked for. False when the term is over."""
+        """Note that its first snapshots are requested. Return False if the term is over."""
         return self._table.update({"_id": self._id(name), "term": term}, {"$set": {"snapshot": "asked for"}})
 
     def move_start(self, name: str, term: int, start: Timestamp, policy: str) -> bool:
         """
-        Begin again at a later time, after history was lost (see `build_start_move`).
+        Begin again at a later time after history was lost (see `build_start_move`).
 
         Returns:
-            False when the term is over, or the subscription stands behind this time already.
+            False if the term is over, or the subscription is already after this time.
         """
         return self._table.update(
             {
@@ -157,25 +148,25 @@ class Subscriptions(StateCollection):
 
     def mark_lost(self, name: str, term: int, place: Timestamp, oldest: Timestamp | None, error: str) -> bool:
         """
-        Record that the place of a subscription can no longer be read, and that nobody has decided.
+        Record that a subscription's place can no longer be read, and that no decision is made yet.
 
         Returns:
-            False when the term is over.
+            False if the term is over.
         """
         lost = {"at": place, "error": error} | ({"oldest": oldest} if oldest is not None else {})
         change = {"lost": {"$mergeObjects": [{"since": "$$NOW"}, literal(lost)]}}
         return self._table.update({"_id": self._id(name), "term": term}, [{"$set": change}])
 
     def clear_lost(self, name: str, term: int) -> bool:
-        """The place can be read after all. False when the term is over."""
+        """Record that the place can be read after all. Return False if the term is over."""
         return self._table.update({"_id": self._id(name), "term": term}, {"$unset": {"lost": ""}})
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
         """
-        Store watermarks in one call, together with the fingerprint of the stream that their tokens are from.
+        Store watermarks in one call, with the fingerprint of the stream of their tokens.
 
-        One is refused where the term is over, or the stored token is not smaller. Which of
-        them were is not said.
+        A watermark is refused if the term is over, or the stored token is not smaller. The call does not report which
+        ones were refused.
 
         Raises:
             PyMongoError: some may have been stored. Storing them again is harmless.
@@ -183,7 +174,7 @@ class Subscriptions(StateCollection):
         self._table.write_all([UpdateOne(*self._advance(each, fingerprint)) for each in advances])
 
     def _advance(self, to: Advance, fingerprint: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Guard and change of storing a watermark."""
+        """Return guard and change for storing a watermark."""
         guard = {
             "_id": self._id(to.name),
             "term": to.term,
@@ -192,14 +183,14 @@ class Subscriptions(StateCollection):
         return guard, {"$set": {**watermark_fields(to.token, to.cluster_time), "fingerprint": fingerprint}}
 
     def read_all(self) -> list[dict[str, Any]]:
-        """All subscriptions of the bridge, also those that no handler serves any more."""
+        """Return all subscriptions of the bridge, including those without a handler."""
         return self._table.find({"_id": ids_under(self._bridge)})
 
     def _id(self, name: str) -> str:
         return f"{self._bridge}/{name}"
 
     def _winning(self, name: str, term: int, layout: Layout) -> Update:
-        """Return the update of a take-over: my term, and what is missing."""
+        """Return the update of a take-over: the new term, and missing fields."""
         missing = {"bridge": self._bridge, "handler": name, "partitioning": layout.document()}
         return [
             {"$replaceWith": {"$mergeObjects": [literal(missing), "$$ROOT"]}},
@@ -208,17 +199,17 @@ class Subscriptions(StateCollection):
 
 
 def watermark_fields(token: Mapping[str, Any], cluster_time: Timestamp | None) -> dict[str, Any]:
-    """Return the fields of a watermark: its token, the cluster time of that, and the same for people."""
+    """Return the fields of a watermark: its token, the token's cluster time, and the same for people."""
     at = {} if cluster_time is None else {"clusterTime": cluster_time, "positionAt": cluster_time.as_datetime()}
     return {"resumeToken": dict(token), **at}
 
 
 def build_start_move(start: Timestamp, policy: str) -> list[dict[str, Any]]:
     """
-    The update that moves a subscription over history that was lost, to a later time.
+    Return the update that moves a subscription past lost history to a later time.
 
-    The token is dropped, since the server no longer accepts it. What partitions have committed stays. A start that was
-    pinned later still is kept. What is given up is noted among `gaps`.
+    It drops the token, because the server no longer accepts it. The partitions' committed positions stay. A later
+    pinned start is kept. `gaps` records the lost part.
     """
     return [
         {"$set": {"gaps": _with_gap(start, policy)}},
@@ -229,21 +220,21 @@ def build_start_move(start: Timestamp, policy: str) -> list[dict[str, Any]]:
 
 
 def _with_gap(start: Timestamp, policy: str) -> dict[str, Any]:
-    """The noted gaps, the last 20 of them, and one more: from where it stands to where it goes on."""
+    """Return the last 20 recorded gaps and one more: from its place to the place where it continues."""
     place = {"$ifNull": ["$clusterTime", "$startAtOperationTime"]}
     gap = {"from": place, "until": start, "policy": literal(policy), "at": "$$NOW"}
     return {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
 
 
 def parse_position(document: Mapping[str, Any]) -> Timestamp | None:
-    """Return the cluster time up to which a stored subscription is done: the later of start and watermark, or None."""
+    """Return the cluster time of a stored subscription's progress: the later of start and watermark, or None."""
     token = document.get("resumeToken")
     reached = document.get("clusterTime") or (time_of_token(token, None) if token else None)
     return max((time for time in (reached, document.get("startAtOperationTime")) if time is not None), default=None)
 
 
 def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the lost history of a stored handler. None if it has lost none, or its position has moved since."""
+    """Return a stored handler's lost history. None if it has lost none, or its position has moved since."""
     lost, start = document.get("lost"), document.get("startAtOperationTime")
     if not lost or start is None:
         return None
@@ -251,7 +242,7 @@ def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bool:
-    """Return True if a change of this handler can no longer be read: its history was lost, or given up."""
+    """Return True if a change of this handler can no longer be read, because its history was lost or given up."""
     start, time_ = document.get("startAtOperationTime"), time_of_token(token, None)
     if start is None or time_ is None:
         return False
@@ -259,13 +250,13 @@ def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bo
 
 
 def parse_layout(document: Mapping[str, Any]) -> Layout:
-    """Return how the changes of a stored subscription are spread."""
+    """Return the partitioning of a stored subscription."""
     found = document["partitioning"]
     return Layout(int(found["term"]), found["partitions"], found["key"])
 
 
 def layouts_in_force(documents: Iterable[Mapping[str, Any]]) -> dict[str, Layout]:
-    """Return the layouts of stored subscriptions by name."""
+    """Return the partitionings of stored subscriptions by name."""
     return {parse_name(document): parse_layout(document) for document in documents}
 
 

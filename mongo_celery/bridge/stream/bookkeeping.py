@@ -1,28 +1,28 @@
 """
-Bookkeeping: what this package keeps for itself, in fields of users' documents and in collections of its own.
+Bookkeeping: the package's own fields in users' documents, and its own collections.
 
-No handler runs for it unless it asks: nothing that anybody else has written is in it, and a program without an outbox,
-a lock or a transaction would not have made these changes. In users' documents it is updates that touch nothing else:
+Handlers get bookkeeping only on request. It contains no data of other writers, and a program without an outbox, a lock
+or a transaction would not make these changes. In users' documents, it consists of updates that touch nothing else:
 
-| who keeps it | updates | known by |
+| feature | updates | recognised by |
 |---|---|---|
-| an outbox | claims, removals, entries without a change beside them | collection and field, of the app's outboxes |
-| `select_for_update` | the lock | its field `_lock`, and the value of a lock in it |
-| two-phase commit by markers | a version given, a transaction settled | `transactionFence`, and a version in it |
-| fenced writes | a stamp without a change beside it | `_fence`, and stamps in it |
+| an outbox | claims, removals, entries without another change | collection and field, of the app's outboxes |
+| `select_for_update` | the lock | its field `_lock`, with a lock's value |
+| two-phase commit by markers | a new version, a settled transaction | `transactionFence`, with a version |
+| fenced writes | a stamp without another change | `_fence`, with stamps |
 
-A handler that gets a change for other reasons does not see these fields either (`hide_fields`). Copied, entries
-would be sent twice, and stamps, locks and versions would count for a document to which they do not belong.
+If a handler gets a change for other reasons, it does not see these fields either (`hide_fields`). In a copy of the
+document, entries would be sent twice, and stamps, locks and versions would apply to the wrong document.
 
-An outbox's field is known from the outbox, since a field of that name may be a user's elsewhere. The others may be in
-any collection. So they are known by name and form (`_FORMS`): a user's own field of that name makes no change vanish.
+The outbox itself names its field, because users may use the same name in other collections. The other fields may be in
+any collection. They are recognised by name and form (`_FORMS`), so a user's own field of that name hides no change.
 
-A handler of a whole database or cluster gets no collection of ours. Left out are those of `OutboxCollection`s,
-idempotency records of `once`, transactions of two-phase commit, and its receipts, by the form of their `_id`.
+A handler of a whole database or cluster gets no collection of this package: not those of an `OutboxCollection`, the
+idempotency records of `once`, or the transactions of two-phase commit.
 
-All this is fixed by the oplog, so that the server may leave it out and every token remains one to resume from. The
-server does so where that is cheap and leaves out much: in collections with an outbox, unless a handler wants to know.
-The listener leaves out the rest.
+The oplog fixes all this, so the server may filter it and every token can still be resumed. The server filters if that
+is cheap and excludes much: in collections with an outbox, unless a handler requests bookkeeping. The listener filters
+the rest.
 """
 
 from __future__ import annotations
@@ -38,31 +38,27 @@ from bson import ObjectId
 from mongo_celery.bridge.fenced.fence import FIELD as FENCE
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
-from mongo_celery.twophase.receipts import COLLECTION
 
 LOCK = "_lock"
-"""Where `select_for_update` writes unless it is told another field."""
+"""Default field of `select_for_update`."""
 
 DESCRIPTION = "updateDescription"
 DOCUMENTS = frozenset({"fullDocument", "fullDocumentBeforeChange", DESCRIPTION})
-"""Fields of an event in which fields of a document stand."""
-
-RECEIPTS = COLLECTION
-"""Where two-phase commit keeps its receipts, in each database with participants."""
+"""Fields of an event that contain a document's fields."""
 
 Changes = Mapping[str, Any]
-"""The values that an update has given, by their paths."""
+"""The values of an update, by path."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
     """
-    The form of a field of ours.
+    The form of one of the package's fields.
 
     Attributes:
         paths: pattern of all paths below the field, two levels deep.
-        whole: the paths that its value has when it is written as a whole, or is read.
-        proof: the path to which each of our writes gives another ObjectId. None if the paths are proof enough.
+        whole: the paths of its value when it is written or read as a whole.
+        proof: the path to which each write of ours gives another ObjectId. None if the paths are enough.
     """
 
     paths: re.Pattern[str]
@@ -77,14 +73,10 @@ _FORMS = {
 }
 
 KNOWN_BY_FORM = frozenset({*_FORMS, MARKERS})
-"""Fields that are ours in any collection if they have our form: `MARKERS` beside a version."""
+"""Fields that are ours in any collection if they have our form. `MARKERS` also needs a version."""
 
 _GONE = object()
-"""In the place of a value: it was removed, or cut from an array."""
-
-_RECEIPT_PARTS = {"t", "b"}
-_OF_RECEIPTS = RECEIPTS.encode() + b"\0\0"
-"""How the bytes of their namespace end."""
+"""Stands for a value that was removed or cut from an array."""
 
 _DESCRIPTION = b"\x03updateDescription\0"
 _WHOLE = {"updatedFields", "removedFields"}
@@ -97,7 +89,7 @@ class Bookkeeping:
 
     Args:
         outboxes: the fields of outboxes, by the full names of their collections.
-        collections: full names of those that hold nothing but bookkeeping.
+        collections: full names of those that contain only bookkeeping.
     """
 
     outboxes: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -105,13 +97,13 @@ class Bookkeeping:
 
     @cached_property
     def _names(self) -> Sequence[bytes]:
-        """One of these is in each description that is bookkeeping."""
+        """Return names, one of which is in every bookkeeping description."""
         return [name.encode() for name in set(_FORMS).union(*self.outboxes.values())]
 
     def covers_event(self, event: Mapping[str, Any]) -> bool:
-        """Return True if an event is an update that touches nothing else. Never raises."""
-        if isinstance(event, RawEvent):  # most updates need no further look
-            # Where a value looks like a description, the rest may be too little; then the update is given.
+        """Return True if an event is an update that touches nothing else. It never raises."""
+        if isinstance(event, RawEvent):  # most updates need no further check
+            # If a value looks like a description, the check may fail. Then the handler gets the update.
             begin = event.raw.rfind(_DESCRIPTION)
             if begin < 0 or not any(event.raw.find(name, begin) > 0 for name in self._names):
                 return False
@@ -126,32 +118,16 @@ class Bookkeeping:
             return False
 
 
-def may_be_receipt(event: Mapping[str, Any]) -> bool:
-    """Return True unless operation and namespace of an event rule out that it is about a receipt."""
-    return not isinstance(event, RawEvent) or (event.origin or b"").endswith(_OF_RECEIPTS)
-
-
-def is_receipt(event: Mapping[str, Any]) -> bool:
-    """Return True if an event is about a receipt of two-phase commit. False if that cannot be judged. Never raises."""
-    if not may_be_receipt(event):
-        return False
-    try:
-        key = event["documentKey"]["_id"]
-        return event["ns"]["coll"] == RECEIPTS and set(key) == _RECEIPT_PARTS and isinstance(key["t"], ObjectId)
-    except Exception:  # noqa: BLE001 - whatever bytes do to a decoder
-        return False
-
-
 # -- fields of ours --------------------------------------------------------------------------------
 
 
 def _find_ours(touched: Mapping[str, Changes], outboxes: Collection[str]) -> set[str]:
-    """Return the fields in which nothing was written but by this package."""
+    """Return the fields that only this package has written."""
     return {name for name in touched if name in outboxes or _has_our_form(name, touched)}
 
 
 def _has_our_form(name: str, touched: Mapping[str, Changes]) -> bool:
-    """Return True if a field was given what this package writes there: as a whole, or a part of it."""
+    """Return True if this package's value was written to a field, in whole or in part."""
     if name == MARKERS:
         name = PARTICIPANT_VERSION
     form, changes = _FORMS.get(name), touched.get(name)
@@ -167,7 +143,7 @@ def _has_our_form(name: str, touched: Mapping[str, Changes]) -> bool:
 
 
 def _split(path: str, value: Any, levels: int = 2) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value with their paths. Itself if it has none, or lies deeper."""
+    """Yield the parts of a value with their paths, or the value itself if it has none or is deeper."""
     if levels and value and isinstance(value, Mapping):
         for key in value:
             yield from _split(f"{path}.{key}", value[key], levels - 1)
@@ -176,7 +152,7 @@ def _split(path: str, value: Any, levels: int = 2) -> Iterator[tuple[str, Any]]:
 
 
 def find_touched_fields(description: Mapping[str, Any]) -> set[str]:
-    """Return the fields at the top of a document that an update has touched. None if that cannot be judged."""
+    """Return the top-level fields that an update has touched. None if unknown."""
     try:
         return {_find_field(path) for path, _ in list_touched(description)}
     except Exception:  # noqa: BLE001 - whatever bytes do to a decoder
@@ -184,7 +160,7 @@ def find_touched_fields(description: Mapping[str, Any]) -> set[str]:
 
 
 def list_touched(description: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the paths that an update has touched, each with the value that is there now."""
+    """Yield the paths that an update has touched, each with its current value."""
     yield from (description.get("updatedFields") or {}).items()
     for path in description.get("removedFields") or ():
         yield path, _GONE
@@ -208,13 +184,13 @@ def _find_field(path: str) -> str:
 
 def hide_fields(event: Mapping[str, Any], name: str, outboxes: Collection[str], asks_for: Callable[[str], bool]) -> Any:
     """
-    Return one of an event's `DOCUMENTS` without the fields that this package keeps. Never raises.
+    Return one of an event's `DOCUMENTS` without the fields of this package. It never raises.
 
     Args:
-        event: plain, as the server sent it. It stays as it is.
+        event: plain, as the server sent it. It does not change.
         name: one of `DOCUMENTS`.
-        outboxes: fields of the outboxes on its collection.
-        asks_for: returns True for a field that stays.
+        outboxes: fields of the outboxes in its collection.
+        asks_for: returns True for a field to keep.
     """
     value = event[name]
     try:
@@ -231,12 +207,12 @@ def hide_fields(event: Mapping[str, Any], name: str, outboxes: Collection[str], 
 
 
 def _as_touched(document: Mapping[str, Any]) -> dict[str, Changes]:
-    """Return a document like an update that has written each of its fields as a whole."""
+    """Return a document in the form of an update that writes each of its fields as a whole."""
     return {name: {name: value} for name, value in document.items()}
 
 
 def _drop_paths(paths: Any, hidden: set[str]) -> Any:
-    """Return a part of a description without what lies in some fields: values by path, paths, or cut arrays."""
+    """Return a part of a description without hidden fields: values by path, paths, or cut arrays."""
     if isinstance(paths, Mapping):
         return {path: value for path, value in paths.items() if _find_field(path) not in hidden}
     return [
@@ -244,15 +220,15 @@ def _drop_paths(paths: Any, hidden: set[str]) -> Any:
     ]
 
 
-# -- what judges them ------------------------------------------------------------------------------
+# -- filter in the server ------------------------------------------------------------------------
 
 
 def exclusion_stages(outboxes: Collection[tuple[str, str]]) -> list[Mapping[str, Any]]:
     """
-    Return the stage that leaves out the updates which touch nothing but an outbox's field. None without an outbox.
+    Return the stage that excludes updates of nothing but an outbox's field. None without an outbox.
 
     Args:
-        outboxes: full name of the collection, and field of each.
+        outboxes: full name and field for each.
     """
     if not outboxes:
         return []
@@ -266,7 +242,7 @@ def exclusion_stages(outboxes: Collection[tuple[str, str]]) -> list[Mapping[str,
     }
     fields = {"$setUnion": [{"$map": {"input": paths, "as": "path", "in": {"$first": {"$split": ["$$path", "."]}}}}]}
     name = {"$concat": ["$ns.db", ".", "$ns.coll"]}
-    # In this order, so that nobody else's updates cost more than a look-up.
+    # In this order, so that other updates cost only one lookup.
     is_all = [
         {"$eq": ["$operationType", "update"]},
         {"$in": [name, sorted({collection for collection, _ in outboxes})]},

@@ -1,12 +1,12 @@
 """
 The filter of a handler: operation types, fields, and a condition on changes.
 
-Servers send more operation types with every version. A handler gets what it asks for by name, or everything by `"*"`. A
-name that looks like a known one is taken for a misspelt one.
+Servers send more operation types with every version. A handler gets the types that it names, or all with `"*"`. A name
+that resembles a known one counts as misspelt.
 
-A condition (`match=`, and `snapshot --match`) is an aggregation expression over the event. A query such as
-`{"status": "paid"}` is an object for the server, and an object is true. So it would match every change, and is refused
-before anything is listened to.
+A condition (`match=`, and `snapshot --match`) is an aggregation expression over the event. A query such as `{"status":
+"paid"}` is an object for the server, which counts as true. It would match every change, so it is refused before the
+stream opens.
 """
 
 from __future__ import annotations
@@ -15,30 +15,33 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import bson
+
 from mongo_celery.arguments import check_flags, nearest
 from mongo_celery.bridge.existing import SNAPSHOT
 from mongo_celery.errors import ConfigurationError
+from mongo_celery.mongo.redaction import short
 
 ALL = "*"
-"""Every operation type, those included that only a later server sends."""
+"""Every operation type, including those of later servers."""
 
 DOCUMENT_OPERATIONS = frozenset({"insert", "update", "replace", "delete"})
-"""Changes of one document: they have a document key."""
+"""Changes of one document, which have a document key."""
 
 OPERATIONS = DOCUMENT_OPERATIONS | {"drop", "rename", "dropDatabase", "invalidate"}
-"""What every server sends."""
+"""Types that every server sends."""
 
 EXPANDED_OPERATIONS = frozenset({
     "create", "createIndexes", "dropIndexes", "modify", "refineCollectionShardKey", "reshardCollection",
     "shardCollection",
 })  # fmt: skip
-"""What a server sends with `showExpandedEvents` only (MongoDB 6.0 and later)."""
+"""Types that a server sends only with `showExpandedEvents` (MongoDB 6.0 and later)."""
 
 MOVES = frozenset({"drop", "rename", "dropDatabase", "invalidate"})
-"""By which a collection is another one afterwards, or none."""
+"""Types that replace or remove a collection."""
 
 TAKES_DOCUMENTS = frozenset({"insert", "update", "replace"})
-"""Whoever asks for one of these handles documents, so that it can be given those that exist."""
+"""A handler of one of these handles documents, so a snapshot can give it the existing ones."""
 
 _SNAPSHOT = (
     "operation 'snapshot' is none of the stream's: existing documents come to a handler with start_from='snapshot', or "
@@ -49,10 +52,10 @@ _ALL_ALONE = "operations='*' is all of them, so give it alone, as operations='*'
 
 def check_operations(asked: Collection[str]) -> frozenset[str]:
     """
-    Return the operation types that a handler asks for.
+    Return the operation types that a handler requests.
 
     Raises:
-        ConfigurationError: a name is nearly one that is known, or `"*"` is not alone.
+        ConfigurationError: a name resembles a known one, or `"*"` is not alone.
     """
     names = frozenset(asked)
     if ALL in names and len(names) > 1:
@@ -71,14 +74,14 @@ def check_operations(asked: Collection[str]) -> frozenset[str]:
 
 def check_are_sent(asked: Collection[str], *, expanded: bool) -> None:
     """
-    Refuse operation types that would never come.
+    Refuse operation types that never arrive.
 
     Args:
-        asked: of one handler.
+        asked: one handler's types.
         expanded: the bridge's option `show_expanded_events`.
 
     Raises:
-        ConfigurationError: the stream does not show events of a type that is asked for.
+        ConfigurationError: the stream does not show events of a requested type.
     """
     never = sorted(set(asked) - OPERATIONS - {ALL})
     if never and not expanded:
@@ -100,10 +103,10 @@ _EXAMPLE = """'{"$eq": ["$fullDocument.status", "open"]}'"""
 
 def find_objection(condition: Any) -> str | None:
     """
-    Find what keeps a value from being a condition, for as much as can be told without a server.
+    Find the reason why a value is not a valid condition, as far as possible without a server.
 
     Returns:
-        The words that follow the condition in the sentence of a refusal, with what to do. None for a condition.
+        The end of the error sentence, with the fix. None for a valid condition.
     """
     if not _is_expression(condition):
         return f"is no condition: give an aggregation expression over the event, such as {_EXAMPLE}."
@@ -113,11 +116,15 @@ def find_objection(condition: Any) -> str | None:
     for path in find_paths(condition):
         if not path.startswith("$") and path.partition(".")[0] not in _EVENT_FIELDS:
             return f"reads '${path}', which no change has: for a field of the document write '$fullDocument.{path}'."
+    try:
+        bson.encode({"": condition})  # encode like the stream's client, whatever the URL sets
+    except Exception as error:  # noqa: BLE001 - PyMongo raises what it likes
+        return f"cannot be sent to MongoDB: {short(error)}."
     return None
 
 
 def find_paths(expression: Any) -> Iterator[str]:
-    """Yield the field paths that an expression reads, without their `$`. Those of variables keep one."""
+    """Yield the field paths that an expression reads, without `$`. Variables keep one `$`."""
     if isinstance(expression, Mapping):
         for name, value in expression.items():
             if name != "$literal":
@@ -134,7 +141,7 @@ def _is_expression(value: Any) -> bool:
 
 
 def _operands(expression: Any) -> Iterator[Any]:
-    """Yield what stands below `$and`, `$or` and `$not`, at any depth of these."""
+    """Yield the conditions inside `$and`, `$or` and `$not`, at any depth."""
     for name in _OF_CONDITIONS if isinstance(expression, Mapping) else ():
         below = expression.get(name, ())
         for each in below if isinstance(below, (list, tuple)) else [below]:
@@ -145,14 +152,14 @@ def _operands(expression: Any) -> Iterator[Any]:
 @dataclass(frozen=True, slots=True)
 class Filter:
     """
-    The conditions of a handler for its changes.
+    A handler's conditions for its changes.
 
     Attributes:
         operations: operation types. `{"*"}` for all.
-        fields: an update counts only when it touches one of these. None for all.
-        match: an aggregation expression over the event, judged by the server. None for all.
-        bookkeeping: whether the handler sees what this package keeps in documents, and in collections of a database
-            that is watched whole. Where there are `fields`, these alone decide which updates count.
+        fields: an update counts only if it touches one of these. None for all.
+        match: an aggregation expression over the event, which the server evaluates. None for all.
+        bookkeeping: True if the handler sees this package's fields in documents, and its collections in a database that
+            is watched as a whole. If there are `fields`, only these decide which updates count.
     """
 
     operations: frozenset[str] = DOCUMENT_OPERATIONS
@@ -162,23 +169,23 @@ class Filter:
 
     @property
     def takes_documents(self) -> bool:
-        """Return True if the handler gets documents, so that a snapshot can give it those that exist."""
+        """Return True if the handler gets documents, so that a snapshot can give it the existing ones."""
         return bool(self.operations & (TAKES_DOCUMENTS | {ALL}))
 
     @property
     def takes_every_change(self) -> bool:
-        """Return True if the handler gets every change of a document, whatever has changed in it."""
+        """Return True if the handler gets every change of a document."""
         is_open = self.operations >= DOCUMENT_OPERATIONS or ALL in self.operations
         return is_open and self.fields is None and self.match is None
 
     def asks_for_field(self, field: str) -> bool:
-        """Return True if the handler asks for updates that touch nothing but one of our fields."""
+        """Return True if the handler requests updates that touch only one of our fields."""
         if self.fields is None:
             return self.bookkeeping
         return any(path.partition(".")[0] == field for path in self.fields)
 
     def wants_operation(self, operation: str) -> bool:
-        """Return True if an operation type is asked for."""
+        """Return True if an operation type is requested."""
         return operation in self.operations or ALL in self.operations
 
 
@@ -189,7 +196,7 @@ def make_filter(
     *,
     bookkeeping: bool = False,
 ) -> Filter:
-    """Return the filter that a decorator's arguments make, or raise a ConfigurationError."""
+    """Return the filter for a decorator's arguments, or raise a ConfigurationError."""
     if operations == ALL:
         operations = {ALL}
     for name, value in (("operations", operations), ("fields", fields)):
@@ -215,7 +222,7 @@ def make_filter(
 
 
 def _are_names(value: object) -> bool:
-    """Return True for several names that can be read more than once. False for one name, or none."""
+    """Return True for several names in a reusable collection. False for a single name, or none."""
     return (
         isinstance(value, Collection)
         and not isinstance(value, (str, bytes))

@@ -1,27 +1,26 @@
 """
-The isolator: it reads events one by one, and one that the server cannot give as it was asked for with less.
+The isolator reads events one by one. If the server cannot send one as requested, it requests less of it.
 
-Such an event is asked for alone, by one narrower stream after the other, until the server can give it. So nobody has to
-guess from an error, and no other event is read with less.
+It requests this event alone, with narrower and narrower streams, until the server can send it. So nobody must guess
+from an error, and no other event is reduced.
 
-| tried in this order | if | read error |
+| attempt, in this order | if | read error |
 |---|---|---|
-| without the flags of those `match` that fail on it | the event comes without any flag | of these handlers alone |
+| without the flags of `match` expressions that fail on it | the event comes without any flag | of these handlers only |
 | whole, in fragments (MongoDB 6.0.9, 7.0 and later) | it is too large | none |
-| judged whole, sent without pre-image, and without look-up | it is too large | of all handlers that it may concern |
-| judged whole, sent without its documents | it is too large | the same |
-| without look-up, images and flags | | the same |
-| by our own filters alone, without its documents | | the same |
+| evaluated whole, sent without pre-image and lookup | it is too large | of all handlers that it may concern |
+| evaluated whole, sent without its documents | it is too large | the same |
+| without lookup, images and flags | | the same |
+| with our own filters only, without its documents | | the same |
 
-An event whose token is too large comes as a stand-in (`oversized`). The stream leaves such events out, and so reaches
-the place of the next event, or of its end, which is after them.
+An event whose token is too large arrives as a stand-in (`oversized`). The stream excludes such events, so it reaches
+the place of the next event or its end, which is after them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,33 +29,20 @@ import pymongo
 from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
-from pymongo.errors import AutoReconnect, OperationFailure, PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import read_namespace, token_data
 from mongo_celery.bridge.existing import unread_place
-from mongo_celery.bridge.stream.cursor import (
-    AWAIT_SECONDS,
-    Position,
-    limit_batch,
-    open_cursor,
-    post_batch_token,
-    set_await,
-    token_of,
-)
+from mongo_celery.bridge.stream.cursor import AWAIT_SECONDS, EventCursor, Position, token_of
 from mongo_celery.bridge.stream.items import ReadError
-from mongo_celery.bridge.stream.reactions import Reaction, classify_error, closes_connection, concerns_an_event
+from mongo_celery.bridge.stream.verdicts import closes_connection, concerns_an_event, judge_stream_error
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, judge_error, quote
 
 if TYPE_CHECKING:
-    from pymongo.command_cursor import CommandCursor
-
     from mongo_celery.bridge.stream.source import Scope
 
 ClientFactory = Callable[[float], MongoClient[RawBSONDocument]]
-
-OpenStream = Callable[["Scope", Position, int], "CommandCursor[RawBSONDocument]"]
-"""Opens a scope at a position; the number is that of the events in its first batch."""
 
 Token = Mapping[str, Any]
 
@@ -66,6 +52,7 @@ _IMAGES = ["fullDocument", "fullDocumentBeforeChange"]
 _WITHOUT_IMAGES = {"$unset": _IMAGES}
 _WITHOUT_PRE_IMAGE = {"$unset": "fullDocumentBeforeChange"}
 _WITHOUT_DOCUMENTS = {"$unset": [*_IMAGES, "updateDescription"]}
+_LONG_TOKEN = 100_000  # characters that may make an answer too large
 _NAMES_MAX = 5
 _REFUSAL_SECONDS = 5.0
 
@@ -76,8 +63,8 @@ class Reread:
     An event that was read alone.
 
     Attributes:
-        document: as much as the server could give.
-        error: why that is not what was asked for. None if it is.
+        document: everything that the server could send.
+        error: why it is less than requested. None if it is complete.
     """
 
     document: RawBSONDocument
@@ -89,36 +76,38 @@ class EventIsolator:
     Reads the events of a stream one by one.
 
     Args:
+        client: of the stream.
         scope: the whole stream.
-        open_stream: opens a stream.
-        ping: asks the server anything. Raises if it does not answer.
+        comment: of all commands.
     """
 
-    def __init__(self, scope: Scope, open_stream: OpenStream, ping: Callable[[], object]) -> None:
+    def __init__(
+        self, client: MongoClient[RawBSONDocument], scope: Scope, comment: str | Mapping[str, Any] | None
+    ) -> None:
+        self._client = client
         self._scope = scope
-        self._open = open_stream
-        self._ping = ping
+        self._comment = comment
 
     def read_events(self, start: Position, last_stand_in: str = "") -> Iterator[Reread | Token]:
         """
-        Read the next events that the filters let through, with as much as the server can give of each.
+        Read the next events that pass the filters, as completely as the server can send each.
 
-        The place at the end comes as its token. The iterator ends when there are no more events for now, and after
-        events that are too large to be read.
+        It yields the final place as a token. The iterator ends when there are no more events for now, and after events
+        that are too large to read.
 
         Args:
-            last_stand_in: comparable part of the token of the last stand-in that was read. Empty for none.
+            last_stand_in: comparable part of the last stand-in's token. Empty for none.
 
         Raises:
-            PyMongoError: these cannot be read either. Then no single event is the reason.
+            PyMongoError: this fails too, so no single event is the reason.
         """
         last, time_ = token_data(start.token) if start.token is not None else "", start.time
         follows_stand_in, last = last_stand_in > last, max(last_stand_in, last)
-        with closing(self._open(self._bare(WITHOUT_OVERSIZED, _WITHOUT_DOCUMENTS), start, 1)) as cursor:
-            limit_batch(cursor, 1)
-            while cursor.alive:
-                candidate = cursor.try_next()
-                token = token_of(candidate) if candidate is not None else post_batch_token(cursor)
+        with self._open(self._bare(_WITHOUT_OVERSIZED, _WITHOUT_DOCUMENTS), start) as cursor:
+            cursor.limit_batch(1)
+            while cursor.is_alive:
+                candidate = cursor.read_event()
+                token = token_of(candidate) if candidate is not None else cursor.token
                 if token is None:
                     return
                 while stand_in := self._find_oversized(Position(None, time_), last, token):
@@ -126,28 +115,28 @@ class EventIsolator:
                     yield Reread(stand_in, ReadError(explain_oversized(stand_in)))
                 yield token if candidate is None else self._read(candidate)
                 if follows_stand_in and token_data(token) <= last:
-                    set_await(cursor, AWAIT_SECONDS)  # the oplog ends with a stand-in, at which no stream opens
+                    cursor.set_await(AWAIT_SECONDS)  # the oplog ends with a stand-in, where no stream opens
                 elif follows_stand_in or candidate is None:
                     return
                 else:
                     last, time_ = token_data(token), candidate["clusterTime"]
 
     def _bare(self, *stages: Mapping[str, Any]) -> Scope:
-        """Return the scope with our own filters and some stages, without images."""
+        """Return the scope with only our own filters and some stages, without images."""
         return replace(self._scope.without_images, selection=(*self._scope.selection, *stages), flags={}, last=())
 
     def _find_oversized(self, start: Position, after: str, until: Token) -> RawBSONDocument | None:
-        """Return the stand-in of the next event between two places that is too large. None if there is none."""
+        """Return the stand-in of the next oversized event between two places. None if there is none."""
         try:
-            with closing(self._open(self._bare(*naming_stages(after, token_data(until))), start, 1)) as cursor:
-                cursor.try_next()
+            with self._open(self._bare(*naming_stages(after, token_data(until))), start) as cursor:
+                cursor.read_event()
         except OperationFailure as error:
             return find_oversized(error)
         return None
 
     def _read(self, candidate: RawBSONDocument) -> Reread | Token:
         """
-        Return the event with as much as the server can give, or its token if it is gone by now.
+        Return the event as completely as possible, or its token if it no longer exists.
 
         Raises:
             PyMongoError: the event is not the reason.
@@ -165,14 +154,14 @@ class EventIsolator:
         explained: ReadError | None = _explain(error)
         steps: list[tuple[Scope, ReadError | None]] = []
         if scope.flags and self._try(candidate, scope.with_flags(())) is not None:
-            failed = self._find_failed(candidate, sorted(scope.flags))  # none if a look-up finds something else by now
+            failed = self._find_failed(candidate, sorted(scope.flags))  # none if a lookup finds another document by now
             steps.append((scope.with_flags(scope.flags.keys() - failed), _explain_match(error, failed)))
         if judge_error(error) is Verdict.TOO_LARGE:
             whole = self._read_fragments(candidate)
             if whole is not None:
                 return Reread(whole)
-            # Flags are computed before these stages. So no handler is concerned whose `match` rules the event out.
-            is_update = candidate.get("operationType") == "update"  # of all others `fullDocument` is their own
+            # Flags are computed before these stages. So handlers whose `match` excludes the event are not affected.
+            is_update = candidate.get("operationType") == "update"  # else `fullDocument` is in the event
             fewer = _WITHOUT_IMAGES if is_update else _WITHOUT_PRE_IMAGE
             steps += [(scope.add_stage(stage), explained) for stage in (fewer, _WITHOUT_DOCUMENTS)]
         steps.append((scope.without_images.with_flags(()), explained))
@@ -183,7 +172,7 @@ class EventIsolator:
         return Reread(candidate, explained)
 
     def _find_failed(self, candidate: RawBSONDocument, names: Sequence[str]) -> set[str]:
-        """Return the handlers whose `match` fails on the event. Halves are tried, so that one of many costs little."""
+        """Return the handlers whose `match` fails on the event. Halving finds one of many cheaply."""
         if self._try(candidate, self._scope.with_flags(names)) is not None:
             return set()
         if len(names) == 1:
@@ -195,8 +184,8 @@ class EventIsolator:
         """
         Read an event that is too large for one answer. None if the server cannot split it.
 
-        Tokens of a stream that splits are others. So the event is found by its time and its document, which only
-        changes of one transaction share: these are not read in fragments.
+        Tokens of a splitting stream differ. So the event is found by its time and document. Only changes of one
+        transaction share these, and they are not read in fragments.
         """
         if "txnNumber" in candidate:
             return None
@@ -206,10 +195,10 @@ class EventIsolator:
         scope = self._scope.add_stage(_IN_FRAGMENTS)
         start = Position(None, candidate["clusterTime"])
         try:
-            with closing(self._open(replace(scope, selection=(pin, *scope.selection)), start, 1)) as cursor:
-                return join_fragments(iter(cursor.try_next, None), token_of(candidate))
-        except PyMongoError as error:  # among them: a server that does not know the stage
-            if not concerns_an_event(error):
+            with self._open(replace(scope, selection=(pin, *scope.selection)), start) as cursor:
+                return join_fragments(iter(cursor.read_event, None), token_of(candidate))
+        except PyMongoError as error:  # for example, a server that does not know the stage
+            if not (self._is_unanswered(error) or concerns_an_event(error)):
                 raise
             return None
 
@@ -224,38 +213,50 @@ class EventIsolator:
 
     def _read_alone(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
         """
-        Read this event alone. None if it is gone by now.
+        Read this event alone. None if it no longer exists.
 
-        A server closes the connection if the event fits into an answer and its token does not. If it is asked for a
-        second event, which does not come, it reads to the end of the oplog, and the token there is short.
+        If an answer has room for the event but not for its token, a server refuses it as too large, or closes the
+        connection. If asked for a second event, which does not arrive, the server reads to the end of the oplog, where
+        the token is short.
         """
-        pin: Mapping[str, Any] = {"$match": {"_id._data": token_data(token_of(candidate))}}
+        data = token_data(token_of(candidate))
+        pin: Mapping[str, Any] = {"$match": {"_id._data": data}}
         alone, start = replace(scope, selection=(pin, *scope.selection)), Position(None, candidate["clusterTime"])
-        closed: AutoReconnect | None = None
+        failure: PyMongoError | None = None
         for count in (1, 2, 2):
             try:
-                with closing(self._open(alone, start, count)) as cursor:
-                    document = cursor.try_next()
+                with self._open(alone, start, count) as cursor:
+                    document = cursor.read_event()
                 if document is not None:
                     token_of(document)
                 return document
-            except AutoReconnect as error:
-                if not closes_connection(error):
+            except PyMongoError as error:
+                failure = error
+                may_fit = len(data) >= _LONG_TOKEN and count == 1 and judge_error(error) is Verdict.TOO_LARGE
+                if not (may_fit or self._is_unanswered(error)):
                     raise
-                self._ping()  # raises if the network is the reason
-                closed = error
         raise OperationFailure(
             "the server closes the connection instead of answering", Code.BSONObjectTooLarge
-        ) from closed
+        ) from failure
+
+    def _is_unanswered(self, error: PyMongoError) -> bool:
+        """Return True if the server has closed the connection. Raise if it does not answer a ping either."""
+        is_closed = closes_connection(error)
+        if is_closed:
+            self._client.admin.command("ping")
+        return is_closed
+
+    def _open(self, scope: Scope, start: Position, first_batch: int = 1) -> EventCursor:
+        return EventCursor(self._client, scope, start, first_batch=first_batch, comment=self._comment)
 
 
 def join_fragments(fragments: Iterable[RawBSONDocument], token: Token) -> RawBSONDocument | None:
     """
-    Return the whole event, under the token that it has in a stream that does not split. None if a fragment is missing.
+    Return the whole event with its token from a stream that does not split. None if a fragment is missing.
 
-    A server has cut it. Each fragment has some of the event's top-level fields, whole, and says in `splitEvent` which
-    one of how many it is. No more fragments are read than belong to the event. The event may be larger than 16 MB, and
-    no server takes it back.
+    The server has cut the event. Each fragment has some whole top-level fields, and its number and total in
+    `splitEvent`. Only the event's own fragments are read. The event may be larger than 16 MB, and no server accepts it
+    back.
     """
     whole: dict[str, Any] = {"_id": dict(token)}
     for expected, fragment in enumerate(fragments, start=1):
@@ -270,13 +271,13 @@ def join_fragments(fragments: Iterable[RawBSONDocument], token: Token) -> RawBSO
 
 def find_refused_matches(make_client: ClientFactory, scope: Scope) -> dict[str, str]:
     """
-    Open the stream with each `match` alone, if the server refuses it with all of them, whatever the change.
+    If the server refuses the stream with all `match` expressions, open it with each one alone.
 
     Args:
         make_client: makes a client for the stream, with a socket timeout in seconds.
 
     Returns:
-        What the server said, by handler. Empty where the stream can be opened, or fails for another reason.
+        The server's message, by handler. Empty if the stream can be opened, or fails for another reason.
     """
     if not scope.flags:
         return {}
@@ -290,10 +291,10 @@ def find_refused_matches(make_client: ClientFactory, scope: Scope) -> dict[str, 
 
 def _find_refusal(client: MongoClient[RawBSONDocument], scope: Scope) -> str | None:
     try:
-        with closing(open_cursor(client, scope, Position(None, None))):
+        with EventCursor(client, scope, Position(None, None)):
             return None
     except PyMongoError as error:
-        return brief(error) if classify_error(error, opening=True) is Reaction.REFUSED else None
+        return brief(error) if judge_stream_error(error, opening=True) is Verdict.REFUSED else None
 
 
 def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | None:
@@ -309,7 +310,7 @@ def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | N
 
 
 def _explain(error: PyMongoError) -> ReadError:
-    """Return the reason why an event was read with less than was asked for, with what to do."""
+    """Return the reason why an event was read with less than requested, and the fix."""
     verdict = judge_error(error)
     if verdict is Verdict.TOO_LARGE:
         sentence = (
@@ -318,18 +319,19 @@ def _explain(error: PyMongoError) -> ReadError:
         )
     elif verdict is Verdict.IMAGE_MISSING:
         sentence = (
-            "A required image of this change is missing, and it was read without look-up and images. Let the "
-            "collection keep pre- and post-images, and for longer, or ask for 'whenAvailable'."
+            "A required image of this change is missing, so the change was read without look-up and images. Let the "
+            "collection keep pre- and post-images for longer, or set 'whenAvailable'."
         )
     else:
-        sentence = "This change could not be read as it was asked for, and was read without its documents."
+        sentence = "This change could not be read with its documents, so it was read without them."
     return ReadError(f"{sentence} {quote(error)}")
 
 
 TOKEN_MAX = 6_700_000
 """
-Characters of a token, for an `_id` of up to 3 MB. An event without its documents has token and key, which is half as
-long, and its token follows it in the answer: two and a half times this fits into 16 MB.
+Largest number of characters in a token, for an `_id` of up to 3 MB. An event without documents has its token, its key
+of half that size, and the token again after it in the answer: together two and a half times this, which fits into 16
+MB.
 """
 
 _LENGTH = {"$strLenBytes": "$_id._data"}
@@ -341,19 +343,19 @@ _TEXT = {
     ],
 }  # fmt: skip
 
-WITHOUT_OVERSIZED: Mapping[str, Any] = {"$match": {"$expr": {"$lte": [_LENGTH, TOKEN_MAX]}}}
-"""The stage that leaves oversized events out."""
+_WITHOUT_OVERSIZED: Mapping[str, Any] = {"$match": {"$expr": {"$lte": [_LENGTH, TOKEN_MAX]}}}
+"""The stage that excludes oversized events."""
 
 
 def naming_stages(after: str, until: str) -> Sequence[Mapping[str, Any]]:
     """
-    Return stages that fail on the first event of a range that is too large, and name it in the text of the error.
+    Return stages that fail on the first oversized event of a range, and name it in the error's text.
 
-    They fail as well on the first event after the range, so that the server reads no further.
+    They also fail on the first event after the range, so that the server reads no further.
 
     Args:
-        after: comparable part of a token. The events after it are asked about.
-        until: that of the token where the range ends.
+        after: comparable part of a token. The range begins after it.
+        until: comparable part of the token at the end of the range.
     """
     ends = {"$or": [{"$gt": [_LENGTH, TOKEN_MAX]}, {"$gte": ["$_id._data", until]}]}
     return [
@@ -364,7 +366,7 @@ def naming_stages(after: str, until: str) -> Sequence[Mapping[str, Any]]:
 
 def find_oversized(error: OperationFailure) -> RawBSONDocument | None:
     """
-    Return the stand-in of an event that is too large, from the error of `naming_stages`. None if the event fits.
+    Return the stand-in of an oversized event, from the error of `naming_stages`. None if the event fits.
 
     Raises:
         OperationFailure: `error` itself, if it has another reason.
@@ -381,7 +383,7 @@ def find_oversized(error: OperationFailure) -> RawBSONDocument | None:
 
 
 def shorten(event: Mapping[str, Any], data: str) -> RawBSONDocument:
-    """Return the stand-in of an event that was read and whose token `data` is too large to be kept."""
+    """Return the stand-in of an event that was read, but whose token `data` is too large to store."""
     return _make_stand_in(data, str(event.get("operationType")), dict(event.get("ns") or {}))
 
 
@@ -392,7 +394,7 @@ def _make_stand_in(data: str, operation: str, ns: Mapping[str, Any]) -> RawBSOND
 
 
 def explain_oversized(event: Mapping[str, Any]) -> str:
-    """Return the sentence that names the change that was not read, and what to do."""
+    """Return the sentence that names the unread change, and the fix."""
     written = event["clusterTime"].as_datetime().isoformat()
     return (
         f"The `_id` is too large (above 3 MB): no handler gets this {event['operationType']} in "

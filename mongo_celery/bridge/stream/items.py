@@ -1,4 +1,4 @@
-"""The items that a reader hands over: events, places between them, and its end."""
+"""The items that a reader delivers: events, places between them, and the end."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any
 from mongo_celery.bridge.window import Mark
 from mongo_celery.errors import MongoCeleryError
 
-_UNIT_SHIFT = 15
-
 
 @dataclass(frozen=True, slots=True)
 class ReadError:
     """
-    The reason why an event was read with less than was asked for.
+    The reason why an event was read with less than requested.
 
     Attributes:
-        sentence: what failed and what the server said, for people.
-        only_match: whether nothing but `match` expressions failed on it. Then only their handlers are concerned, which
-            are those whose flag the event lacks.
+        sentence: the failure and the server's error, for people.
+        only_match: True if only `match` expressions failed on it. Then it concerns only their handlers, whose flags the
+            event lacks.
     """
 
     sentence: str
@@ -30,12 +28,12 @@ class ReadError:
 @dataclass(slots=True)
 class ChangeEvent:
     """
-    A change event: its place, the document to match on, of which only the top is decoded, and its bytes.
+    A change event: its place, a document for matching with only the top level decoded, and its bytes.
 
-    Nobody changes one. It is not frozen since there is one for each change that is read, and that takes twice the time.
+    Items never change. The class is not frozen, because that would double the time for each change.
 
-    One with a read error was read with less (no look-up, no images, no flags, in the worst case no document at all).
-    The failure policy of the handlers that it concerns decides about it.
+    An event with a read error was read with less (no lookup, no images, no flags, in the worst case no document). The
+    failure policy of its handlers decides about it.
     """
 
     mark: Mark
@@ -43,17 +41,24 @@ class ChangeEvent:
     raw: bytes
     read_error: ReadError | None = None
 
+    @property
+    def data(self) -> str:
+        """Comparable part of its token."""
+        return self.mark.data
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The stream has ended for good."""
+    """The permanent end of the stream."""
 
     error: MongoCeleryError
 
 
 Item = ChangeEvent | Mark | Failed
 
+_WEIGHT_SHIFT = 15
 
-def credit_cost(item: Item) -> int:
-    """Return the credits that an item takes: one, and one more for each 32 KiB, so that bytes are bounded."""
-    return 1 + (len(item.raw) >> _UNIT_SHIFT) if isinstance(item, ChangeEvent) else 1
+
+def weigh(item: Item) -> int:
+    """Return the weight of an item: one, plus one for each 32 KiB of an event."""
+    return 1 + (len(item.raw) >> _WEIGHT_SHIFT) if isinstance(item, ChangeEvent) else 1

@@ -1,16 +1,15 @@
 """
-The sources and filters of handlers, and the one change stream that serves all handlers of a bridge.
+The handlers' sources and filters, and the one change stream for all handlers of a bridge.
 
-Server-side filters use only what the oplog fixes: namespace and operation. The server computes a condition on anything
-else (`match`) into a flag, and the listener applies it: a filter on a looked-up field would make a token unresumable as
-soon as the document changes. Server or listener leave bookkeeping out (`bookkeeping`).
+Server-side filters use only data that the oplog fixes: namespace and operation. For any other condition (`match`), the
+server computes a flag, and the listener applies it. If a filter used a looked-up field, a token could no longer be
+resumed after a change of the document. Server or listener exclude bookkeeping (`bookkeeping`).
 
-The server's filter decides how fast the stream passes the writes of others, and a stream that is slower than they are
-falls off the oplog. So the filter is cheap before it is exact: one look-up of the namespace in a list, however long,
-and no clause for each collection, handler or field. It lets everything pass that a handler asks for. `Selector` leaves
-out the rest.
+The server's filter determines how fast the stream passes other writes. A stream that is slower than these writes falls
+off the oplog. So the filter is cheap rather than exact: one lookup of the namespace in a list of any length, with no
+clause for each collection, handler or field. It passes every requested event, and `Selector` excludes the rest.
 
-The bridge's own state database is always excluded. Without that every commit would be a change that leads to a commit.
+The bridge's own state database is always excluded. Otherwise every commit would be a change that causes a commit.
 """
 
 from __future__ import annotations
@@ -26,12 +25,9 @@ from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.fenced import TOMBSTONES
 from mongo_celery.bridge.stream.bookkeeping import (
     DESCRIPTION,
-    RECEIPTS,
     Bookkeeping,
     exclusion_stages,
-    is_receipt,
     list_touched,
-    may_be_receipt,
 )
 from mongo_celery.bridge.stream.filter import (
     ALL,
@@ -51,7 +47,7 @@ _RESERVED = frozenset({"admin", "config", "local"})
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A collection, a database (`collection` is None), or everything (both are None)."""
+    """A collection, a database (`collection` is None), or the cluster (both are None)."""
 
     database: str | None
     collection: str | None
@@ -59,7 +55,7 @@ class Source:
     def covers(self, database: str | None, collection: str | None) -> bool:
         """Return True if an event of this namespace belongs to the source. Some events have no collection."""
         if self.collection is None and collection is not None and collection.endswith(TOMBSTONES):
-            return False  # what fenced deletes leave behind belongs to nobody's data
+            return False  # tombstones of fenced deletes are not user data
         if database is None or self.database is None:
             return True
         return self.database == database and (self.collection is None or collection in (None, self.collection))
@@ -70,15 +66,15 @@ class Source:
 
 def parse_source(target: object, default_database: str | None) -> Source:
     """
-    Return the source that a user means.
+    Return the source for a user's argument.
 
     Args:
-        target: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` where the URL names a database, a PyMongo
+        target: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` if the URL names a database, a PyMongo
             collection or database, a Django model or a MongoEngine document class.
         default_database: the database in the bridge's URL.
 
     Raises:
-        ConfigurationError: when it is none of these.
+        ConfigurationError: it is none of these.
     """
     if isinstance(target, str):
         return _from_text(target, default_database)
@@ -118,7 +114,7 @@ def _check_source(source: Source, target: object) -> Source:
 
 
 def _from_class(model: Any) -> Source:
-    """Return the collection of a model. Neither Django nor MongoEngine is imported unless it is in use."""
+    """Return a model's collection. Django and MongoEngine are imported only if they are in use."""
     concrete = getattr(getattr(model, "_meta", None), "concrete_model", None)
     if concrete is not None:
         from django.db import connections, router
@@ -142,10 +138,10 @@ def _from_class(model: Any) -> Source:
 @dataclass(frozen=True, slots=True)
 class Selector:
     """
-    The sources and the filter of one handler, which choose its events.
+    The sources and the filter of one handler, which select its events.
 
     Attributes:
-        bookkeeping: of the app. None for a handler that asks for it.
+        bookkeeping: of the app. None for a handler that requests it.
     """
 
     name: str
@@ -158,28 +154,26 @@ class Selector:
         return self.wants(event) and not self.is_bookkeeping(event)
 
     def wants(self, event: Mapping[str, Any]) -> bool:
-        """Return True if an event belongs to this subscription unless it is bookkeeping."""
+        """Return True if an event belongs to this subscription, apart from bookkeeping."""
         return self._may_want(event) and (self.filter.match is None or bool(event[FLAGS].get(self.name, False)))
 
     def is_bookkeeping(self, event: Mapping[str, Any]) -> bool:
-        """Return True if an event is about nothing but bookkeeping, which is not asked for. Never raises."""
-        if self.bookkeeping is None:
+        """Return True if an event is only bookkeeping that was not requested. It never raises."""
+        if self.bookkeeping is None or self.filter.fields is not None:  # `fields` decide which updates count
             return False
-        if self.filter.fields is None and self.bookkeeping.covers_event(event):  # else these decide which updates count
-            return True
-        return is_receipt(event) and not any(source.collection == RECEIPTS for source in self.sources)
+        return self.bookkeeping.covers_event(event)
 
     def may_be_bookkeeping(self, event: Mapping[str, Any]) -> bool:
-        """Return True if a change of a document with this operation and namespace could be about bookkeeping alone."""
-        return self.bookkeeping is not None and (event.get("operationType") == "update" or may_be_receipt(event))
+        """Return True if a document change with this operation could be only bookkeeping."""
+        return self.bookkeeping is not None and event.get("operationType") == "update"
 
     @property
     def is_simple(self) -> bool:
-        """Return True if nothing but operation, namespace and bookkeeping decides about a change of a document."""
+        """Return True if only operation, namespace and bookkeeping decide about a document change."""
         return self.filter.match is None and self.filter.fields is None
 
     def may_select(self, event: Mapping[str, Any]) -> bool:
-        """Return True if nothing that the event has, whole or not, rules out that it belongs to this subscription."""
+        """Return True if the event, which may be incomplete, could belong to this subscription."""
         return self._may_want(event) and not self.is_bookkeeping(event)
 
     def _may_want(self, event: Mapping[str, Any]) -> bool:
@@ -191,9 +185,9 @@ class Selector:
 
     def _covers(self, event: Mapping[str, Any]) -> bool:
         """
-        Return True if an event is of one of the sources. A wide one has none of the collections that are bookkeeping.
+        Return True if an event is of one of the sources. A wide source excludes bookkeeping collections.
 
-        A rename concerns the collection that it takes away, and the one that it puts in its place.
+        A rename concerns both the old and the new collection.
         """
         ours = self.bookkeeping.collections if self.bookkeeping is not None else ()
         places = [at for at in (event.get("ns"), event.get("to")) if isinstance(at, Mapping)] or [{}]
@@ -216,15 +210,15 @@ def _touches(event: Mapping[str, Any], fields: frozenset[str]) -> bool:
 @dataclass(frozen=True, slots=True)
 class Scope:
     """
-    The change stream of a bridge: where it is opened and with which stages and options.
+    A bridge's change stream: target, stages and options.
 
     Attributes:
         database: None for the whole cluster.
         collection: None for a whole database.
-        selection: stages of ours that filter. They look at nothing but what the oplog fixes.
-        options: those of the stage `$changeStream` that are not the server's default.
-        flags: the expressions of `match`, by handler.
-        last: stages of ours after these, by which an event is read with less.
+        selection: the bridge's filters. They use only fields that the oplog fixes.
+        options: options of the stage `$changeStream` that differ from the server's default.
+        flags: the `match` expressions, by handler.
+        last: the bridge's final stages, which reduce an event.
     """
 
     database: str | None
@@ -236,25 +230,25 @@ class Scope:
 
     @property
     def pipeline(self) -> tuple[Mapping[str, Any], ...]:
-        """All stages."""
+        """Return all stages."""
         flags: tuple[Mapping[str, Any], ...] = ({"$addFields": {FLAGS: self.flags}},) if self.flags else ()
         return (*self.selection, *flags, *self.last)
 
     @property
     def without_images(self) -> Scope:
-        """The same stream without look-up and images, as another scope."""
+        """Return the same stream without lookup and images."""
         return replace(self, options={name: value for name, value in self.options.items() if name not in _IMAGES})
 
     def with_flags(self, names: Iterable[str]) -> Scope:
-        """Return the same stream with no other flags than those of some handlers."""
+        """Return the same stream with only some handlers' flags."""
         return replace(self, flags={name: self.flags[name] for name in names})
 
     def add_stage(self, stage: Mapping[str, Any]) -> Scope:
-        """Return the same stream with one stage more."""
+        """Return the same stream with one more stage."""
         return replace(self, last=(*self.last, stage))
 
     def find_target(self, client: MongoClient[Any]) -> Any:
-        """Return the client, database or collection to `watch`."""
+        """Return the client, database or collection for `watch`."""
         if self.database is None:
             return client
         database = client.get_database(self.database)
@@ -262,7 +256,7 @@ class Scope:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of this stream: a token may be given back only to a stream with the fingerprint it came from."""
+        """Digest of this stream. A token may be used only for a stream with the same fingerprint."""
         document = {
             "database": self.database,
             "collection": self.collection,
@@ -283,18 +277,18 @@ def make_scope(
     bookkeeping: Bookkeeping | None = None,
 ) -> Scope:
     """
-    Return the narrowest stream that serves all subscriptions, the same one in whatever order they come.
+    Return the narrowest stream for all subscriptions, regardless of their order.
 
     Args:
         selectors: of all subscriptions.
         state_database: of the bridge.
-        full_document: as the option of that name.
-        before_change: as the option `full_document_before_change`.
-        expanded: as the option `show_expanded_events`.
-        bookkeeping: what of it is known. None to have all of it.
+        full_document: the option of this name.
+        before_change: the option `full_document_before_change`.
+        expanded: the option `show_expanded_events`.
+        bookkeeping: the known bookkeeping. None to include all of it.
 
     Raises:
-        ConfigurationError: when a source lies in the bridge's own state database.
+        ConfigurationError: a source is in the bridge's own state database.
     """
     sources = sorted({source for selector in selectors for source in selector.sources}, key=str)
     for source in sources:
@@ -317,12 +311,12 @@ def make_scope(
 
 
 def resolve_selectors(selectors: Iterable[Selector], bookkeeping: Bookkeeping) -> list[Selector]:
-    """Return the selectors of a bridge with the bookkeeping that its handlers do not ask for."""
+    """Return a bridge's selectors with the bookkeeping that its handlers did not request."""
     return [each if each.filter.bookkeeping else replace(each, bookkeeping=bookkeeping) for each in selectors]
 
 
 def _find_unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping) -> list[tuple[str, str]]:
-    """Return collection and field of each outbox for whose bookkeeping no handler asks, of those that listen there."""
+    """Return collection and field of each watched outbox whose bookkeeping no handler requests."""
     found = []
     for name, fields in bookkeeping.outboxes.items():
         takers = [
@@ -339,11 +333,11 @@ def _find_unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping) -> li
 
 def _match_events(selectors: Sequence[Selector], opened: Source, state_database: str) -> Mapping[str, Any]:
     """
-    Return our first stage, for a stream that is open on a source.
+    Return our first stage for a stream that is opened on a source.
 
-    Events of a whole collection are rare and pass by operation alone: their namespace may be a database's, or be under
-    `to`, so the selectors judge them. Events that move a collection always pass: the stream is opened again after the
-    token of an invalidate, and a snapshot of a dropped or renamed collection must not end as if all had been read.
+    Events of a whole collection are rare and pass by operation alone. Their namespace may be a database's, or in `to`,
+    so the selectors judge them. Events that move a collection always pass. The stream reopens after an invalidate's
+    token, and the snapshot of a dropped or renamed collection must not end as if it were complete.
     """
     asked = frozenset().union(*(selector.filter.operations for selector in selectors))
     others = sorted((asked | MOVES) - DOCUMENT_OPERATIONS)
@@ -355,10 +349,10 @@ def _match_events(selectors: Sequence[Selector], opened: Source, state_database:
 
 def _match_documents(selectors: Sequence[Selector], opened: Source) -> list[dict[str, Any]]:
     """
-    Return conditions on changes of documents: one for the operations that are wanted of the same sources.
+    Return conditions on document changes, grouped by the operations requested for the same sources.
 
-    There are four at most, and one as a rule. The updates of a collection whose inserts alone are wanted do not pass
-    because another handler wants those of another: for each that passes, the server looks up the document.
+    There are at most four, and usually one. If one handler wants only a collection's inserts, its updates do not pass
+    because another handler wants updates elsewhere: for each update that passes, the server looks up the document.
     """
     wanted: dict[frozenset[Source], list[str]] = {}
     for operation in sorted(DOCUMENT_OPERATIONS):
@@ -374,10 +368,10 @@ def _match_documents(selectors: Sequence[Selector], opened: Source) -> list[dict
 
 def _match_namespaces(sources: Iterable[Source]) -> dict[str, Any]:
     """
-    Return one list for all collections, and one for all databases that are watched whole.
+    Return one list for all collections, and one for all databases that are watched as a whole.
 
-    The server translates an expression to the oplog's own namespace and looks it up in a set. It would translate a
-    `$match` on `ns.db` and `ns.coll` to one regular expression for each name, tried one after the other.
+    The server translates an expression to the oplog's own namespace, and looks it up in a set. It would translate a
+    `$match` on `ns.db` and `ns.coll` to one regular expression per name, and try them one by one.
     """
     whole = sorted(str(source.database) for source in sources if source.collection is None)
     single = sorted(str(each) for each in sources if each.collection is not None and each.database not in whole)
@@ -398,7 +392,7 @@ def _make_flags(selectors: Sequence[Selector], opened: Source) -> dict[str, Any]
 
 
 def _guard_match(selector: Selector, opened: Source) -> list[dict[str, Any]]:
-    """Return the conditions before a `match`: it must not fail on the documents of other handlers."""
+    """Return the conditions before a `match`, so that it cannot fail on other handlers' documents."""
     guards: list[dict[str, Any]] = []
     if ALL not in selector.filter.operations:
         guards.append({"$in": ["$operationType", sorted(selector.filter.operations)]})
@@ -409,6 +403,6 @@ def _guard_match(selector: Selector, opened: Source) -> list[dict[str, Any]]:
 
 
 def strip_flags(event: dict[str, Any]) -> dict[str, Any]:
-    """Return the event as the server would have sent it without our flags."""
+    """Return the event as the server would send it without our flags."""
     event.pop(FLAGS, None)
     return event

@@ -1,1 +1,1 @@
-"""The bridge inside a Celery worker: the Celery edge, one execution of a run, its envelope and its heartbeat."""
+"""The bridge in a Celery worker: task classes, the execution of a run, its envelope and its heartbeat."""

@@ -1,11 +1,11 @@
 """
-Writes to the state that MongoDB has not answered for, made again in the background until it does.
+Writes to the state without MongoDB's answer, repeated in the background until it answers.
 
-An execution does not wait for the end of an outage: its worker process has a task to end and time limits to keep. What
-it could not write goes on here, in a thread of the process. Each write is guarded by the owner of its claim, so one
-that comes too late is refused and changes nothing.
+An execution does not wait for the end of an outage: its process must end the task within time limits. A thread of the
+process continues with the unfinished writes. The owner of the claim guards each write, so a late one is refused and
+changes nothing.
 
-Best effort: when the process ends first, the claim lapses, as after any other end.
+Best effort: if the process ends first, the claim lapses, as after any other end.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _PAUSES = Pauses(first=0.1, longest=1.0)
 @dataclass(slots=True, eq=False)
 class DeferredWrite:
     """
-    One write that is still to be made.
+    One unfinished write.
 
     Attributes:
-        what: for the log.
+        what: its name in the log.
         write: makes it. Returns True if it was accepted.
-        answers: how often it is made again after a refusal: an earlier command may still take effect.
-        ended: called when it is not to be made any more, for whatever reason.
+        answers: how often to repeat it after a refusal, because an earlier command may still take effect.
+        ended: called when the write is finished or abandoned.
     """
 
     what: str
@@ -45,10 +45,10 @@ class DeferredWrite:
 
 class DeferredWrites:
     """
-    The writes that one process still has to make for executions that have ended. Thread-safe.
+    The unfinished writes of one process, for executions that have ended. Thread-safe.
 
     Args:
-        wiring: of the bridge. A process has one of these for each.
+        wiring: of the bridge. A process has one instance for each bridge.
     """
 
     def __init__(self, wiring: Wiring) -> None:
@@ -61,9 +61,9 @@ class DeferredWrites:
         self, what: str, write: Callable[[], bool], *, answers: int = 0, ended: Callable[[], None] = lambda: None
     ) -> None:
         """
-        Make a write until it is answered. With `answers`, until it is accepted or was refused so often.
+        Repeat a write until it is answered. With `answers`, until it is accepted or was refused that often.
 
-        Then `ended` is called, which must not raise.
+        Then call `ended`, which must not raise.
         """
         with self._changed:
             self._writes.append(DeferredWrite(what, write, answers, ended))
@@ -73,7 +73,7 @@ class DeferredWrites:
             self._changed.notify()
 
     def _run(self) -> None:
-        """Make all writes, again and again with pauses. End when none is left."""
+        """Make all writes repeatedly, with pauses. End when none is left."""
         failures = 0
         while True:
             with self._changed:
@@ -89,7 +89,7 @@ class DeferredWrites:
                     self._changed.wait(_PAUSES.nth(failures))
 
     def _make(self, deferred: DeferredWrite) -> bool:
-        """Make a write. Return True if it is not to be made again."""
+        """Make a write. Return True if it must not be repeated."""
         try:
             accepted = deferred.write()
         except Exception as error:  # noqa: BLE001 - a write that nobody foresaw to fail is logged, and given up

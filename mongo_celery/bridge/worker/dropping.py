@@ -1,7 +1,7 @@
 """
 Dropped messages of one worker process: counted in the state, and logged once a minute for each reason.
 
-Anybody who can write to the broker can send them, so no text of theirs is shown. A flood fills no log and no state.
+Every writer to the broker can send such messages, so their texts are never shown. A flood fills no log and no state.
 """
 
 from __future__ import annotations
@@ -26,18 +26,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 MOVED = "moved"
-"""The handler of a run listens to other databases here than the leader's does. Counted as foreign."""
+"""This worker's handler watches other databases than the leader's. Counted as foreign."""
 
 _TEXTS = {
-    FORGED: (
-        "forged or damaged, or signed with a key that is no longer accepted. Find out who else writes to the broker"
-    ),
+    FORGED: ("forged or damaged, or signed with a key that is no longer accepted. Find the program that sends them"),
     TAMPERED: (
         "the {about} of the last one was changed after signing. Somebody else writes to the broker, or a signal "
         "handler of this app changes messages"
     ),
     MISDIRECTED: "sent to the task of another handler",
-    MALFORMED: "not of Celery's form. Find out who else writes to the broker",
+    MALFORMED: "not of Celery's form. Find the other writer to the broker",
     FOREIGN: (
         "sent by another installation or environment, from process {about} as it says: each takes the other's "
         "messages. Give one of the two another name, Bridge(..., name='...'), or a broker database of its own"
@@ -54,13 +52,13 @@ _PROCESS = re.compile(r"(?:^|\.)([0-9]{1,10}@[A-Za-z0-9._-]{1,253})\Z")
 
 
 def parse_process(origin: object) -> str | None:
-    """Return `pid@host` of the sender that a message claims. None unless it looks like that. Nobody signs it."""
+    """Return `pid@host` of the sender that a message claims, without a signature. None if it has another form."""
     found = _PROCESS.search(origin[-_SENDER_CHARS:]) if isinstance(origin, str) else None
     return found.group(1) if found is not None else None
 
 
 class Repetitions:
-    """Counts what is repeated: one log record a minute for each kind. Thread-safe."""
+    """Counts repetitions, and allows one log record a minute for each kind. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -68,7 +66,7 @@ class Repetitions:
         self._lock = threading.Lock()
 
     def add(self, kind: str) -> int:
-        """Count one more. Return how many the record that is due has to name, or 0 if none is due."""
+        """Count one more. Return the number for the log record that is due, or 0 if none is due."""
         now = time.monotonic()
         with self._lock:
             self._counts[kind] += 1
@@ -80,10 +78,10 @@ class Repetitions:
 
 class Dropper:
     """
-    Counts and logs dropped messages: `wiring.of_process(Dropper)`. Thread-safe, and waits for nothing.
+    Counts and logs dropped messages: `wiring.of_process(Dropper)`. Thread-safe. It never blocks.
 
-    A thread of its own writes the counts, at most once a second. Not promised: the counts of a process that is killed
-    within that second.
+    Its thread writes the counts at most once a second. If the process is killed, the counts of the last second may be
+    lost.
 
     Args:
         wiring: of the bridge.
@@ -103,8 +101,8 @@ class Dropper:
         Drop a message.
 
         Args:
-            reason: `MOVED`, or as the state counts it.
-            about: what was changed, the process that claims to have sent it, or the handler that has moved.
+            reason: `MOVED`, or a reason that the state counts.
+            about: the altered part, the claimed sender, or the moved handler.
         """
         with self._lock:
             self._counts[FOREIGN if reason == MOVED else reason] += 1
@@ -118,7 +116,7 @@ class Dropper:
                 "dropped %s of bridge %s: %s",
                 number(count, "message", "messages"),
                 self._wiring.name,
-                _TEXTS[reason].format(about=about or "unknown", ways_out=ways_out()),
+                _TEXTS[reason].format(about=about or "unknown", ways_out=ways_out(self._wiring.line)),
                 extra={"event": "message_dropped", "reason": reason, "about": about},
             )
 
@@ -137,5 +135,5 @@ class Dropper:
             self._wiring.store.drops.count(counts, process)
         except PyMongoError as error:
             with self._lock:
-                self._counts.update(counts)  # written with the next one
+                self._counts.update(counts)  # written with the next counts
             logger.debug("could not count dropped messages: %s", brief(error))

@@ -1,23 +1,22 @@
 """
 The signed BSON envelope in which a run travels through the broker.
 
-One base64 string is the only argument of the handler task and of the commit task: 32 bytes of
-HMAC-SHA256 under the bridge's signing key, then one BSON document. The kind of message stands inside
-the signed part, so that a commit cannot be replayed as a run. Changes travel as the bytes that the
-server sent, so that every BSON type arrives exact, whatever serializer the broker uses.
+The only argument of the handler task and of the commit task is one base64 string: 32 bytes of HMAC-SHA256 under the
+bridge's signing key, then one BSON document. The signed part contains the kind of message, so a commit cannot be
+replayed as a run. Changes travel as the bytes that the server sent, so every BSON type arrives unchanged, whatever
+serializer the broker uses.
 
-An undeliverable change travels alone, with its reason and its token. A run of stored changes travels by reference:
-the message names them by their tokens, and the worker reads their bytes under its claim. The replay of a dead letter
-names that and the number of the attempt. Its change is read there. A run of several changes, or
-beside parked keys, carries the hash of each change's key: any of them may fail, and a worker stops before one whose
-key is parked.
+An undeliverable change travels alone, with its reason and its token. A run of stored changes travels by reference: the
+message contains their tokens, and the worker reads their bytes under its claim. A replay contains the id of its dead
+letter and the number of the attempt, and the worker reads the change. A run of several changes, or beside parked keys,
+contains the hash of each change's key: any of them may fail, and a worker stops before a change whose key is parked.
 
-Who can only write to the broker can neither invent changes nor commits. Who replays a valid message
-meets the claim in MongoDB, which drops it. What a worker honours of the message around an envelope, its id
-and the link behind it, is signed with it (`Carrier`). `worker/request.py` sees to the rest.
+A writer to the broker can forge neither changes nor commits. If it replays a valid message, the claim in MongoDB drops
+it. The envelope also signs the parts of the surrounding message that a worker uses: its id and the link that follows
+(`Carrier`). `worker/request.py` handles all other parts.
 
-The id of the installation can be read before the signature is checked, so that a message of another
-installation is told from a forgery.
+The id of the installation is readable before the signature is checked. So a worker can distinguish another
+installation's message from a forgery.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ _LINKS = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)
 @dataclass(frozen=True, slots=True)
 class Carrier:
     """
-    The signed part of the message around an envelope: what that must be.
+    The signed part of the message around an envelope.
 
     Attributes:
         task_id: the message's own.
-        links: digest of the tasks that follow. Empty where none do.
+        links: digest of the tasks that follow. Empty if none do.
     """
 
     task_id: str
@@ -62,7 +61,7 @@ class Carrier:
 
     @classmethod
     def of(cls, task_id: str, links: Sequence[Any] | None) -> Carrier:
-        """The carrier of a message with this id and chain."""
+        """Return the carrier of a message with this id and chain."""
         if not links:
             return cls(task_id)
         return cls(task_id, hashlib.sha256(_LINKS.encode(links).encode()).hexdigest())
@@ -71,27 +70,27 @@ class Carrier:
 @dataclass(frozen=True, slots=True)
 class Run:
     """
-    Consecutive changes of one partition, dispatched under one version of the lease.
+    Consecutive changes of one partition, dispatched in one term.
 
     Attributes:
-        changes: the raw BSON of each event. Empty in the envelope of a commit, and where they are stored.
+        changes: the raw BSON of each event. Empty in the envelope of a commit, and of stored runs.
         first: sequence number of the first change.
         last: sequence number of the last change.
-        carrier: the message in which it travels. None before it is signed.
-        refusal: why its one change is not given to the handler. None for all others.
+        carrier: the message that contains it. None before signing.
+        refusal: why its only change is not given to the handler. None for all others.
         token: the resume token of a refused change, whose bytes may be unreadable.
-        hash: of the first change's partition key, from 0 to 2^64 - 1; 0 where no change travels.
-        stored: comparable parts of the tokens of changes that are stored, and do not travel. Empty for all others.
-        dead_letter: `_id` of the one that is replayed. None for a run of changes.
-        starts: how often that dead letter was started before.
-        hashes: of the partition keys of all its changes. Empty for one change of a partition without parked keys.
+        hash: of the first change's partition key, from 0 to 2^64 - 1; 0 if no change travels.
+        stored: comparable parts of the tokens of stored changes, which do not travel. Empty for all others.
+        dead_letter: `_id` of the dead letter to replay. None for a run of changes.
+        starts: how often that dead letter was already started.
+        hashes: partition key hashes of all its changes. Empty for one change of a partition without parked keys.
     """
 
     bridge: str
     subscription: str
-    generation: int
+    partitioning: int
     index: int
-    version: int
+    term: int
     first: int
     last: int
     changes: Sequence[bytes] = ()
@@ -107,28 +106,28 @@ class Run:
     @property
     def partition_id(self) -> str:
         """`_id` of the partition's document."""
-        return f"{self.bridge}/{self.subscription}/{self.generation}/{self.index}"
+        return f"{self.bridge}/{self.subscription}/{self.partitioning}/{self.index}"
 
     @property
     def is_inline(self) -> bool:
-        """Return True if no commit task follows, which is signed: the execution writes the position itself."""
+        """Return True if no commit task follows, which the envelope signs. The execution then writes the position."""
         return self.dead_letter is None and self.carrier is not None and not self.carrier.links
 
-    def hash_at(self, offset: int) -> int:
-        """Return the hash of the partition key of one of the changes."""
+    def find_hash(self, offset: int) -> int:
+        """Return the partition key hash of one of the changes."""
         return self.hashes[offset] if self.hashes else self.hash
 
 
 def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: Carrier | None = None) -> str:
     """
-    The argument of a task.
+    Return the argument of a task.
 
     Args:
-        kind: `"run"` or `"commit"`. `verify_run` must ask for the same.
-        run: what the message is about.
+        kind: `"run"` or `"commit"`. `verify` must use the same.
+        run: the run of the message.
         key: the bridge's signing key.
-        installation: id of the state that the key belongs to.
-        carrier: the message in which it travels. By default the run's own.
+        installation: id of the state that owns the key.
+        carrier: the message that contains it. By default the run's own.
     """
     carrier = carrier or run.carrier
     assert carrier is not None, "a message is signed with its id"
@@ -137,11 +136,11 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
         "k": kind,
         "b": run.bridge,
         "s": run.subscription,
-        "g": run.generation,
+        "g": run.partitioning,
         "i": run.index,
-        "v": Int64(run.version),
+        "v": Int64(run.term),
         "n": [Int64(run.first), Int64(run.last)],
-        "c": b"".join(run.changes),  # `Binary` would be the same, after two copies
+        "c": b"".join(run.changes),  # `Binary` would give the same after two copies
         "o": installation,
         "t": carrier.task_id,
         "l": carrier.links,
@@ -164,13 +163,13 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
 
 class Envelope:
     """
-    An envelope as it arrived: nothing in it is trusted before `verify`.
+    An envelope as it arrived. Trust nothing in it before `verify`.
 
     Args:
         text: the argument of a task.
 
     Raises:
-        InvalidEnvelopeError: it is no envelope at all, now or when it is read.
+        InvalidEnvelopeError: it is not an envelope. Raised now or when it is read.
     """
 
     def __init__(self, text: object) -> None:
@@ -185,20 +184,20 @@ class Envelope:
 
     @property
     def bridge(self) -> str:
-        """The bridge that it names. Only to find the key."""
+        """The bridge that the envelope names, for finding the key only."""
         return str(self._read()["b"])
 
     @property
     def installation(self) -> str:
-        """The installation that it names. Empty where it names none."""
+        """The installation that the envelope names. Empty if none."""
         return str(self._read().get("o", ""))
 
     def verify(self, kind: str, keys: Iterable[bytes]) -> Run:
         """
-        Return the run in it, after its signature was checked in constant time against each of the accepted keys.
+        Check the signature in constant time against each accepted key, and return the run.
 
         Raises:
-            InvalidEnvelopeError: forged, damaged, of another kind or of another installation.
+            InvalidEnvelopeError: it is forged, damaged, of another kind or of another installation.
         """
         signature, body = self._signature, self._body
         for key in keys:

@@ -5,26 +5,25 @@ One execution in a worker: claim, handler, outcome. One loop serves runs, lists,
 
     envelope -> claim -> load -> handler, part by part -> outcome -> (Celery publishes the commit link)
                   |       |          |        |
-                  |       |          |        +- progress: the position moves, the claim continues behind it
-                  |       |          +- failure: the change that failed becomes the claim's first, then it is decided
+                  |       |          |        +- progress: the position advances, and the claim continues after it
+                  |       |          +- failure: the failed change becomes the claim's first, then it is decided
                   |       +- its key is parked, it was refused, or it crashed too often: decided without the handler
                   +- no match: dropped
 
-The subject says which changes are given, and writes what happens to them (`subject`). An outcome is a value
-(`outcome`): the loop returns a decision, and `_settle` alone writes it.
+The subject chooses the changes to give, and writes what happens to them (`subject`). An outcome is a value (`outcome`):
+the loop returns a decision, and only `_settle` writes it.
 
-A run means what one chain for each change would mean. What is done of one that takes long is recorded now and then, so
-a crash repeats only what was done since, and before a change that fails, so this one is the claim's first, and fails,
-retries and is counted as such. A list that fails counts against no change until one is alone, or named by the handler
-(`Changes.failed_at`). An outage counts against none. Time limits are those of a change (`limits`).
+A run has the same effect as one chain for each change. A long run records its progress now and then, so a crash repeats
+only the work since then. It also records progress before a failed change: this change is then the claim's first, and
+its failure, retries and counts are its own. If a list fails, no change is counted until it is alone or the handler
+names it (`Changes.failed_at`). An outage is never counted. Time limits apply to each change (`limits`).
 
-Nothing here waits for a turn. A message that may not run now is dropped. The listener dispatches it when it is due.
+Nothing here waits its turn. A message that may not run now is dropped. The listener dispatches it when it is due.
 """
 
 from __future__ import annotations
 
 import contextvars
-import functools
 import logging
 import threading
 import time
@@ -38,7 +37,7 @@ from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Changes, token_data
-from mongo_celery.bridge.state.claims import Claim, new_owner
+from mongo_celery.bridge.state.claims import Claim, name_place, new_owner
 from mongo_celery.bridge.worker.attribution import (
     Attempt,
     WaitReason,
@@ -50,19 +49,8 @@ from mongo_celery.bridge.worker.attribution import (
     names,
 )
 from mongo_celery.bridge.worker.deferred import DeferredWrites
-from mongo_celery.bridge.worker.lifetime import is_leaving, is_sent_away
-from mongo_celery.bridge.worker.outcome import (
-    Advanced,
-    Crashed,
-    Decision,
-    Outcome,
-    Released,
-    SplitUp,
-    SupersededError,
-    Waiting,
-    ignore,
-    retry_time,
-)
+from mongo_celery.bridge.worker.lifetime import describe_end, is_leaving, is_sent_away
+from mongo_celery.bridge.worker.outcome import Decision, Outcome, SupersededError, retry_time
 from mongo_celery.bridge.worker.parts import Parts, read_document_key
 from mongo_celery.bridge.worker.replay_subject import ReplaySubject
 from mongo_celery.bridge.worker.subject import WAITS, RunSubject, Subject
@@ -83,21 +71,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 ANSWER_SECONDS = 30.0
-"""How long an execution itself waits for MongoDB to take its outcome."""
+"""Seconds for which an execution waits for MongoDB to store its outcome."""
 
 _PAUSES = Pauses(first=0.05, longest=1.0)
 _TIME_OUTS_MAX = 3
 _NAMED_MAX = 20
-_DOUBTS_MAX = 10  # some minutes: a dead client's transaction holds its documents for one by default
+_DOUBTS_MAX = 10  # some minutes: by default a dead client's transaction locks its documents for one minute
 _TOO_LONG = "the transaction took longer than its limit; a write without session= waits for what it has locked itself"
 _SIGNALLED = "its worker's process was ended by a signal, in no shutdown of the worker"
 _PROGRESS_SECONDS = 0.2
-"""What a crash repeats of a run at most, in time of its handler."""
+"""The most handler time of a run that a crash repeats, in seconds."""
 
-_LOST_CLAIM_ANSWERS = 5  # a claim whose answer was lost may still arrive: the server reads what is in its sockets
+_LOST_CLAIM_ANSWERS = 5  # a claim with a lost answer may still arrive: the server reads its sockets later
 
 Call = Callable[[Any, int], None]
-"""Runs the handler with a change, or a list of them, and the number of earlier attempts."""
+"""Runs the handler with a change or a list of changes, and with the number of earlier attempts."""
 
 current: contextvars.ContextVar[Execution | None] = contextvars.ContextVar("mongo_celery_execution", default=None)
 """The execution whose handler runs in this context."""
@@ -111,18 +99,18 @@ class Execution:
         wiring: gives state and clients.
         handler: the subscription's handler.
         run: the verified envelope.
-        patience: seconds for which MongoDB may keep an outcome waiting before the execution ends without it.
-        run_seconds: after which no further change of the run is begun. Those of the bridge by default.
-        is_limited: whether the message has an end of its own, by limits of time or rate, made of these seconds.
+        patience: seconds for which the execution waits for MongoDB to store an outcome, then it ends without one.
+        run_seconds: after these seconds no further change of the run begins. By default the bridge's.
+        is_limited: True if a time or rate limit of the message determines these seconds.
         since: monotonic time at which its task was called. Now by default.
 
     Attributes:
-        handler: whose function is called.
-        subject: the changes that are given.
-        claim: as it stands: its first change is the first one that is not recorded.
-        attempt: the present call of the handler.
-        session: of the handler's transactions. None if it has none, or its last commit got no answer.
-        begun: whether `before_start` has run under its claim.
+        handler: the handler to call.
+        subject: the changes to give.
+        claim: the current claim. Its first change is the first one that is not recorded.
+        attempt: the current call of the handler.
+        session: of the handler's transactions. None if there is none, or if its last commit got no answer.
+        begun: True if `before_start` has run under its claim.
     """
 
     claim: Claim
@@ -169,9 +157,9 @@ class Execution:
         Claim the run, call the handler for each change, and write the outcome.
 
         Raises:
-            Ignore: nothing more is to be done with this message.
-            Retry: the first change is tried again later.
-            Exception: the first change failed permanently, and the failure policy has been applied.
+            Ignore: this message needs no further work.
+            Retry: the first change is retried later.
+            Exception: the first change failed permanently, and the failure policy was applied.
         """
         if self.handler.transactional:
             self.session = start_session(self._wiring.client)
@@ -203,22 +191,20 @@ class Execution:
         return self._beats.begin(self.claim, started, ttl=self._ttl, renew=not self.handler.transactional)
 
     def _take_claim(self, started: float) -> Claim:
-        """Return the claim, after one more attempt where the first got no answer."""
-        try:
-            return self._try_claim(started)
-        except PyMongoError as error:
-            if not is_transient(error):
-                raise Ignore from error
-        try:
-            return self._try_claim(started)
-        except PyMongoError as error:
-            raise Ignore from error
+        """Return the claim. If the first attempt gets no answer, try once more."""
+        for is_last in (False, True):
+            try:
+                return self._try_claim(started)
+            except PyMongoError as error:
+                if is_last or not is_transient(error):
+                    raise Ignore from error
+        raise AssertionError("the last attempt returns or raises")
 
     def _try_claim(self, started: float) -> Claim:
-        where, owner = self.subject.run.partition_id, new_owner()
+        where, owner = name_place(self.subject.run.partition_id), new_owner()
         session = None if self.session is None else self.session.session_id["id"]
         try:
-            if session is not None:  # what it has locked would hold up the handler
+            if session is not None:  # its locks would block the handler
                 self._end_lapsed_transaction()
             claim = self.subject.take_claim(owner, self._ttl, session)
         except SoftTimeLimitExceeded as error:
@@ -230,7 +216,7 @@ class Execution:
             logger.warning("claim of %s failed: %s", where, text, extra={"event": "claim_failed"})
             if error.timeout:
                 with suppress(PyMongoError, SoftTimeLimitExceeded):
-                    self._end_lapsed_transaction()  # which may have locked the partition
+                    self._end_lapsed_transaction()  # it may have locked the partition
             self._relinquish(owner)
             raise
         if claim is None:
@@ -247,31 +233,34 @@ class Execution:
         if self._claims.end_transactions([where]):
             logger.warning(
                 "ended the transaction that a lapsed claim of %s has left open",
-                where,
+                name_place(where),
                 extra={"event": "transaction_ended"},
             )
 
     def _relinquish(self, owner: str) -> None:
-        """End a claim that is not used: now, or as soon as MongoDB answers again. Else it would count as a crash."""
+        """End an unused claim, now or when MongoDB answers again. If it lapsed, that would count as a crash."""
         where, claims = self.subject.run.partition_id, self._claims
         try:
             if claims.relinquish(where, owner):
                 return
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             logger.warning(
-                "could not end the claim of %s yet: %s", where, error_text(error), extra={"event": "claim_not_ended"}
+                "could not end the claim of %s yet: %s",
+                name_place(where),
+                error_text(error),
+                extra={"event": "claim_not_ended"},
             )
         self._wiring.of_process(DeferredWrites).add(
-            f"the end of a claim of {where}",
+            f"the end of a claim of {name_place(where)}",
             lambda: claims.relinquish(where, owner) or claims.withdraw(where, owner),
             answers=_LOST_CLAIM_ANSWERS,
         )
 
     def _check_claim(self) -> None:
-        """Raise SupersededError if a newer execution decides: a write to a target was refused."""
+        """A target refused a write. Raise SupersededError if a newer execution decides."""
         claim = self.claim
         try:
-            is_mine = persist(lambda: self._claims.is_mine(claim), claim.partition_id, self._patience)
+            is_mine = persist(lambda: self._claims.is_mine(claim), name_place(claim.partition_id), self._patience)
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             self._relinquish(claim.owner)
             raise Ignore from error
@@ -281,19 +270,20 @@ class Execution:
     # -- the loop ----------------------------------------------------------------------------------
 
     def _load(self) -> Decision:
-        """Read the changes. A decision where the first one must not be given to the handler."""
+        """Read the changes. Return a decision if the handler must not get the first one."""
         claim, subject = self.claim, self.subject
         decision = subject.load(claim)
         if not decision and claim.crashes > self._options.max_crashes:
             message = (
-                f"The worker ended {claim.crashes} times while handling {subject.describe(0)}: look for a "
-                "signal, the out-of-memory killer or a hard time limit in its log."
+                f"The worker ended {claim.crashes} times while handling {subject.describe(0)}. "
+                + (f"The last recorded reason: {claim.error}. " if claim.error else "")
+                + "Look for a signal, the out-of-memory killer or a hard time limit in its log."
             )
             return subject.fail(claim, 0, HandlerCrashedError(message, crashes=claim.crashes))
         return decision
 
     def _run_parts(self, call: Call) -> Decision:
-        """Give the changes to the handler, part by part. Nothing where its transaction has stored the outcome."""
+        """Give the changes to the handler, part by part. Return nothing if its transaction has stored the outcome."""
         parts = self._parts = self._plan_parts()
         self._halfway = (time.monotonic() + self._until) / 2
         while True:
@@ -305,40 +295,46 @@ class Execution:
             if decision is not None:
                 return decision
         if parts.begin == self._recorded:
-            return [Released()]
+            return [self.subject.release(self.claim)]
         return self.subject.succeed(self.claim, parts.begin)
 
     def _plan_parts(self) -> Parts:
-        """Return the run up to the first change whose key is parked. After a crash only its first change."""
+        """Plan the run up to the first change with a parked key. After a crash, plan only the first change."""
         claim, handler, changes = self.claim, self.handler, self.subject.run.changes
         count = len(changes)
         if count > 1 and (claim.crashes or claim.parked):
             count = next((at for at in range(1, count) if claim.crashes or self.subject.is_parked(claim, at)), count)
         documents = [read_document_key(raw) for raw in changes[:count]] if handler.coalesce and count > 1 else None
-        # A listener of another deploy may have sent more than the handler takes.
+        # A listener of another deploy may send more changes than the handler takes.
         most = 1 if handler.transactional and handler.batch_size is None else handler.batch_size or count
-        is_known = bool(claim.retries or claim.waits or claim.passed_over)  # what is kept of it is of no other change
+        is_known = bool(claim.retries or claim.waits or claim.passed_over)  # its counts belong to no other change
         return Parts(count, documents, most=most, head_alone=is_known and handler.is_parted)
 
     @property
+    def _runs(self) -> RunSubject:
+        """The subject of a run. A replay has one change, so it records no progress, and is not split."""
+        assert isinstance(self.subject, RunSubject), "a replay has one change"
+        return self.subject
+
+    @property
     def _recorded(self) -> int:
-        """The offset of the claim's first change: the position has passed those before it."""
+        """The offset of the claim's first change. The position is after the changes before it."""
         return self.claim.first - self._first
 
     @property
     def _is_settled(self) -> bool:
-        """True if the change that fails is known, and nothing is to be given before it."""
+        """True if the failing change is known, and no change before it is left."""
         failed = self._parts.failed
         return failed is not None and not self._parts.list_remaining(failed)
 
     def _must_end(self) -> bool:
-        """Return True if nothing more of the run is to be begun."""
+        """Return True if no further part of the run may begin."""
         if self._beat.lost:
             return True
         return bool(self._parts.begin) and time.monotonic() > self._until and not self._parts.is_closing
 
     def _run_part(self, call: Call) -> Decision | None:
-        """Give the next part to the handler. Return a decision if the execution ends with it."""
+        """Give the next part to the handler. Return a decision if it ends the execution."""
         parts, given, started = self._parts, self._parts.next_offsets(), time.monotonic()
         self.attempt = Attempt()
         try:
@@ -357,7 +353,7 @@ class Execution:
         parts.complete()
         if self.attempt.is_committed:
             if is_last:
-                self.subject.log_outcome(self.subject.succeed(self.claim, parts.begin)[0])
+                _log(self.subject.succeed(self.claim, parts.begin)[0])
                 return []
             self._follow(parts.begin, started)
         elif parts.has_more:
@@ -365,7 +361,7 @@ class Execution:
         return None
 
     def _give(self, given: Sequence[int], call: Call) -> int:
-        """Call the handler with these changes. Return how many of them are done, fewer where there is to be a pause."""
+        """Call the handler with these changes. Return the number of finished ones, which is smaller after a pause."""
         started, retries, subject = time.monotonic(), self.claim.retries, self.subject
         takes_list = self.handler.batch_size is not None
         parts: Iterable[Sequence[int]] = [given] if takes_list else zip(given, strict=True)
@@ -391,28 +387,28 @@ class Execution:
         return len(given)
 
     def _must_pause(self, started: float) -> bool:
-        """Return True if something must be done before the next call of a part whose first began at this time."""
+        """Return True if work is due before the next call of a part that began at this time."""
         now = time.monotonic()
         if self._beat.lost or now - started > _PROGRESS_SECONDS:
             return True
         return now > self._until and (self._is_limited or not self._parts.is_closing)
 
     def _pause(self, following: int) -> Decision | None:
-        """Between two calls of a part: record what is done, and end the run where its time is up or soon will be."""
+        """Record the finished changes between two calls. End the run if its time is over or soon will be."""
         parts, now = self._parts, time.monotonic()
         if self._beat.lost:
             return None
         done, is_over = parts.reach(0), now > self._until
         if self._is_limited and is_over and parts.failed is None:
-            # With nothing done there is one more call: a run that got nowhere would be sent again as it was.
+            # With nothing finished, make one more call: otherwise the same run would be sent again.
             parts.stop(done or parts.reach(1))
         elif self._is_limited and now > self._halfway and done < following and not parts.is_closing:
-            parts.stop(parts.reach(self._calls))  # which took half of the time
+            parts.stop(parts.reach(self._calls))  # those calls took half of the time
         elif is_over and not parts.is_closing:
             parts.stop(following)
         elif done > parts.begin:
             self._advance(done)
-            parts.begin = done  # while the part goes on
+            parts.begin = done  # while the part continues
         if self._is_limited and is_over and self._failure is not None:
             return self._split_up(self._failure.error)
         return None
@@ -421,25 +417,25 @@ class Execution:
 
     def _advance(self, end: int, passed_over: Mapping[str, Any] | None = None) -> None:
         """
-        Record that all changes before an offset are done, and continue with the one there as the claim's first.
+        Record that all changes before an offset are done, and make the change at the offset the claim's first.
 
         Raises:
-            Ignore: a newer execution decides. Or MongoDB does not answer, and the process records it later.
+            Ignore: a newer execution decides, or MongoDB does not answer and the process records it later.
         """
         if end > self._recorded:
             started = time.monotonic()
-            self._beats.end(self._beat)  # it asks for a claim whose first change is the one before
-            self._settle([Advanced(end, passed_over)])
+            self._beats.end(self._beat)  # it renews a claim with the previous first change
+            self._settle([self._runs.advance(self.claim, end, passed_over)])
             self._follow(end, started, passed_over)
 
-    def _record_before(self, failed: int) -> None:
-        """Record what is done before the change that failed, and name the changes for which that one stands."""
+    def _record_finished(self, failed: int) -> None:
+        """Record the changes before the failed one. Name the changes that it replaces."""
         offsets = reversed(self._parts.list_superseded(failed))
         tokens = [token_data(self.subject.read_token(offset)) for offset in offsets]
         self._advance(failed, {"count": len(tokens), "tokens": tokens[-_NAMED_MAX:]} if tokens else None)
 
     def _follow(self, end: int, started: float, passed_over: Mapping[str, Any] | None = None) -> None:
-        """Continue behind the changes that were recorded, by a write that began at this monotonic time."""
+        """Continue after the recorded changes. The write that recorded them began at this monotonic time."""
         self._beats.end(self._beat)
         self.claim = replace(
             self.claim, first=self._first + end, retries=0, crashes=0, waits=0, doubts=0, passed_over=passed_over
@@ -448,46 +444,46 @@ class Execution:
 
     def _extend_claim(self) -> None:
         """
-        Renew, between two transactions, a claim that is not renewed inside of one and has to outlast the next.
+        Renew a claim between two transactions, if it must outlast the next one and is not renewed during it.
 
         Raises:
             Ignore: a newer execution decides, or MongoDB does not answer.
         """
         claim, started = self.claim, time.monotonic()
         try:
-            lost = persist(lambda: bool(self._claims.extend([claim])), claim.partition_id, self._patience)
+            lost = persist(lambda: bool(self._claims.extend([claim])), name_place(claim.partition_id), self._patience)
         except (PyMongoError, SoftTimeLimitExceeded) as error:
-            self._defer(Released(), error)
+            self._defer(self.subject.release(claim), error)
         if lost:
             self._supersede("renewal")
         self._beat.renewed = started
 
     def write_in_transaction(self, session: ClientSession) -> None:
-        """Write the outcome of the present part as the last write of the handler's transaction, or SupersededError."""
-        parts = self._parts
-        outcome = self.subject.succeed(self.claim, parts.end)[0] if parts.is_last else Advanced(parts.end)
-        if not self.subject.write(self.claim, outcome, session):
+        """Write the current part's outcome as the last write of the handler's transaction, or raise SupersededError."""
+        parts, claim = self._parts, self.claim
+        outcome = self.subject.succeed(claim, parts.end)[0] if parts.is_last else self._runs.advance(claim, parts.end)
+        if not outcome.write(session=session):
             raise SupersededError
 
     def find_session(self, handler: Handler) -> ClientSession | None:
-        """Return the session for a transaction of this handler's. None where a handler calls another one, or itself."""
+        """Return the session for this handler's transaction. None if a handler calls another one, or itself."""
         is_free = self.session is not None and not self.session.in_transaction
         return self.session if is_free and self.handler is handler else None
 
     def give_session(self) -> ClientSession:
-        """Return the session of the handler's transactions to a caller that ends it from now on."""
+        """Hand the session of the handler's transactions to a caller, which then ends it."""
         session, self.session = self.session, None
         assert session is not None, "a transactional handler has one session"
         return session
 
     def note_commit(self) -> None:
-        """Note that the handler's transaction has committed. Not known before: a body may run again, and fail then."""
+        """Note that the handler's transaction has committed. Not earlier, because its body may run again and fail."""
         self.attempt.is_committed = True
 
     # -- failures ----------------------------------------------------------------------------------
 
     def _handle_failure(self, error: Exception, given: Sequence[int]) -> Decision | None:
-        """Find out which change of a part has failed, or give less the next time."""
+        """Find the failed change of a part, or give fewer changes the next time."""
         parts, place = self._parts, 0 if len(given) == 1 else self.attempt.failed
         if isinstance(error, StaleFencingTokenError | OutdatedChangeError):
             self._check_claim()
@@ -517,7 +513,7 @@ class Execution:
         return None
 
     def _wait_with_list(self, error: Exception) -> Decision | None:
-        """Wait with all changes for an outage or another run of `once`. What is in doubt shows when it is alone."""
+        """Wait with all changes for an outage or another run of `once`. A doubtful change shows when it is alone."""
         is_retry = isinstance(error, Retry) and not isinstance(error, RunningElsewhereError)
         reason = None if is_retry or error is self.attempt.exhausted else self._judge(error)
         if reason is None or reason.doubts_max is not None:
@@ -525,7 +521,7 @@ class Execution:
         return self._wait(self._recorded, reason, error)
 
     def _find_unreadable(self, error: Exception, given: Sequence[int]) -> int | None:
-        """Return the place of the first change that cannot be decoded, if the error comes from there."""
+        """Return the place of the first change that cannot be decoded, if it caused the error."""
         if not isinstance(error, BSONError):
             return None
         for place, offset in enumerate(given):
@@ -536,7 +532,7 @@ class Execution:
         return None
 
     def _needs_time(self, error: Exception, given: Sequence[int]) -> bool:
-        """Return True if it ran out of time that it had to share: alone, in a message of its own, it has all of it."""
+        """Return True if a change ran out of the time that it shares. In a separate message it has all the time."""
         cause = error.exc if isinstance(error, Retry) else error
         had_all = self._calls == 1 and (self.handler.batch_size is None or len(given) == 1)
         if had_all or not self.handler.is_parted or not isinstance(cause, SoftTimeLimitExceeded):
@@ -546,23 +542,23 @@ class Execution:
     def _split_up(self, error: Exception) -> Decision:
         """Have the rest of the run sent one by one."""
         if self._failure is not None and self._is_settled:
-            self._record_before(self._failure.offset)
+            self._record_finished(self._failure.offset)
         logger.warning(
             "the rest of a run of %s is sent one by one: %s",
-            self.claim.partition_id,
+            name_place(self.claim.partition_id),
             error_text(error),
             extra={"event": "list_ended", "partition": self.claim.partition_id},
         )
-        return [SplitUp(raises=ignore(error))]
+        return self._runs.split(self.claim, error)
 
     def _decide_failure(self) -> Decision:
-        """Decide about the change that failed, which becomes the claim's first."""
+        """Decide about the failed change, which becomes the claim's first."""
         assert self._failure is not None, "a change has failed"
         self.attempt, error, failed = self._failure, self._failure.error, self._failure.offset
-        self._record_before(failed)
+        self._record_finished(failed)
         if isinstance(error, Retry) and not isinstance(error, RunningElsewhereError):
             try:
-                return self.subject.retry(failed, error, retry_time(error.when))
+                return self.subject.retry(self.claim, failed, error, retry_time(error.when))
             except HandlerUsageError as unusable:
                 error = unusable
         if isinstance(error, StaleFencingTokenError | OutdatedChangeError):
@@ -579,14 +575,14 @@ class Execution:
         return self.subject.wait(self.claim, what, reason.cause, error, is_doubtful=reason.doubts_max is not None)
 
     def must_wait(self, error: BaseException, named: Iterable[object]) -> bool:
-        """Return True if an `autoretry_for` that does not name an error would count it, though the change must wait."""
+        """Return True if the change must wait, but an `autoretry_for` without the error's name would count it."""
         return is_autoretried(error) and not names(named, error) and self._judge(error) is not None
 
     def _judge(self, error: BaseException) -> WaitReason | None:
         """
-        Return what the change has to wait for. None when the failure is the handler's own.
+        Return the reason why the change waits. None if the failure is the handler's own.
 
-        What its transaction may have done to itself is given the benefit of the doubt for some times in a row.
+        If the handler's transaction may have caused the error itself, wait a limited number of times in a row.
         """
         attempt = self.attempt
         if attempt.judged is None or attempt.judged[0] is not error:
@@ -606,7 +602,7 @@ class Execution:
         if has_reached_limit(error, attempt.timeout):
             outage, conflict = attempt.outage, attempt.conflict or conflict
             if outage is None and conflict is None:
-                # Slow servers, a slow body, or one that waits for what its own transaction has locked.
+                # Slow servers, a slow body, or a body that waits for a lock of its own transaction.
                 text = f"{_TOO_LONG} ({cause_text(error)})"
                 return WaitReason(text, _TIME_OUTS_MAX if self._is_answered() else None)
         if outage is not None:
@@ -614,7 +610,7 @@ class Execution:
         return None if conflict is None else WaitReason(conflict, _DOUBTS_MAX)
 
     def _is_answered(self) -> bool:
-        """Return True if MongoDB answers, for a majority, at this moment."""
+        """Return True if MongoDB answers now, with a majority."""
         try:
             self._claims.is_mine(self.claim)
         except (PyMongoError, SoftTimeLimitExceeded):
@@ -628,21 +624,20 @@ class Execution:
         Write the first outcome of a decision that can be stored, and return it.
 
         Raises:
-            Ignore: a newer execution decides. Or MongoDB does not answer, and the process writes it later.
-            Exception: none can be stored. The claim lapses, and that is counted.
+            Ignore: a newer execution decides, or MongoDB does not answer and the process writes it later.
+            Exception: none can be stored. The claim lapses, which is counted.
         """
-        claim, subject = self.claim, self.subject
+        claim = self.claim
         for outcome in decision:
-            write = functools.partial(subject.write, claim, outcome)
             try:
-                accepted = persist(write, f"an outcome of {claim.partition_id}", self._patience)
+                accepted = persist(outcome.write, f"an outcome of {name_place(claim.partition_id)}", self._patience)
             except Exception as error:
                 if isinstance(error, SoftTimeLimitExceeded) or is_transient(error):
                     self._defer(outcome, error)
                 logger.error(
                     "%s of %s cannot be stored: %s",
                     outcome.name,
-                    claim.partition_id,
+                    name_place(claim.partition_id),
                     error_text(error),
                     extra={"event": "outcome_not_storable", "outcome": outcome.name},
                 )
@@ -652,7 +647,7 @@ class Execution:
             if not accepted:
                 self._supersede(outcome.name)
             break
-        subject.log_outcome(outcome)
+        _log(outcome)
         return outcome
 
     def _supersede(self, outcome: str) -> NoReturn:
@@ -661,90 +656,93 @@ class Execution:
         logger.warning(
             "%s of %s (fencing token %d) was refused: a newer execution decides",
             outcome,
-            self.claim.partition_id,
+            name_place(self.claim.partition_id),
             self.claim.fencing_token,
             extra={"event": "outcome_refused", "outcome": outcome},
         )
         raise SupersededError
 
     def _leave(self) -> None:
-        """End the claim, if it stands. What was refused may be its own doing, of which the answer was lost."""
+        """End the claim if this execution still holds it. A refused write may have happened, with a lost answer."""
         try:
             self._claims.relinquish(self.claim.partition_id, self.claim.owner)
         except PyMongoError:
-            logger.debug("could not end the claim of %s", self.claim.partition_id)
+            logger.debug("could not end the claim of %s", name_place(self.claim.partition_id))
 
     def _defer(self, outcome: Outcome, error: Exception) -> NoReturn:
-        """Have the process write an outcome as soon as MongoDB answers. Until then the claim is kept alive."""
-        claim, beat, beats, subject = self.claim, self._beat, self._beats, self.subject
+        """Have the process write an outcome as soon as MongoDB answers. Keep the claim alive until then."""
+        claim, beat, beats = self.claim, self._beat, self._beats
         logger.warning(
             "MongoDB does not answer: %s of %s is written as soon as it does (%s)",
             outcome.name,
-            claim.partition_id,
+            name_place(claim.partition_id),
             error_text(error),
             extra={"event": "outcome_deferred", "outcome": outcome.name},
         )
         self._is_owed = True
 
         def write_late() -> bool:
-            accepted = subject.write(claim, outcome)
-            if not accepted or isinstance(outcome, Advanced):  # nobody continues behind it
+            accepted = outcome.write()
+            if not accepted or outcome.name == "progress":  # no execution continues after it
                 accepted = self._claims.relinquish(claim.partition_id, claim.owner) and accepted
-            if not accepted and not beat.charged:  # whoever has claimed meanwhile may have counted this execution
+            if not accepted and not beat.charged:  # the next owner may have counted this execution
                 beats.withdraw(claim)
             return accepted
 
         self._wiring.of_process(DeferredWrites).add(
-            f"{outcome.name} of {claim.partition_id}", write_late, ended=lambda: beats.end(beat)
+            f"{outcome.name} of {name_place(claim.partition_id)}", write_late, ended=lambda: beats.end(beat)
         )
         raise Ignore from error
 
     def _crash(self, error: BaseException, given: Sequence[int]) -> NoReturn:
         """
-        Record that the process ends under the first change that is not done, best effort, once. Always raises.
+        Record once, best effort, that the process ends in the first unfinished change. Always raises.
 
-        A signal in no shutdown is given the benefit of the doubt for some times in a row: it may be a time limit's.
+        A signal outside a shutdown may come from a time limit. It is not counted for a limited number of times in a
+        row.
 
         Args:
-            error: no `Exception`.
-            given: the changes of the present part.
+            error: not an `Exception`.
+            given: the changes of the current part.
         """
         if self.handler.batch_size is None:
             self._parts.finish(given[: self.attempt.failed or 0])
         end = self._parts.reach(0)
         is_new = end > self._recorded
         doubts = 0 if is_new else self.claim.doubts
-        outcome: Outcome = Crashed(error_text(error))
-        if is_sent_away(error, time.monotonic() - self._since):
-            if is_leaving():
-                outcome = Released()
-            elif doubts < _DOUBTS_MAX:
-                outcome = Waiting(_SIGNALLED, True, WAITS.nth(self.claim.waits))
+        seconds = time.monotonic() - self._since
+        is_sent, reason = is_sent_away(error, seconds), describe_end(error, seconds)
         try:
             if is_new:
-                self._beats.end(self._beat)  # it asks for a claim whose first change is the one before
-                if not self.subject.write(self.claim, Advanced(end)):
+                self._beats.end(self._beat)  # it renews a claim with the previous first change
+                if not self._runs.advance(self.claim, end).write():
                     raise SupersededError
                 self._follow(end, time.monotonic())
-            self.subject.write(self.claim, outcome)
+            subject, claim = self.subject, self.claim
+            if is_sent and is_leaving():
+                subject.release(claim).write()
+            elif is_sent and doubts < _DOUBTS_MAX:
+                subject.postpone(claim, _SIGNALLED, WAITS.nth(claim.waits), is_doubtful=True).write()
+            else:
+                subject.crash(claim, reason).write()
         except (PyMongoError, SupersededError):
             logger.warning(
                 "could not record the crash of %s; its claim will lapse",
-                self.claim.partition_id,
+                name_place(self.claim.partition_id),
                 extra={"event": "crash_not_recorded"},
             )
         if threading.current_thread() is threading.main_thread():
             raise error
-        # A pool of threads lives on, and Celery acknowledges no message that ends so: its prefetch would fill.
+        # A thread pool survives, and Celery does not acknowledge such a message: its prefetch would fill.
         raise Ignore from error
 
 
 def persist(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
     """
-    Write to the state, for a bounded time again and again while there is no answer. Return True if it was accepted.
+    Write to the state. Repeat it for a bounded time without an answer. Return True if it was accepted.
 
     Raises:
-        PyMongoError: what the last attempt met, or what repeating cannot fix.
+        PyMongoError: the last attempt's error, or one that a repetition cannot fix.
     """
     return retry_until_answered(
         write,
@@ -754,3 +752,8 @@ def persist(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECOND
             "writing %s failed, trying again: %s", what, error_text(error), extra={"event": "outcome_failed"}
         ),
     )
+
+
+def _log(outcome: Outcome) -> None:
+    if outcome.log is not None:
+        outcome.log()

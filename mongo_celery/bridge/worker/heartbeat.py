@@ -1,27 +1,27 @@
 """
-Heartbeats: one thread of a worker process that renews the claims of running handlers.
+Heartbeats: one thread of a worker process renews the claims of running handlers.
 
-All that are due are renewed by one write, so that their number does not matter to the time it takes. A beat is
-first due one period after the *start* of the claim call, so that a slow answer shortens the first pause, not the
-safety. A beat that fails is tried again a quarter of a period later. One that is refused is final: the claim belongs
-to somebody else, and the execution's later writes will be refused too. Handlers that end within a period cost no
-write.
+One write renews all claims that are due, so their number hardly affects its duration. A beat is first due one period
+after the *start* of the claim call, so a slow answer shortens the first pause but not the safety. A failed beat is
+repeated a quarter of a period later. A refused beat is final: the claim belongs to another execution, and later writes
+of this one will be refused. Handlers that end within a period cost no write.
 
-A write that takes too long is made smaller the next time: one document that is locked must not hold up the others.
+If a write takes too long, the next one is smaller: one locked document must not delay the others.
 
-When a claim lapses, its next owner counts a crash of the change. This thread is the proof that the process lives, so
-it withdraws crashes that were counted meanwhile:
+When a claim lapses, its next owner counts a crash of the change. This thread proves that the process lives, so it
+withdraws crashes that were counted meanwhile:
 
-| what happened | what follows |
+| event | consequence |
 |---|---|
 | a heartbeat is refused | the crash is withdrawn |
 | an execution ends after its claim may have lapsed | the crash is withdrawn if there is one |
 | this process itself replaces the claim | no crash is counted |
-| the handler itself kept the whole process busy for longer than the claim | nothing: this is the handler's doing |
+| the handler itself kept the whole process busy for longer than the claim | none: the handler caused it |
 
-A withdrawal is asked for until it is answered, for as long as the process lives. An execution that still owes its
-outcome has not ended: its claim is renewed as soon as MongoDB answers. Only where it owes its progress is the claim not
-renewed, since it may have another first change by then: if it lapses, that is withdrawn when the progress is settled.
+A withdrawal is repeated after any error of MongoDB until it is answered, for as long as the process lives. At most the
+last 1000 wait. An execution with an unwritten outcome has not ended: its claim is renewed as soon as MongoDB answers.
+If its unwritten outcome is progress, the claim is not renewed, because its first change may differ by then. If that
+claim lapses, the crash is withdrawn when the progress is settled.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from pymongo.errors import PyMongoError
+from pymongo.errors import InvalidOperation, PyMongoError
 
-from mongo_celery.bridge.state.claims import Claim, Claims
+from mongo_celery.bridge.state.claims import Claim, Claims, name_place
 from mongo_celery.bridge.worker.lifetime import is_leaving
 from mongo_celery.mongo.verdicts import brief, traceback_text
 from mongo_celery.visible import Lines
@@ -45,9 +45,9 @@ _IDLE_SECONDS = 30.0
 _LARGEST_WRITE = 2048
 _SMALLEST_WRITE = 32
 _FAILURES_A_TURN = 2
-_CHARGES_MAX = 1000
+_WITHDRAWALS_MAX = 1000
 _OWN_WORK = 0.1
-"""Of the time that it was late: a frozen process works nothing, a busy one has this even on a crowded machine."""
+"""Least share of its own work in a busy process's delay, even on a crowded machine. A frozen process has none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,11 +57,11 @@ class Heartbeat:
 
     Attributes:
         due: monotonic time of the next renewal. Infinite for a claim that is not renewed.
-        renewed: monotonic start of the last call that was seen to renew it.
+        renewed: monotonic start of the last call known to have renewed it.
         ttl: seconds for which it then lives.
-        leaving: whether the claim is marked as one of a worker that was told to end.
-        charged: whether its lapse would be the handler's own doing.
-        lost: whether the claim was found to belong to somebody else.
+        leaving: True if the claim is marked as belonging to a worker that is shutting down.
+        charged: True if the handler itself would cause its lapse.
+        lost: True if the claim belongs to another execution.
     """
 
     claim: Claim
@@ -81,7 +81,7 @@ class Heartbeats:
         self._ttl = ttl
         self._period = ttl / 3
         self._beats: dict[int, Heartbeat] = {}
-        self._charges: deque[tuple[str, str]] = deque(maxlen=_CHARGES_MAX)
+        self._withdrawals: deque[Claim] = deque(maxlen=_WITHDRAWALS_MAX)
         self._write_size = _LARGEST_WRITE
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -91,27 +91,26 @@ class Heartbeats:
         Keep a claim alive from now on.
 
         Args:
-            claim: what to renew.
+            claim: the claim to renew.
             started: monotonic time at which the claim call began.
-            ttl: seconds for which the claim lives. Those of the bridge's claims by default.
-            renew: false for a claim that is long enough by itself: any write would abort its transaction.
+            ttl: seconds for which the claim lives. By default those of the bridge's claims.
+            renew: False for a claim that is long enough already: any write would abort its transaction.
         """
         beat = Heartbeat(claim, started + self._period if renew else float("inf"), started, ttl or self._ttl)
         with self._changed:
             self._beats[id(beat)] = beat
-            if self._thread is None:
-                self._start()
+            self._start_thread()
         return beat
 
     def end(self, beat: Heartbeat) -> None:
-        """Renew it no more. A renewal may still be under way, and changes nothing once the claim has ended."""
+        """Stop renewing. A renewal in flight changes nothing after the claim has ended."""
         with self._changed:
             self._beats.pop(id(beat), None)
         if not beat.lost and not beat.charged and time.monotonic() - beat.renewed > beat.ttl:
             self.withdraw(beat.claim)
 
     def living(self, partition_id: str) -> list[str]:
-        """Owners of this process whose claims of a partition, if they have lapsed, are no crashes."""
+        """Return owners in this process whose lapsed claims of a partition are not crashes."""
         with self._changed:
             beats = [*self._beats.values()]
         if not beats:
@@ -119,12 +118,12 @@ class Heartbeats:
         return [beat.claim.owner for beat in beats if beat.claim.partition_id == partition_id and not beat.charged]
 
     def withdraw(self, claim: Claim) -> None:
-        """See to it that the lapse of a claim is not charged if it was replaced."""
+        """Withdraw the crash if a claim's lapse was counted or will be."""
         with self._changed:
-            self._charges.append((claim.partition_id, claim.owner))
-            self._start()
+            self._withdrawals.append(claim)
+            self._start_thread()
 
-    def _start(self) -> None:
+    def _start_thread(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mongo_celery-heartbeat", daemon=True)
             self._thread.start()
@@ -135,14 +134,14 @@ class Heartbeats:
             self._wait()
             with self._changed:
                 now = time.monotonic()
-                if self._beats or self._charges:
+                if self._beats or self._withdrawals:
                     idle_since = now
                 elif now - idle_since > _IDLE_SECONDS:
                     self._thread = None
                     return
             try:
                 self._renew(now)
-                self._withdraw_all()
+                self._withdraw_crashes()
             except Exception as error:  # noqa: BLE001 - an end of this thread would let every claim of the process lapse
                 logger.error(
                     "heartbeats failed: %s", Lines(traceback_text(error)), extra={"event": "heartbeat_crashed"}
@@ -151,7 +150,7 @@ class Heartbeats:
                     self._postpone([beat for beat in self._beats.values() if beat.due <= now])
 
     def _wait(self) -> None:
-        """A quarter of a period. Whoever made it much longer by work of this process will be charged."""
+        """Wait a quarter of a period. If a handler kept the process busy much longer, its lapse will be counted."""
         before, used = time.monotonic(), time.process_time()
         with self._changed:
             self._changed.wait(self._period / 4)
@@ -161,7 +160,7 @@ class Heartbeats:
                     beat.charged |= late > beat.ttl - self._period
 
     def _renew(self, now: float) -> None:
-        """Renew what is due, the oldest first. What has to be marked is due at once."""
+        """Renew due claims, the oldest first. A claim that must be marked is due immediately."""
         leaving = is_leaving()
         with self._changed:
             due = [
@@ -177,7 +176,7 @@ class Heartbeats:
             failures += not self._renew_some(chosen, leaving=leaving)
 
     def _renew_some(self, beats: list[Heartbeat], *, leaving: bool) -> bool:
-        """One write. False where it got no answer."""
+        """Renew some claims by one write. Return False if it got no answer."""
         started = time.monotonic()
         try:
             lost = set(self._claims.extend([beat.claim for beat in beats], leaving=leaving))
@@ -201,35 +200,46 @@ class Heartbeats:
                 beat.renewed, beat.leaving, beat.charged = started, leaving, False
         return True
 
+    def _withdraw_crashes(self) -> None:
+        """Withdraw crashes counted for living owners. Stop at an error, which would delay heartbeats."""
+        for _ in range(len(self._withdrawals)):
+            claim = self._withdrawals.popleft()
+            try:
+                is_withdrawn = self._claims.withdraw(claim.partition_id, claim.owner)
+            except InvalidOperation:  # the client was closed: this process cannot withdraw any more
+                self._withdrawals.clear()
+                return
+            except PyMongoError as error:
+                self._withdrawals.append(claim)
+                logger.warning(
+                    "%s has a crash counted although its worker lives: MongoDB did not accept the withdrawal. "
+                    "The worker tries again: %s",
+                    name_place(claim.partition_id),
+                    brief(error),
+                    extra={"event": "withdrawal_failed"},
+                )
+                return
+            if is_withdrawn:
+                logger.info(
+                    "the lapse of a claim of %s is not counted as a crash: its worker lives",
+                    name_place(claim.partition_id),
+                    extra={"event": "crash_withdrawn"},
+                )
+
     def _postpone(self, beats: list[Heartbeat]) -> None:
         for beat in beats:
             beat.due = time.monotonic() + self._period / 4
 
     def _lose(self, beat: Heartbeat) -> None:
         with self._changed:
-            if self._beats.pop(id(beat), None) is None:  # it has just ended, and cleared its own claim: no loss
+            if self._beats.pop(id(beat), None) is None:  # it has just ended, and removed its own claim: not lost
                 return
         beat.lost = True
         logger.warning(
             "claim of %s (fencing token %d) was taken over while its handler runs",
-            beat.claim.partition_id,
+            name_place(beat.claim.partition_id),
             beat.claim.fencing_token,
             extra={"event": "claim_lost"},
         )
         if not beat.charged:
             self.withdraw(beat.claim)
-
-    def _withdraw_all(self) -> None:
-        """Withdraw the crashes that were counted for living owners. The first one without an answer ends the turn."""
-        for _ in range(len(self._charges)):
-            partition_id, owner = self._charges[0]
-            try:
-                if self._claims.withdraw(partition_id, owner):
-                    logger.info(
-                        "the lapse of a claim of %s is no crash: its worker lives",
-                        partition_id,
-                        extra={"event": "crash_withdrawn"},
-                    )
-            except PyMongoError:
-                return  # the next turn asks again
-            self._charges.popleft()

@@ -1,11 +1,11 @@
 """
-The intake of a worker: messages in the queues of a bridge that Celery cannot handle are dropped before it tries.
+The intake of a worker drops messages in a bridge's queues that Celery cannot handle, before Celery tries.
 
-Celery ends by some of them, puts them back, and ends again at each start. Of others it logs a record each, with all
-they hold. Messages in other queues are Celery's, as ever.
+Some of these messages end Celery, which puts them back and ends again at each start. It logs others one by one with
+their whole content. Messages in other queues stay with Celery.
 
-On Redis a message itself says which queue it came from, and some are so broken that they say nothing. A worker that
-consumes queues of bridges alone does not depend on it.
+On Redis a message names its own queue, and some are too broken to name one. A worker that consumes only queues of
+bridges does not need the name.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _REDIS_READ = "BRPOP"
 
 
 class IntakeStep(bootsteps.StartStopStep):
-    """Puts an intake before the consumer's own handling of messages."""
+    """Puts an intake before the consumer's handling of messages."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
     def start(self, consumer: Any) -> None:
-        """Prepare a connection: each has a channel of its own, and its event loop creates a new handler."""
+        """Prepare a connection: each has its own channel, and its event loop creates a new handler."""
         intake = Intake(consumer)
         if "create_task_handler" not in vars(consumer):
             create = consumer.create_task_handler
@@ -64,7 +64,7 @@ class Intake:
     The intake of one consumer.
 
     Args:
-        consumer: Celery's.
+        consumer: Celery's consumer.
     """
 
     def __init__(self, consumer: Any) -> None:
@@ -74,12 +74,12 @@ class Intake:
 
     @property
     def default(self) -> Wiring | None:
-        """The bridge of a message that names no queue: there is one if the worker consumes queues of bridges alone."""
+        """The bridge of a message without a queue name: only if the worker consumes only queues of bridges."""
         consumed = [self._bridges.get(name) for name in self._consumer.app.amqp.queues.consume_from]
         return consumed[0] if consumed and None not in consumed else None
 
     def read(self, read: Callable[[], object]) -> object:
-        """Read a message from Redis. What is no JSON was taken from the queue, and is dropped."""
+        """Read a message from Redis. Drop a message that is not JSON, which has already left the queue."""
         try:
             return read()
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
@@ -104,7 +104,7 @@ class Intake:
             handle(message)
 
     def _find_bridge(self, message: Any) -> Wiring | None:
-        """Return the bridge from whose queues a message comes. None if it may come from another queue."""
+        """Return the bridge whose queue contains a message. None if it may come from another queue."""
         info = message.delivery_info
         key = info.get("routing_key") if isinstance(info, Mapping) else None
         return self._bridges[key] if isinstance(key, str) and key in self._bridges else self.default
@@ -126,7 +126,7 @@ class Intake:
 
 @cache
 def _tolerant(base: Any) -> type[Any]:
-    """Return a class of messages that are empty if kombu can neither make nor note what the broker gives."""
+    """Return a message class. Its messages are empty if kombu cannot read the broker's data."""
 
     class TolerantMessage(base):  # type: ignore[misc]
         """A message from a queue of a bridge."""
@@ -150,7 +150,7 @@ def _tolerant(base: Any) -> type[Any]:
 
 
 def _is_celerys(message: Any) -> bool:
-    """Return True if a message has the form that listeners send: that of Celery's second protocol."""
+    """Return True if a message has the form that listeners send: Celery's second protocol."""
     if not isinstance(message.headers, Mapping) or not isinstance(message.headers.get("task"), str):
         return False
     try:
@@ -160,5 +160,5 @@ def _is_celerys(message: Any) -> bool:
 
 
 def install_intake(app: Celery) -> None:
-    """Give the workers of an app an intake."""
+    """Give an app's workers an intake."""
     app.steps["consumer"].add(IntakeStep)

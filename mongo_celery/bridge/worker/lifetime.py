@@ -1,15 +1,15 @@
 """
 The start and the end of a worker.
 
-At its start it declares the queues of bridges. Of its end a signal of Celery tells
-its main process, and a shared byte tells its children.
+At its start, the worker declares the queues of bridges. At its end, a Celery signal notifies its main process, and a
+shared byte its children.
 
-Prefork children hear nothing of a warm shutdown: the main process waits for them, until a supervisor loses patience and
-kills all of them. The byte is made before the fork, so it reaches every child. A pool that starts its children as new
-programs (spawn) shares no byte: `is_leaving` stays false there. `celery control shutdown` sends no signal either.
+Prefork children do not notice a warm shutdown: the main process waits for them until a supervisor kills all of them.
+The byte is made before the fork, so it reaches every child. A pool that starts its children as new programs (spawn)
+shares no byte, so `is_leaving` stays False there. `celery control shutdown` sends no signal either.
 
 A cold shutdown, a restart of the pool, `revoke --terminate` and `worker_cancel_long_running_tasks_on_connection_loss`
-announce nothing in time either. They send a signal to the children, which billiard turns into a `SystemExit`.
+give no notice either. They send the children a signal, which billiard turns into a `SystemExit`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import signal
 from collections.abc import Mapping
 from typing import Any
 
 from celery import current_task, signals
 
 from mongo_celery.bridge.wiring import BRIDGES
-from mongo_celery.bridge.worker.limits import hard_limit, worker_limits
+from mongo_celery.bridge.worker.limits import call_limit, hard_limit, worker_limits
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import keep_commands_out_of_logs
+from mongo_celery.mongo.verdicts import error_text
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -33,36 +35,69 @@ _SERVING, _TOLD = b"\0", b"\1"
 _byte = mmap.mmap(-1, 1)
 _worker: int | None = None
 _SIGNALLED = range(-255, -191)
-"""Statuses by which billiard ends a child: the number of a signal, less 256."""
+"""Statuses with which billiard ends a child: a signal's number, minus 256."""
 
 _NEAR = 0.9
-"""Share of a hard time limit from which on a signal is taken for the limit's own."""
+"""Share of a hard time limit after which a signal counts as the limit's own."""
 
 _START_SECONDS = 1.0
-"""Seconds that the start of a task may take: the clock of its limit runs meanwhile."""
+"""Seconds that a task may need to start, while the clock of its limit runs."""
 
 
 def is_leaving() -> bool:
-    """Return True if the worker of this process was told to shut down."""
+    """Return True if the worker of this process was asked to shut down."""
     return _byte[:1] == _TOLD
 
 
 def is_sent_away(error: BaseException, seconds: float) -> bool:
     """
-    Return True if a process ends under a handler by no doing of this handler.
+    Return True if a process ends during a handler, but the handler did not cause it.
+
+    Args:
+        error: the error that ends the process.
+        seconds: time since the handler's task was called. A hard time limit sends the same signal as a shutdown.
+    """
+    return is_leaving() or (_read_signal(error) is not None and not _has_reached_hard_limit(seconds))
+
+
+def describe_end(error: BaseException, seconds: float) -> str:
+    """
+    Return the reason why a process ends under a handler, for people.
 
     Args:
         error: by which it ends.
-        seconds: since the handler's task was called. A hard time limit sends the same signal as a shutdown.
+        seconds: since the handler's task was called.
     """
+    number = _read_signal(error)
+    if number is None:
+        return error_text(error)
+    if _has_reached_hard_limit(seconds):
+        limit = call_limit(current_task) or hard_limit(current_task)
+        return f"the handler exceeded its hard time limit of {limit:g} s"
+    return f"{_name_signal(number)} ended the process"
+
+
+def _read_signal(error: BaseException) -> int | None:
+    """Return the number of the signal by which billiard ends a child. None for another end."""
+    status = error.code if isinstance(error, SystemExit) else None
+    return status + 256 if isinstance(status, int) and status in _SIGNALLED else None
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _has_reached_hard_limit(seconds: float) -> bool:
     limit = hard_limit(current_task)
-    is_signalled = isinstance(error, SystemExit) and isinstance(error.code, int) and error.code in _SIGNALLED
-    return is_leaving() or (is_signalled and (limit is None or seconds < limit * _NEAR - _START_SECONDS))
+    return limit is not None and seconds >= limit * _NEAR - _START_SECONDS
 
 
 @signals.worker_init.connect(weak=False)
 def begin_service(**_: Any) -> None:
-    """Begin a worker, which may be the second one of its process: the byte of the first is not for it."""
+    """Begin a worker with its own byte, because its process may have had another one."""
     global _worker  # noqa: PLW0603 - children inherit it by their fork
     _byte[:1] = _SERVING
     _worker = os.getpid()
@@ -77,9 +112,9 @@ def announce_departure(**_: Any) -> None:
 @signals.worker_process_init.connect(weak=False)
 def end_orphan(**_: Any) -> None:
     """
-    End a pool's child whose worker was killed before the child had asked the kernel for a signal at that.
+    End a pool's child if its worker was killed before the child could ask the kernel for a signal at that event.
 
-    Celery asks for it just before this, and does not look. Such a child would wait for tasks forever.
+    Celery asks for the signal just before, and does not check. Such a child would wait for tasks forever.
     """
     if _worker is not None and _worker not in (os.getpid(), os.getppid()):
         os._exit(1)
@@ -88,10 +123,9 @@ def end_orphan(**_: Any) -> None:
 @signals.celeryd_init.connect(weak=False)
 def _declare_partition_queues(instance: Any = None, options: Mapping[str, Any] | None = None, **_: Any) -> None:
     """
-    After imports and configuration, before -Q and -X are applied.
+    Declare the queues after imports and configuration, and before -Q and -X apply.
 
-    Celery turns an exception in here into a line of its log and starts the worker, which would then
-    consume no partition: only `SystemExit` gets through.
+    Celery would only log an exception here and start a worker without partitions. Only `SystemExit` stops it.
     """
     from mongo_celery.broker.connection import declare_queues
 
@@ -113,13 +147,13 @@ def _declare_partition_queues(instance: Any = None, options: Mapping[str, Any] |
 
 
 def _set_up_logging(worker: Any, options: Mapping[str, Any]) -> None:
-    """As the worker would do it later: a detached one has nothing but its log file to say why it ends."""
+    """Set up logging earlier than the worker does: a detached worker has only its log file to report why it ends."""
     worker.app.log.setup(logging.INFO, options.get("logfile"), redirect_stdouts=False, hostname=worker.hostname)
 
 
 @signals.celeryd_after_setup.connect(weak=False)
 def _note_limits(instance: Any = None, **_: Any) -> None:
-    """The time limits of the whole worker, by its command line or configuration: handlers have them, too."""
+    """Note the worker's time limits from command line or configuration. They also apply to handlers."""
     if instance is not None:
         worker_limits[instance.app] = (instance.time_limit, instance.soft_time_limit)
 

@@ -1,16 +1,16 @@
 """
-Limits of a handler for a run of several changes: users set them for one call, Celery knows messages.
+Limits of a handler for a run of several changes. Users set limits for one call, but Celery knows only messages.
 
-- `rate_limit`: the listener sends runs of one change. A worker that has been given a limit since (`celery control
-  rate_limit`) begins no second change of a run.
-- `time_limit`, `soft_time_limit`: no change of a run is begun later than `seconds` after the message, and the message's
-  limits are longer by that. So each change has all of its time, and at most a tenth more. (Where changes are coalesced
-  one more may be begun, if nothing could be recorded without it. Where nothing limits them, all that is owed.)
+- `rate_limit`: the listener sends runs of one change. If a worker gets a limit later (`celery control rate_limit`), it
+  begins no second change of a run.
+- `time_limit`, `soft_time_limit`: no change of a run begins later than `seconds` after the message, and the message's
+  limits are longer by that. So each change has all its time, and at most a tenth more. (Coalescing may begin one more
+  change if nothing could be recorded without it. Without any limit, it may begin all that are due.)
 
-A list is one call, and so is a run of a transactional handler: their limits are Celery's own. Decided in the worker's
-parent process, which has the limits that hold at this moment, also those of the worker as a whole.
+A list is one call, and so is a run of a transactional handler: Celery's own limits apply. The worker's parent process
+decides. It knows the current limits, including those of the worker as a whole.
 
-Reads settings, and nothing else.
+The module only reads settings.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from weakref import WeakKeyDictionary
 from celery.utils.time import rate
 
 RUN_SECONDS = "mongo_celery_run_seconds"
-"""Header of a request, never of a message: seconds after which no further change of the run is begun."""
+"""Request header, never in a message: seconds after which no further change of the run begins."""
 
 _SHARE = 10
-"""Of the smaller time limit: for so long changes are begun."""
+"""Divisor of the smaller time limit. Changes begin during this share of it."""
 
 TimeLimits = tuple[float | None, float | None]
-"""Hard and soft, in seconds."""
+"""Hard and soft limit, in seconds."""
 
 worker_limits: WeakKeyDictionary[Any, TimeLimits] = WeakKeyDictionary()
-"""The time limits of the worker as a whole, by its app; a task's own hold before them."""
+"""The time limits of the worker as a whole, by its app. A task's own limits override them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class RunLimits:
     The limits of one message.
 
     Attributes:
-        seconds: after which no further change of its run is begun.
-        time_limits: the message's own. None where Celery's hold.
+        seconds: after these no further change of the run begins.
+        time_limits: of the message. None if Celery's apply.
     """
 
     seconds: float
@@ -58,16 +58,21 @@ def time_limit(task: Any) -> float | None:
 
 
 def hard_limit(task: Any) -> float | None:
-    """Return the seconds after which Celery ends the running message of a task with its process. None for never."""
+    """Return the seconds after which Celery kills the process of a running task. None for never."""
+    given = (task.request.timelimit or (None, None))[0] if task else None
+    return float(given) if given else call_limit(task)
+
+
+def call_limit(task: Any) -> float | None:
+    """Return the hard limit that users have set for one call of a task, in seconds. None for none."""
     if not task:
         return None
-    given, worker = (task.request.timelimit or (None, None))[0], worker_limits.get(task.app, (None, None))[0]
-    limit = given or task.time_limit or worker or task.app.conf.task_time_limit
+    limit = task.time_limit or worker_limits.get(task.app, (None, None))[0] or task.app.conf.task_time_limit
     return float(limit) if limit else None
 
 
 def run_limits(task: Any) -> RunLimits:
-    """Return the limits of a message for a handler's task, as the worker has it."""
+    """Return the limits of a message for a handler's task in this worker."""
     handler, options = task.handler, task.wiring.options
     if handler.batch_size is not None or handler.transactional:
         return RunLimits(options.run_seconds)

@@ -1,12 +1,12 @@
 """
-The parts of a run: which of its changes the handler is given next.
+The parts of a run: the changes that the handler gets next.
 
-A run is given in **parts**, one behind the other: at first all of it. A part that fails is cut in halves, until the
-change that fails is alone. What stands before it has been given by then, and what is behind it comes with the next run.
+A run is given in consecutive **parts**, at first as one part. A failed part is halved until the failing change is
+alone. By then all changes before it have been given. Changes after it come with the next run.
 
-With **coalescing** only the last of several changes of one document is given, and stands for those before it. That
-holds within a part: at its end each document's last change in it is given, so a part that is done leaves nothing
-behind. An event without a document (a drop, a rename) stands for nothing, and nothing stands for a change across it.
+With **coalescing** the handler gets only the last of several changes of one document, which replaces those before it.
+This applies within a part: at its end the last change of each document was given, so a finished part leaves nothing
+open. An event without a document (a drop, a rename) replaces nothing, and no change replaces one before such an event.
 
 Pure. Changes are known by their offsets in the run.
 """
@@ -25,15 +25,15 @@ class Parts:
     The parts of one run.
 
     Args:
-        count: of its changes that may be given.
-        documents: what tells the document of each. None for each that has none. None where nothing is coalesced.
-        most: of the changes of one part. All of them by default.
-        head_alone: whether the first change is a part of its own: it has been tried before.
+        count: number of changes that may be given.
+        documents: each change's document identity. None for an event without one. None in all if nothing is coalesced.
+        most: the largest number of changes in a part. By default all.
+        head_alone: True if the first change is its own part, because it was tried before.
 
     Attributes:
         begin: everything before this offset is done.
-        failed: the change that has failed, once it is known.
-        is_closing: whether what is left is only what stands before a change at which the run ends.
+        failed: the failed change, once it is known.
+        is_closing: True if only changes before the end of the run are left.
     """
 
     def __init__(
@@ -55,52 +55,52 @@ class Parts:
 
     @property
     def has_more(self) -> bool:
-        """True if a part is left."""
+        """Return True if a part is left."""
         return bool(self._ends)
 
     @property
     def is_last(self) -> bool:
-        """True if the present part is the last one, and the run ends well with it."""
+        """Return True if the current part is the last one, and the run succeeds with it."""
         return len(self._ends) == 1 and self.failed is None
 
     @property
     def end(self) -> int:
-        """The offset behind the present part."""
+        """The offset after the current part."""
         return self._ends[-1]
 
     def next_offsets(self) -> list[int]:
-        """Return the changes of the present part that are to be given."""
+        """Return the offsets of the current part's changes to give."""
         if self._documents is None and not self._finished:
             return list(range(self.begin, self._ends[-1]))
         return self._last_ones(self._ends[-1])
 
     def complete(self) -> None:
-        """The present part is done."""
+        """Finish the current part."""
         self.begin = self._ends.pop()
 
     def split(self, given: Sequence[int]) -> None:
-        """The present part has failed, and it is not known by which of these, two or more: the first half is next."""
+        """Halve the current part: one of these changes failed, but it is unknown which. The first half is next."""
         self._ends.append(given[len(given) // 2 - 1] + 1)
 
     def finish(self, given: Sequence[int]) -> None:
-        """These changes of the present part are finished, though it is not done."""
+        """Mark these changes of the unfinished part as finished."""
         self._finished.update(given)
 
     def fail(self, offset: int) -> None:
-        """It is this change that fails: only what stands before it is given now."""
+        """Note that this change fails. Only earlier ones are given now."""
         self.failed = offset
         self.stop(offset)
 
     def stop(self, offset: int) -> None:
-        """The run ends before this change: only what stands before it is given now."""
+        """End the run before this change. Only earlier ones are given now."""
         self.is_closing = True
         self._ends = [offset] if offset > self.begin else []
 
     def reach(self, calls: int) -> int:
         """
-        Return the latest offset at which the run can stop after at most so many more handler calls.
+        Return the latest offset at which the run can stop after at most this many further handler calls.
 
-        With 0, everything before it is done.
+        With 0, everything before it is already done.
         """
         found, behind, owed = self.begin, 0, 0
         latest: dict[bytes, bool] = {}
@@ -117,11 +117,11 @@ class Parts:
         return found
 
     def list_remaining(self, offset: int) -> list[int]:
-        """Return the changes that must be given before this one: neither finished nor superseded by it."""
+        """Return the changes to give before this one: neither finished nor superseded by it."""
         return [each for each in self._last_ones(offset + 1) if each != offset]
 
     def list_superseded(self, offset: int) -> list[int]:
-        """Return the changes that are not done because this one stands for them, the last one first."""
+        """Return the changes that this one replaces, the last one first."""
         found: list[int] = []
         if self._documents is None or self._documents[offset] is None:
             return found
@@ -133,7 +133,7 @@ class Parts:
         return found
 
     def _last_ones(self, end: int) -> list[int]:
-        """Of the changes from `begin` to an offset those that are not finished, and for which no other one stands."""
+        """Yield the unfinished, unreplaced changes from `begin` to an offset."""
         if self._documents is None:
             return [each for each in range(self.begin, end) if each not in self._finished]
         found: list[int] = []
@@ -152,7 +152,7 @@ class Parts:
 
 
 def read_document_key(raw: bytes) -> bytes | None:
-    """Return what tells the document of an event from all others. None if it has none, or cannot be read."""
+    """Return the identity of an event's document. None if it has none, or cannot be read."""
     try:
         event = wrap_event(raw)
         namespace, key = event.get("ns"), event.get("documentKey")

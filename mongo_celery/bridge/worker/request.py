@@ -1,12 +1,12 @@
 """
-The Celery request that is made of a message: only the signed envelope is trusted.
+The Celery request for a message. It trusts only the signed envelope.
 
-Celery honours much of a message before a task is called, in the parent process of the pool: time limits, expiry, ETA,
-stamps, links, chords. None of it is needed, since the listener sends none, and whoever can write to the broker could
-drive a change into its failure policy by it. So the request is made anew from the parts that carry no power: the ids,
-labels for logs, headers that Celery does not know (of tracing), the argument, and the chain. Id and chain are signed in
-the envelope, and compared where the key is known: in the process of the pool. What else a message asks for is noted,
-and the message is dropped there, before anything happens. Time limits are the handler's (`limits`).
+Celery interprets much of a message before it calls a task, in the pool's parent process: time limits, expiry, ETA,
+stamps, links, chords. The listener sends none of them. A writer to the broker could use them to drive a change into its
+failure policy. So the request is rebuilt from harmless parts: ids, labels for logs, headers unknown to Celery (of
+tracing), the argument, and the chain. The envelope signs id and chain. The pool's process, which knows the key,
+compares them. If a message requests anything else, that is noted, and the pool's process drops the message before
+anything happens. Time limits are the handler's (`limits`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from celery.app.task import Context
 from celery.worker.request import Request
 from kombu.utils.uuid import uuid
 
-from mongo_celery.bridge.worker.limits import RUN_SECONDS
+from mongo_celery.bridge.worker.limits import RUN_SECONDS, run_limits
 from mongo_celery.bridge.worker.runtime import UNEXPECTED
 
 _HONOURED = frozenset(name for name in vars(Context) if not name.startswith("__")) | {UNEXPECTED, RUN_SECONDS}
 _CARRIED = frozenset({"id", "task", "root_id", "parent_id", "argsrepr", "kwargsrepr", "origin"})
 _HARMLESS = frozenset({"ignore_result", "hostname", "delivery_info", "properties", "correlation_id"})
-"""Set by the request itself, whatever the message says."""
+"""The request sets them itself and ignores the message."""
 
 _JUDGED = _HONOURED - _CARRIED - _HARMLESS
 _ABSENT = dict.fromkeys(_CARRIED)
@@ -35,7 +35,7 @@ _PAYLOAD_PARTS = 3
 
 
 def _sanitize_headers(headers: Mapping[str, Any], unexpected: list[str]) -> dict[str, Any]:
-    """Return the headers as a listener could have made them. The names of what is left out are added to a list."""
+    """Return the headers that a listener may send. Add the names of omitted ones to a list."""
     kept: dict[str, Any] = {}
     for name, value in headers.items():
         if name in _CARRIED:
@@ -61,7 +61,7 @@ def _sanitize_headers(headers: Mapping[str, Any], unexpected: list[str]) -> dict
 
 
 def _sanitize_payload(payload: Any, unexpected: list[str]) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """Return the payload as a listener could have made it. The names of what is left out are added to a list."""
+    """Return the payload that a listener may send. Add the names of omitted ones to a list."""
     if not isinstance(payload, (list, tuple)) or len(payload) != _PAYLOAD_PARTS:
         unexpected.append("body")
         return [], {}, {}
@@ -80,10 +80,10 @@ def _sanitize_payload(payload: Any, unexpected: list[str]) -> tuple[list[Any], d
 
 @cache
 def harden_request(base: type[Request]) -> type[Request]:
-    """Return a request class that trusts nothing outside the envelope. The rest is the given class's."""
+    """Return a request class that trusts only the envelope. Otherwise it behaves like the given class."""
 
     class HardenedRequest(base):  # type: ignore[misc, valid-type]
-        """See the module."""
+        """A request that trusts only the envelope, as the module explains."""
 
         def __init__(
             self,
@@ -102,8 +102,8 @@ def harden_request(base: type[Request]) -> type[Request]:
             if (message.properties or {}).get("reply_to"):
                 unexpected.append("reply_to")
             request[UNEXPECTED] = unexpected
-            if hasattr(task, "limits_of_runs"):  # not a commit
-                limits = task.limits_of_runs()
+            if hasattr(task, "handler"):  # not a commit
+                limits = run_limits(task)
                 request |= {"timelimit": limits.time_limits, RUN_SECONDS: limits.seconds}
             super().__init__(message, headers=request, body=payload, decoded=True, task=task, **options)
             self._request_dict["reply_to"] = None

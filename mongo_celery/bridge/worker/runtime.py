@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 UNEXPECTED = "mongo_celery_strange"
-"""Header of a request, never of a message: what the message asked for that no listener sends."""
+"""Request header, never in a message: requests in the message that no listener sends."""
 
 
 class WorkerRuntime:
     """
-    A bridge inside one worker process, used by all threads of the process: `wiring.of_process(WorkerRuntime)`.
+    A bridge in one worker process, shared by its threads: `wiring.of_process(WorkerRuntime)`.
 
     Args:
         wiring: of the bridge.
 
     Attributes:
-        options: of the bridge.
-        store: its state.
-        codec: by which handlers are given documents.
-        heartbeats: of its claims.
+        options: the bridge's options.
+        store: the bridge's state.
+        codec: decodes documents for handlers.
+        heartbeats: of the bridge's claims.
     """
 
     def __init__(self, wiring: Wiring) -> None:
@@ -72,7 +72,7 @@ class WorkerRuntime:
         return self._views[handler.name]
 
     def ensure_indexes(self) -> None:
-        """Create the indexes of the dead letters, once a process, best effort: letters are found without them, too."""
+        """Create the indexes of the dead letters, once per process and best effort. Searches also work without them."""
         if self._has_indexed:
             return
         self._has_indexed = True
@@ -88,16 +88,16 @@ class WorkerRuntime:
 
     def open(self, kind: str, given: object, subscription: str | None, request: Any) -> Run | None:
         """
-        A verified run, or None for a message that must be dropped. The reason is logged and counted.
+        Return a verified run, or None for a message that must be dropped. The reason is logged and counted.
 
-        The keys are read again when they were read some seconds ago: so all workers know a new one before it
-        is used, and find a state database that was made anew.
+        Keys that were read some seconds ago are read again. So all workers know a new key before it is used, and they
+        find a new state database.
 
         Args:
             kind: `"run"` or `"commit"`.
-            given: the task's argument, or the envelope that was made of it.
+            given: the task's argument, or its envelope.
             subscription: of the handler. None for a commit.
-            request: what the worker has made of the message.
+            request: the worker's request for the message.
         """
         envelope = None
         try:
@@ -121,7 +121,7 @@ class WorkerRuntime:
         if run.bridge != self._name or (subscription is not None and run.subscription != subscription):
             self._dropper.drop(MISDIRECTED)
             return None
-        if run.subscription in self._moved and kind == "run":  # else its effects come here and count as done
+        if run.subscription in self._moved and kind == "run":  # otherwise its effects happen here and count as done
             self._dropper.drop(MOVED, run.subscription)
             return None
         found, unexpected = Carrier.of(str(request.id), request.chain), request.get(UNEXPECTED)
@@ -136,13 +136,13 @@ class WorkerRuntime:
         with contextlib.suppress(InvalidEnvelopeError):
             theirs = envelope.installation if envelope is not None else ""
         if theirs and ours and theirs != ours:
-            process = parse_process(origin) if kind == "run" else None  # else it names a worker
+            process = parse_process(origin) if kind == "run" else None  # a commit names a worker
             self._dropper.drop(FOREIGN, process or "")
         else:
             self._dropper.drop(FORGED)
 
     def _read_keys(self) -> None:
-        """Read the accepted keys, if nobody else just has. Those known so far stay while MongoDB does not answer."""
+        """Read the accepted keys, unless another thread has just read them. Known ones stay while MongoDB is away."""
         with self._lock:
             if self._ring is None or time.monotonic() - self._ring_read >= KEY_SECONDS:
                 try:
@@ -153,7 +153,7 @@ class WorkerRuntime:
                 self._ring_read = time.monotonic()
 
     def _adopt_keys(self, ring: KeyRing | None) -> None:
-        """Keep what the lease says. Log once where its listener lacks handlers, or is of another environment."""
+        """Keep the lease's facts. Log once if its listener lacks handlers, or belongs to another environment."""
         known, self._ring = self._ring, ring
         if ring is None or ring.identity is None:
             return
@@ -172,14 +172,14 @@ class WorkerRuntime:
 
     def _compare(self, leading: Mapping[str, Any]) -> frozenset[str]:
         """
-        Compare all but the broker: this worker gets the leader's messages, under whatever address.
+        Compare all but the broker: this worker gets the leader's messages, whatever broker address it uses.
 
         Returns:
-            The handlers whose databases are those of another environment.
+            The handlers whose databases belong to another environment.
         """
         try:
             mine = replace(build_identity(self._wiring), broker=None)
-        except ConfigurationError:  # a source cannot be had here, which is the listener's business
+        except ConfigurationError:  # a source is not available here, which only the listener needs
             return frozenset()
         difference, moved = mine.difference(leading), mine.find_moved_handlers(leading["handlers"])
         if difference is not None:
@@ -188,7 +188,7 @@ class WorkerRuntime:
                 self._wiring.name,
                 difference,
                 f"This worker drops the runs of {', '.join(moved)}. " if moved else "",
-                ways_out(),
+                ways_out(self._wiring.line),
                 extra={"event": "identity_differs"},
             )
         return frozenset(moved)

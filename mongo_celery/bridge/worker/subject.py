@@ -1,10 +1,10 @@
 """
-The subject of an execution: the changes that it gives to the handler, and the records of what happened to them.
+The subject of an execution: the changes that it gives to the handler, and the records of their outcomes.
 
-A **run** (`RunSubject`) is what one chain for each change would be: changes of one partition, behind its position. The
-replay of a dead letter (`ReplaySubject`) is one change, and moves no position. `Execution` serves both by one loop.
+A **run** (`RunSubject`) has the effect of one chain for each change: changes of one partition, after its position. A
+replay (`ReplaySubject`) has one change, and moves no position. `Execution` uses one loop for both.
 
-A change is known by its offset in the run.
+An offset in the run identifies a change.
 """
 
 from __future__ import annotations
@@ -26,47 +26,31 @@ from mongo_celery.bridge.existing import dead_letter_name, is_existing, is_unrea
 from mongo_celery.bridge.fenced.fence import Fence, Origin
 from mongo_celery.bridge.partitioning import make_origin
 from mongo_celery.bridge.state.backlog import StoredChange, backlog_id, holds_token, refuse_damaged
-from mongo_celery.bridge.state.claims import PARKED_MAX, Claim
+from mongo_celery.bridge.state.claims import PARKED_MAX, Claim, name_place
 from mongo_celery.bridge.state.dead_letters import (
     FAILED,
     PARKED,
     PARKED_BEHIND,
     SKIPPED,
+    KeptChange,
     Place,
     dead_letter,
     iterate_forms,
 )
 from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
-from mongo_celery.bridge.worker.outcome import (
-    NOT_STORABLE,
-    Advanced,
-    Crashed,
-    DeadLettered,
-    Decision,
-    Discarded,
-    Halted,
-    Handled,
-    Outcome,
-    Released,
-    Retrying,
-    SplitUp,
-    Waiting,
-    ignore,
-    retry_text,
-)
+from mongo_celery.bridge.worker.outcome import NOT_STORABLE, Decision, Outcome, ignore, retry_text
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import error_text, storable, traceback_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from datetime import datetime
 
     from bson.binary import Binary
     from celery.exceptions import Retry
-    from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
@@ -75,14 +59,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
-"""Between two attempts of a change that waits, and of which nothing is counted."""
+"""Pauses between two attempts of a change that waits, uncounted."""
 
 _STORING_SECONDS = 2.0
 _TOKEN_CHARS = 64
 _CAUSES = {"dead_letter": FAILED, "skip": SKIPPED, "park_key": PARKED}
-"""Of the dead letters that failure policies leave."""
+"""Causes of the dead letters of each failure policy."""
 
-_POLICIES = {cause: policy for policy, cause in _CAUSES.items()}
 _BEHIND = "Its key is parked: it waits behind an earlier change, and its handler was not started."
 _FULL = (
     "{count} keys of this partition are parked, and there can be no more. Look at them with `{look}`, replay "
@@ -100,14 +83,14 @@ class Subject(ABC):
 
     Args:
         wiring: gives state and clients.
-        handler: the subscription's handler.
+        handler: the handler to call.
         run: the verified envelope.
         patience: seconds that the execution waits for MongoDB.
 
     Attributes:
-        run: with the bytes of its changes once `load` has returned.
-        runtime: the bridge's in this process.
-        replays: whether a change is one that was a dead letter.
+        run: with the bytes of its changes after `load`.
+        runtime: of the bridge in this process.
+        replays: True if a change was a dead letter.
     """
 
     replays = False
@@ -123,18 +106,18 @@ class Subject(ABC):
         self._view = self.runtime.view(handler)
         self._tokens: dict[int, Mapping[str, Any]] = {}
 
-    # -- what is given -----------------------------------------------------------------------------
+    # -- what the handler gets -----------------------------------------------------------------------
 
     @abstractmethod
     def take_claim(self, owner: str, ttl: float, session: Binary | None) -> Claim | None:
-        """Claim the partition. None for a message that is a duplicate, stale or early."""
+        """Claim the partition. Return None for a message that is a duplicate, stale or early."""
 
     @abstractmethod
     def load(self, claim: Claim) -> Decision:
-        """Read the changes. Return the outcome of one that must not be given. Nothing where the handler may start."""
+        """Read the changes. Return the outcome of one that must not be given, or None if the handler may start."""
 
     def change(self, claim: Claim, offset: int) -> Change:
-        """Return a change for the handler. It is decoded when it is first looked at."""
+        """Return a change for the handler. It is decoded at first use."""
         raw, codec, run = self.run.changes[offset], self._codec, self.run
         return Change.unread(
             lambda: strip_flags(bson.decode(raw, codec)),
@@ -152,7 +135,7 @@ class Subject(ABC):
         return describe(self.run.changes[offset])
 
     def read_token(self, offset: int) -> Mapping[str, Any]:
-        """Return the resume token of a change: from its bytes, since a handler could change what it was given."""
+        """Return a change's resume token from its bytes, because a handler could alter its event."""
         if offset not in self._tokens:
             run = self.run
             self._tokens[offset] = run.token if run.token is not None else read_token(run.changes[offset])
@@ -167,48 +150,60 @@ class Subject(ABC):
         return claim.fencing_token
 
     def fence(self, offset: int, rewound: int, change: Change) -> Fence:
-        """Return what targets compare: the token, and the place of a change where others may write the same target."""
+        """Return the fence for targets: the token, and the change's place if other partitions may write the target."""
         run = self.run
         key = f"{run.bridge}/{run.subscription}"
-        return Fence(key, run.generation, run.index, change.fencing_token, self._origin(offset, rewound))
+        return Fence(key, run.partitioning, run.index, change.fencing_token, self._origin(offset, rewound))
 
     def _origin(self, offset: int, rewound: int) -> Origin | None:
-        """None where all changes of a document are in this partition."""
+        """Return the change's origin. None if all changes of a document are in this partition."""
         if self._handler.partitioner(self._wiring.options).is_by_document:
             return None
         return make_origin(self.run.changes[offset], self.read_token(offset), rewound)
 
     def is_parked(self, claim: Claim, offset: int) -> bool:
-        """Return True if the key of a change is parked: then the change becomes the head of a run of its own."""
+        """Return True if a change's key is parked. The change then becomes the first of its own run."""
         del claim, offset
         return False
 
     # -- outcomes ----------------------------------------------------------------------------------
 
+    @abstractmethod
     def succeed(self, claim: Claim, end: int) -> Decision:
-        """Decide about an execution after which all changes before an offset are done."""
-        del claim
-        return [Handled(end)]
+        """Decide the outcome after all changes before an offset are done."""
 
     @abstractmethod
     def fail(self, claim: Claim, offset: int, error: Exception) -> Decision:
-        """Decide about a change that failed permanently."""
+        """Decide the outcome of a change that failed permanently."""
 
     @abstractmethod
-    def last_resort(self, offset: int, what: str, error: BaseException) -> Outcome:
-        """Return the outcome where `what` cannot be stored: it has no words but ours."""
+    def last_resort(self, claim: Claim, offset: int, what: str, error: BaseException) -> Outcome:
+        """Return the outcome for details that cannot be stored. It contains only our own words."""
 
-    def retry(self, offset: int, retry: Retry, due: tuple[datetime | None, float | None]) -> Decision:
-        """Decide to try a change again at its retry time."""
-        return [Retrying(retry, *due, raises=retry), self.last_resort(offset, "its retry", retry)]
+    @abstractmethod
+    def release(self, claim: Claim, raises: BaseException | None = None) -> Outcome:
+        """Return the outcome that only ends the claim."""
+
+    @abstractmethod
+    def crash(self, claim: Claim, error: str) -> Outcome:
+        """Return the outcome of a process that ends during the claim's first change."""
+
+    def retry(self, claim: Claim, offset: int, retry: Retry, due: tuple[datetime | None, float | None]) -> Decision:
+        """Decide to retry a change at its retry time."""
+        parked = Outcome("retry", partial(self._write_retry, claim, retry, *due), retry)
+        return [parked, self.last_resort(claim, offset, "its retry", retry)]
+
+    @abstractmethod
+    def _write_retry(self, claim: Claim, retry: Retry, not_before: datetime | None, delay: float | None) -> bool:
+        """Record that a handler requests a retry of its change."""
 
     def wait(self, claim: Claim, what: str, cause: str, error: BaseException, *, is_doubtful: bool = False) -> Decision:
         """
-        Decide to wait until infrastructure may be there again.
+        Decide to wait for infrastructure to return.
 
         Args:
             what: names the change in the log.
-            is_doubtful: whether the handler may have caused it.
+            is_doubtful: True if the handler may be the cause.
         """
         delay = WAITS.nth(claim.waits)
         logger.warning(
@@ -219,65 +214,61 @@ class Subject(ABC):
             extra={"event": "change_waiting", "partition": claim.partition_id},
         )
         causes = (storable(cause), "not storable")
-        return [Waiting(each, is_doubtful, delay, raises=ignore(error)) for each in causes]
+        return [self.postpone(claim, each, delay, is_doubtful=is_doubtful, raises=ignore(error)) for each in causes]
+
+    def postpone(
+        self, claim: Claim, cause: str, delay: float, *, is_doubtful: bool, raises: BaseException | None = None
+    ) -> Outcome:
+        """Return the outcome of an uncounted wait of the first change, for these seconds."""
+        return Outcome("waiting", partial(self._write_wait, claim, cause, delay, doubtful=is_doubtful), raises)
 
     @abstractmethod
-    def write(self, claim: Claim, outcome: Outcome, session: ClientSession | None = None) -> bool:
-        """
-        Write an outcome under the claim. In the transaction of a session if there is one.
-
-        Returns:
-            False where a newer execution decides.
-        """
-
-    @abstractmethod
-    def log_outcome(self, outcome: Outcome) -> None:
-        """Log an outcome that was written."""
+    def _write_wait(self, claim: Claim, cause: str, delay: float, *, doubtful: bool) -> bool:
+        """Record that a change waits."""
 
 
 class RunSubject(Subject):
-    """Changes of one partition, behind its position. Arguments as of `Subject`."""
+    """Changes of one partition, after its position. Arguments as in `Subject`."""
 
     _is_stored = False
 
-    # -- what is given -----------------------------------------------------------------------------
+    # -- what the handler gets -----------------------------------------------------------------------
 
     def take_claim(self, owner: str, ttl: float, session: Binary | None) -> Claim | None:
-        """Claim the run, where its partition is free and at its first change."""
+        """Claim the run if its partition is free and at its first change."""
         run = self.run
         return self._store.claims.take(
             run.partition_id,
             owner=owner,
-            term=run.version,
+            term=run.term,
             first=run.first,
             last=run.last,
             token=run.stored[0] if run.stored else token_data(self.read_token(0)),
             ttl=ttl,
             session=session,
             living=self.runtime.heartbeats.living(run.partition_id),
-            inline=run.is_inline,
         )
 
     def load(self, claim: Claim) -> Decision:
-        """Fetch changes that are stored. A parked key and a refusal keep the first one from its handler."""
+        """Fetch stored changes. If the first one has a parked key or was refused, do not give it to its handler."""
         if self.run.stored and (waiting := self._fetch(claim)):
             return waiting
         refusal = self.run.refusal
         if (
             claim.parked and self.is_parked(claim, 0) and (refusal is None or not refusal.halts)
-        ):  # such a one halts, whatever its key
-            return self._queue_dead_letter()
+        ):  # it halts, whatever its key
+            return self._queue_dead_letter(claim)
         return [] if refusal is None else self.fail(claim, 0, RefusedChangeError(refusal.reason))
 
     def _fetch(self, claim: Claim) -> Decision:
         """
         Read the bytes of stored changes.
 
-        The run ends before one that is not there, or is damaged: that becomes the first of another run. If it is the
-        first of this run, its partition halts where it is damaged, and waits where it is missing, uncounted.
+        The run ends before a change that is missing or damaged, which becomes the first of another run. If it is the
+        first of this run, its partition halts if it is damaged. If it is missing, the partition waits, uncounted.
         """
         run = self.run
-        what = f"change {run.first} of {run.partition_id}"
+        what = f"change {run.first} of {name_place(run.partition_id)}"
         try:
             found = self._store.backlog.fetch(run.partition_id, run.stored)
         except (PyMongoError, SoftTimeLimitExceeded) as error:
@@ -289,7 +280,7 @@ class RunSubject(Subject):
             return self.wait(claim, what, missing, LookupError(missing))
 
         def is_whole(token: str) -> bool:
-            # The bytes of what is refused may hold no token. And what was refused when it was stored may run today.
+            # A refused change's bytes may lack a token. A change refused when stored may run today.
             raw = found[token].raw if token in found else b""
             return bool(raw) if run.refusal is not None else holds_token(raw, token)
 
@@ -306,109 +297,130 @@ class RunSubject(Subject):
         return []
 
     def is_parked(self, claim: Claim, offset: int) -> bool:
-        """Return True if the key of a change was parked when the claim was taken."""
-        return bool(claim.parked) and self.run.hash_at(offset) in claim.parked
+        """Return True if the change's key was parked when the claim was made."""
+        return bool(claim.parked) and self.run.find_hash(offset) in claim.parked
 
     # -- outcomes ----------------------------------------------------------------------------------
 
+    def succeed(self, claim: Claim, end: int) -> Decision:
+        """Decide the outcome after all changes before an offset are done."""
+        claims, run = self._store.claims, self.run
+        write = claims.finish if run.is_inline or claim.first != run.first else claims.handle
+        return [Outcome("handled", partial(write, claim, *self.reach(end)))]
+
+    def advance(self, claim: Claim, end: int, passed_over: Mapping[str, Any] | None = None) -> Outcome:
+        """
+        Return the outcome after all changes before an offset are done. The claim continues at the offset.
+
+        Args:
+            passed_over: earlier changes that the change at the offset replaces.
+        """
+        row = self._token_of_existing(end)
+        write = partial(self._store.claims.advance, claim, *self.reach(end), passed_over=passed_over, row=row)
+        return Outcome("progress", write)
+
+    def split(self, claim: Claim, error: BaseException) -> Decision:
+        """Decide to send the rest of the run one by one, so each change has its handler's full time."""
+        return [Outcome("split", partial(self._store.claims.single_out, claim), ignore(error))]
+
+    def release(self, claim: Claim, raises: BaseException | None = None) -> Outcome:
+        """Return the outcome that only ends the claim."""
+        return Outcome("release", partial(self._store.claims.relinquish, claim.partition_id, claim.owner), raises)
+
+    def crash(self, claim: Claim, error: str) -> Outcome:
+        """Return the outcome of a counted end of the process during the claim's first change."""
+        return Outcome("crash", partial(self._store.claims.crash, claim, error))
+
     def fail(self, claim: Claim, offset: int, error: Exception) -> Decision:
         """Apply the failure policy to the claim's first change."""
-        run, raw, text = self.run, self.run.changes[offset], error_text(error)
+        run, text = self.run, error_text(error)
         policy = self._handler.policy(self._wiring.options)
         if run.refusal is not None and run.refusal.halts:
             policy = "halt"
         elif is_unread(token_data(self.read_token(offset))) and policy in ("halt", "park_key"):
-            policy = "dead_letter"  # no retry can read it, and its key is not known
+            policy = "dead_letter"  # no retry can read it, and its key is unknown
         if policy == "park_key" and len(claim.parked) >= PARKED_MAX:
             line, name = self._wiring.line, run.subscription
             look, retry = line.changes("dead-letters", "list", name), line.changes("retry", name)
             policy, text = "halt", _FULL.format(count=len(claim.parked), look=look, retry=retry, error=text)
         decision: list[Outcome] = []
         if policy == "discard":
-            decision.append(Discarded(offset, raises=error))
+            write = partial(self._store.claims.discard, claim, self.read_token(offset))
+            decision.append(Outcome("discard", write, error, self._failure_log(offset, policy, error_text(error))))
         elif policy in _CAUSES:
-            decision += [
-                DeadLettered(offset, form, error, _CAUSES[policy], raises=error) for form in iterate_forms(raw)
-            ]
-        last = self.last_resort(offset, f"its failure ({type(error).__name__})", error)
-        return [*decision, Halted(offset, text, raises=error), last]
+            decision = self._bury(claim, offset, error, _CAUSES[policy], self._failure_log(offset, policy, text))
+        halt = partial(self._halt, claim, offset, text, error)
+        decision.append(Outcome("halt", halt, error, self._failure_log(offset, "halt", text)))
+        return [*decision, self.last_resort(claim, offset, f"its failure ({type(error).__name__})", error)]
 
-    def _queue_dead_letter(self) -> Decision:
-        """Move the first change to the dead letters, unstarted, behind those of its key."""
-        forms, error = iterate_forms(self.run.changes[0]), Ignore()
-        letters = [DeadLettered(0, form, None, PARKED_BEHIND, raises=error) for form in forms]
-        return [*letters, Halted(0, _BEHIND, raises=error), self.last_resort(0, "what it waits for", error)]
+    def _queue_dead_letter(self, claim: Claim) -> Decision:
+        """Move the first change to the dead letters without running it, after those of its key."""
+        return [
+            *self._bury(claim, 0, None, PARKED_BEHIND, partial(self._log_parked_key, 0, "dead_letter")),
+            Outcome("halt", partial(self._halt, claim, 0, _BEHIND), Ignore(), partial(self._log_parked_key, 0, "halt")),
+            self.last_resort(claim, 0, "what it waits for", Ignore()),
+        ]
 
-    def last_resort(self, offset: int, what: str, error: BaseException) -> Outcome:
-        """Return a halt that stores nothing of the change but its place."""
+    def _bury(
+        self, claim: Claim, offset: int, error: Exception | None, cause: str, log: Callable[[], None]
+    ) -> list[Outcome]:
+        """Return the outcomes of a change that becomes a dead letter, the fullest form first."""
+        write = partial(self._move_to_dead_letters, claim, offset, error, cause)
+        raises = Ignore() if error is None else error
+        forms = iterate_forms(self.run.changes[offset])
+        return [Outcome("dead_letter", partial(write, form), raises, log) for form in forms]
+
+    def last_resort(self, claim: Claim, offset: int, what: str, error: BaseException) -> Outcome:
+        """Return a halt that stores only the place of the change."""
         text = NOT_STORABLE.format(what).encode("ascii", "replace").decode()
-        return Halted(offset, text, is_plain=True, raises=error)
+        log = self._failure_log(offset, "halt", error_text(error))
+        if isinstance(error, Ignore):
+            log = partial(self._log_parked_key, offset, "halt")
+        return Outcome("halt", partial(self._halt, claim, offset, text, is_plain=True), error, log)
 
-    def write(  # noqa: C901, PLR0911 - one update for each outcome
-        self, claim: Claim, outcome: Outcome, session: ClientSession | None = None
-    ) -> bool:
-        """Write an outcome into the partition."""
-        claims = self._store.claims
-        match outcome:
-            case Handled(end):
-                if claim.first == self.run.first:
-                    return claims.handle(claim, *self.reach(end), session)
-                return claims.advance(claim, *self.reach(end), ends=True, session=session)
-            case Advanced(end, passed_over):
-                of = self._token_of_existing(end)
-                return claims.advance(claim, *self.reach(end), passed_over=passed_over, of=of, session=session)
-            case Retrying(retry, not_before, delay):
-                return claims.park(claim, delay=delay, not_before=not_before, error=retry_text(retry))
-            case Waiting(cause, is_doubtful, delay):
-                return claims.wait(claim, delay=delay, cause=cause, doubtful=is_doubtful)
-            case Halted():
-                return self._halt(claim, outcome)
-            case DeadLettered():
-                return self._move_to_dead_letters(claim, outcome)
-            case Discarded(offset):
-                return claims.discard(claim, self.read_token(offset))
-            case SplitUp():
-                return claims.single_out(claim)
-            case Crashed(error):
-                return claims.crash(claim, error)
-            case Released():
-                return claims.relinquish(claim.partition_id, claim.owner)
-        raise TypeError(f"a run has no outcome {outcome}")
+    def _write_retry(self, claim: Claim, retry: Retry, not_before: datetime | None, delay: float | None) -> bool:
+        return self._store.claims.park(claim, delay=delay, not_before=not_before, error=retry_text(retry))
+
+    def _write_wait(self, claim: Claim, cause: str, delay: float, *, doubtful: bool) -> bool:
+        return self._store.claims.wait(claim, delay=delay, cause=cause, doubtful=doubtful)
 
     def reach(self, end: int) -> tuple[int, dict[str, object]]:
         """Return number and token of the last change before an offset."""
         return self.run.first + end - 1, dict(self.read_token(end - 1))
 
     def _token_of_existing(self, offset: int) -> str | None:
-        """Return what tells a snapshot row: what is counted of it is its own. None for a change."""
+        """Return the identity of a snapshot row, which has its own counts. None for other changes."""
         if offset >= len(self.run.changes):
             return None
         token = token_data(self.read_token(offset))
         return token if is_existing(token) else None
 
-    def _halt(self, claim: Claim, outcome: Halted) -> bool:
-        """Store the change before: what halts may outlast the oplog, and commands need its bytes."""
-        raw = self.run.changes[outcome.offset]
-        token, key = self.read_token(outcome.offset), "?"
-        if outcome.is_plain:
+    def _halt(
+        self, claim: Claim, offset: int, text: str, error: Exception | None = None, *, is_plain: bool = False
+    ) -> bool:
+        """Halt at the first change. Store it before: the halt may outlast the oplog, and commands need its bytes."""
+        raw = self.run.changes[offset]
+        token, key = self.read_token(offset), "?"
+        if is_plain:
             token = {"_data": token_data(token)}
         else:
             key = describe(raw)
-        self._keep(raw, outcome.offset)
-        return self._store.claims.halt(claim, token, key, outcome.text)
+        self._keep(raw, offset)
+        traceback = traceback_text(error) if error is not None and error.__traceback__ is not None else ""
+        return self._store.claims.halt(claim, token, key, text, traceback)
 
     def _keep(self, raw: bytes, offset: int) -> None:
-        """Store a change, best effort: where it fails, the listener may store it later, for it has read it too."""
+        """Store a change, best effort. If it fails, the listener may store it later, as it read it too."""
         run = self.run
-        if self._is_stored or run.refusal is not None:  # the listener has stored what it refuses
+        if self._is_stored or run.refusal is not None:  # the listener has stored refused changes
             return
-        change = StoredChange(token_data(self.read_token(offset)), raw, run.hash_at(offset))
+        change = StoredChange(token_data(self.read_token(offset)), raw, run.find_hash(offset))
         try:
             with pymongo.timeout(min(self._patience, _STORING_SECONDS)):
-                self._store.backlog.insert(run.partition_id, [change], run.version)
+                self._store.backlog.insert(run.partition_id, [change], run.term)
         except Exception as error:  # noqa: BLE001 - whatever it is, the halt must be written
             logger.warning(
-                "%s halts without being stored before: %s",
+                "%s could not be stored before its partition halts: %s",
                 describe(raw),
                 error_text(error),
                 extra={"event": "halted_change_not_stored", "partition": run.partition_id},
@@ -416,10 +428,11 @@ class RunSubject(Subject):
             return
         self._is_stored = True
 
-    def _move_to_dead_letters(self, claim: Claim, outcome: DeadLettered) -> bool:
-        """Return False also where its key was released meanwhile: then the change is sent again, and runs."""
-        run, raw, error = self.run, self.run.changes[outcome.offset], outcome.error
-        token, kept = self.read_token(outcome.offset), outcome.form()
+    def _move_to_dead_letters(
+        self, claim: Claim, offset: int, error: Exception | None, cause: str, form: Callable[[], KeptChange]
+    ) -> bool:
+        """Return False also if its key was released meanwhile. The change is then sent again and runs."""
+        run, raw, token, kept = self.run, self.run.changes[offset], self.read_token(offset), form()
         letter = dead_letter(
             bridge=run.bridge,
             subscription=run.subscription,
@@ -429,40 +442,33 @@ class RunSubject(Subject):
             error=error_text(error) if error is not None else _BEHIND,
             traceback=traceback_text(error) if error is not None else "",
             attempts=count_attempts(claim, error) if error is not None else 0,
-            place=Place(run.generation, run.index, claim.first, claim.fencing_token, run.hash_at(outcome.offset)),
-            cause=outcome.cause,
+            place=Place(run.partitioning, run.index, claim.first, claim.fencing_token, run.find_hash(offset)),
+            cause=cause,
             name=dead_letter_name(token_data(token), raw),
             passed_over=claim.passed_over,
         )
         self.runtime.ensure_indexes()
-        return self._store.claims.set_aside(claim, token, letter, parks=outcome.cause == PARKED)
+        return self._store.claims.set_aside(claim, token, letter, parks=cause == PARKED)
 
-    def log_outcome(self, outcome: Outcome) -> None:
-        """Log a failure with the policy that was applied, and a change that waits behind a parked key."""
-        if not isinstance(outcome, (Halted, DeadLettered, Discarded)):
-            return
-        raw, partition = self.run.changes[outcome.offset], self.run.partition_id
-        policy = _POLICIES.get(outcome.cause, "") if isinstance(outcome, DeadLettered) else outcome.name
-        if isinstance(outcome.raises, Ignore):
-            logger.info(
-                "%s waits for its key, which is parked (%s)",
-                describe(raw),
-                outcome.name,
-                extra={"event": "change_behind", "partition": partition},
-            )
-            return
-        text = error_text(outcome.raises)
-        if isinstance(outcome, Halted) and not outcome.is_plain:
-            text = outcome.text
-        logger.error(
+    def _failure_log(self, offset: int, policy: str, text: str) -> Callable[[], None]:
+        """Return the function that logs a failure and the applied policy."""
+        return lambda: logger.error(
             "%s failed for good, policy %s: %s",
-            describe(raw),
+            describe(self.run.changes[offset]),
             policy,
             text,
-            extra={"event": "change_failed", "policy": policy, "partition": partition},
+            extra={"event": "change_failed", "policy": policy, "partition": self.run.partition_id},
+        )
+
+    def _log_parked_key(self, offset: int, policy: str) -> None:
+        logger.info(
+            "%s waits for its key, which is parked, policy %s",
+            describe(self.run.changes[offset]),
+            policy,
+            extra={"event": "change_behind", "policy": policy, "partition": self.run.partition_id},
         )
 
 
 def count_attempts(claim: Claim, error: BaseException) -> int:
-    """Return how often a handler was tried: one that has crashed too often, or was refused, was not started again."""
+    """Return the number of attempts. A change that crashed too often, or was refused, was not started again."""
     return claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError | RefusedChangeError))

@@ -1,14 +1,13 @@
 """
-The Celery edge: the class of handler tasks, and the commit task.
+The classes of handler tasks, and the commit task.
 
-The work is done in `__call__`, which the worker calls with the message's arguments: it can replace them
-by a change, and calls on to the app's own `__call__` (Flask's application context, Django's task).
+`__call__` does the work. The worker calls it with the message's arguments, it replaces them by a change, and calls the
+app's own `__call__` (Flask's application context, Django's task).
 
-`self.retry()` keeps Celery's logic of limits, backoff and jitter, but its signature publishes nothing:
-the retry is parked in MongoDB. So a long countdown holds no message, survives restarts, and never lets
-a successor overtake.
+`self.retry()` uses Celery's limits, backoff and jitter, but its signature publishes nothing: MongoDB stores the retry.
+So a long countdown holds no message, survives restarts, and never lets a later change overtake.
 
-Nothing here calls MongoDB from hooks that run in the worker's parent process.
+No hook that runs in the worker's parent process calls MongoDB.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pymongo
-from celery import Celery, signals
-from celery.app.annotations import resolve_all
+from celery import Celery
 from celery.app.task import Task
 from celery.exceptions import Ignore, Reject, Retry
 from kombu.utils.imports import symbol_by_name
@@ -31,12 +29,13 @@ from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change, ChangeFailed, Changes
+from mongo_celery.bridge.state.claims import name_place
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.dropping import Repetitions
 from mongo_celery.bridge.worker.envelope import Envelope, Run
 from mongo_celery.bridge.worker.execution import ANSWER_SECONDS, Execution, current, persist
-from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits, run_limits, worker_limits
+from mongo_celery.bridge.worker.limits import RUN_SECONDS
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.transaction.ending import raise_lock_error, raise_rollback_only
@@ -44,7 +43,7 @@ from mongo_celery.mongo.transaction.scopes import current as open_session
 from mongo_celery.mongo.transaction.scopes import join_transaction, open_scope
 from mongo_celery.mongo.verdicts import error_text, is_transient, is_unanswered
 from mongo_celery.quantities import number
-from mongo_celery.tracing import committing, is_heard, processing, received
+from mongo_celery.tracing import committing, continue_trace, is_heard, processing
 
 if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
@@ -61,7 +60,7 @@ _LINK_RETRIES = {
     "interval_start": 0,
 }  # for a connection that has gone stale; more would hold the slot
 _ENDING_SECONDS = 5.0
-_LIMIT_REACHED = 0.9  # the driver gives up a little early; an error long before is of a limit of the handler's own
+_LIMIT_REACHED = 0.9  # the driver gives up a little early: a much earlier error comes from the handler's own limit
 PROTOCOL_ATTRIBUTES: dict[str, Any] = {
     "acks_late": True,
     "acks_on_failure": True,
@@ -73,38 +72,58 @@ PROTOCOL_ATTRIBUTES: dict[str, Any] = {
     "serializer": "json",
     "expires": None,
 }
-"""What the protocol needs of a task; `check` and every worker look whether annotations override it."""
+"""Task attributes that the protocol needs, whatever `task_annotations` set."""
 
 PROTOCOL_METHODS = frozenset(
     {"Request", "__call__", "add_to_chord", "apply_async", "replace", "retry", "signature_from_request"}
 )
-"""What makes a task one of ours; annotations that replace or wrap one of these run outside the claim, without count."""
+"""Methods that the protocol needs. An annotation of one of them would run outside the claim, uncounted."""
 
 
 class SignedTask:
-    """Mixed into the classes of both kinds of task: of a message, only what is signed has power."""
+    """Mixed into both task classes. Only the signed part of a message has an effect."""
+
+    if TYPE_CHECKING:
+        name: str
 
     @property
     def Request(self) -> Any:  # noqa: N802 - Celery's name
-        """The class that the worker's consumer makes of a message. Only workers import it."""
+        """The class of the requests that the worker's consumer makes. Only workers import it."""
         from mongo_celery.bridge.worker.request import harden_request
 
         return harden_request(symbol_by_name(super().Request))  # type: ignore[misc]
 
+    @classmethod
+    def annotate(cls) -> None:
+        """Apply `task_annotations`, except to the protocol's options. Log those without effect."""
+        super().annotate()  # type: ignore[misc]
+        ignored = sorted(PROTOCOL_METHODS & vars(cls).keys())
+        for name in ignored:
+            delattr(cls, name)
+        for name, value in PROTOCOL_ATTRIBUTES.items():
+            if getattr(cls, name, value) != value:
+                ignored.append(name)
+            setattr(cls, name, value)
+        if ignored:
+            logger.warning(
+                "task_annotations do not change %s of %s: the bridge needs its own. Exclude the task there.",
+                ", ".join(ignored),
+                cls.name,
+                extra={"event": "annotations_ignored"},
+            )
+
 
 class ChangeTask(SignedTask):
     """
-    Mixed into the app's task class: turns a message into claim, handler calls and an outcome.
+    Mixed into the app's task class. Turns a message into claim, handler calls and an outcome.
 
-    Calling the task with a `Change` just runs the function, for unit tests.
+    If you call the task with a `Change`, it just runs the function, for unit tests.
     """
 
     wiring: Wiring
     handler: Handler
     shares_messages = True
-    """Several changes may come with one message: its id is none of a change, as `once` has to know."""
-    _limits: tuple[tuple[Any, ...], RunLimits] = ((), RunLimits(0.0))
-    """Those of its messages, and what they are made of."""
+    """One message may contain several changes, so its id is not a change's id. `once` needs to know."""
     if TYPE_CHECKING:
         request: Any
         run: Callable[..., Any]
@@ -116,24 +135,24 @@ class ChangeTask(SignedTask):
 
     @classmethod
     def annotate(cls) -> None:
-        """Apply `task_annotations`. A `before_start` of theirs has to wait for the claim, like that of a class."""
-        super().annotate()  # type: ignore[misc]
+        """Apply `task_annotations`. Their `before_start` must wait for the claim, like a class's."""
+        super().annotate()
         if "before_start" in vars(cls):
             cls._begin = vars(cls)["before_start"]  # type: ignore[method-assign]
             del cls.before_start
 
     def before_start(self, *arguments: Any) -> None:
-        """The user's own, under a claim. Celery calls it before there is one: nothing happens yet."""
+        """Call the user's `before_start` under a claim. Without one, as when Celery calls it, do nothing."""
         if current.get() is not None:
             super().before_start(*arguments)  # type: ignore[misc]
 
     def _begin(self, *arguments: Any) -> None:
-        """Call what annotations have put in the place of `before_start`, or around it."""
+        """Call the annotation that replaces or wraps `before_start`."""
         self.before_start(*arguments)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one message, or, with a `Change` (a list of them for a bulk handler), just the function."""
-        since = time.monotonic()  # before MongoDB is asked: a hard time limit's clock runs already
+        """Run one message. With a `Change` (a list of them for a bulk handler), run just the function."""
+        since = time.monotonic()  # before MongoDB is used: a hard time limit's clock already runs
         takes_list = self.handler.batch_size is not None
         if args and not isinstance(args[0], str) and _is_given(args[0], takes_list=takes_list):
             view = self.wiring.make_view(self.handler)
@@ -155,20 +174,12 @@ class ChangeTask(SignedTask):
         )
         try:
             if is_heard(self.request):
-                with received(self.request):
+                with continue_trace(self.request):
                     execution.execute(functools.partial(self._trace_call, run))
             else:
                 execution.execute(self._call_handler)
-        except MemoryError as error:  # its outcome is written; Celery ends the whole worker by it
+        except MemoryError as error:  # its outcome is written: Celery ends the whole worker with this error
             raise Ignore from error
-
-    def limits_of_runs(self) -> RunLimits:
-        """Of a message that comes now. Asked in the worker's parent process, where they may change at any time."""
-        whole = worker_limits.get(self.app)
-        made_of = self.wiring.options, whole, self.rate_limit, self.time_limit, self.soft_time_limit
-        if made_of != self._limits[0]:
-            self._limits = made_of, run_limits(self)
-        return self._limits[1]
 
     def _trace_call(self, run: Run, given: Change | Changes, retries: int) -> None:
         name = f"{run.bridge}/{run.subscription}"
@@ -176,7 +187,7 @@ class ChangeTask(SignedTask):
             self._call_handler(given, retries)
 
     def _patience(self) -> float:
-        """Seconds to wait for MongoDB at the end: a hard time limit would kill the process, and charge the change."""
+        """Seconds to wait for MongoDB at the end. A hard time limit would kill the process and count a crash."""
         hard, _ = self.request.timelimit or (None, None)
         hard = hard or self.time_limit
         return min(ANSWER_SECONDS, hard / 4) if hard else ANSWER_SECONDS
@@ -196,19 +207,19 @@ class ChangeTask(SignedTask):
         inherited(given)
 
     def signature_from_request(self, *_args: Any, **_kwargs: Any) -> ParkedSignature:
-        """Return what `retry` would publish: nothing (the execution stores the retry)."""
+        """Return a signature that publishes nothing, because the execution stores the retry."""
         return ParkedSignature(args=(self.request.argsrepr,))
 
     def retry(self, args: Any = None, kwargs: Any = None, *rest: Any, throw: bool = True, **options: Any) -> Any:
         """
-        Celery's `retry`, parked in MongoDB. It always raises, whatever `throw` says.
+        Celery's `retry`, stored in MongoDB. It always raises, whatever the value of `throw`.
 
-        An outage that an `autoretry_for=(Exception,)` has taken in passes: the change waits, and nothing is counted.
+        For an outage that `autoretry_for=(Exception,)` caught, the change waits uncounted.
         """
         del throw
         if args is not None or kwargs:
             raise HandlerUsageError("A handler's retry() repeats its change; it takes no args or kwargs.")
-        # One that another handler calls leaves everything to that one.
+        # If another handler calls this one, that handler decides.
         execution, error = None if self.request.called_directly else current.get(), options.get("exc")
         named = getattr(self, "autoretry_for", ())
         if execution is not None and error is not None and execution.must_wait(error, named):
@@ -223,34 +234,34 @@ class ChangeTask(SignedTask):
             raise
 
     def apply_async(self, *_args: Any, **_options: Any) -> Any:
-        """Refused: the listener dispatches changes."""
+        """Refuse: only the listener dispatches changes."""
         raise HandlerUsageError(self.explain_refusal())
 
     def explain_refusal(self) -> str:
-        """Return why nobody but the listener sends it. An outbox asks, too."""
+        """Return why only the listener may send it. An outbox also uses this."""
         return (
             f"{self.name} is a change handler: the listener dispatches it when a document changes. Write to the "
             "watched collection, or call the function with a Change."
         )
 
     def replace(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refused: a replaced task would commit before its replacement has run."""
+        """Refuse: a replaced task would commit before its replacement has run."""
         raise HandlerUsageError("A change handler cannot replace itself; start the other task with delay().")
 
     def add_to_chord(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refused: a change handler is part of its own chain."""
+        """Refuse: a change handler is part of its own chain."""
         raise HandlerUsageError("A change handler cannot join a chord; start the chord with delay().")
 
 
 def _is_given(argument: object, *, takes_list: bool) -> bool:
-    """Return True if the handler is called directly, with what it takes."""
+    """Return True if the handler is called directly, with its own arguments."""
     if not takes_list:
         return isinstance(argument, Change)
     return isinstance(argument, list | tuple) and all(isinstance(each, Change) for each in argument)
 
 
 def _span_attributes(request: Any, run: Run, given: Change | Changes, retries: int) -> dict[str, Any]:
-    """Return what a trace shows of an execution: no contents and no `_id` of documents. Of a list its first change."""
+    """Return an execution's trace attributes, without contents and `_id`. A list has those of its first change."""
     change = given if isinstance(given, Change) else given[0]
     return {
         **({} if isinstance(given, Change) else {"messaging.batch.message_count": len(given)}),
@@ -278,7 +289,7 @@ class ParkedSignature:
     """
     The signature that `Task.retry` would publish.
 
-    A retry waits in MongoDB, not in the broker, so its `apply_async` publishes nothing.
+    A retry waits in MongoDB, not in the broker, so `apply_async` publishes nothing.
     """
 
     args: tuple[Any, ...] = ()
@@ -311,27 +322,27 @@ def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, 
 
 def report_failed_change(function: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Return the function of a bulk handler that reports `ChangeFailed` to its execution, and raises the cause of that.
+    Wrap a bulk handler. The wrapper reports `ChangeFailed` to the execution, and raises the cause.
 
-    So `autoretry_for`, a transaction's driver and others outside of it see the error itself.
+    So `autoretry_for`, a transaction's driver and other outer code see the error itself.
     """
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         execution = current.get()
-        if execution is None:  # called directly, in a unit test
+        if execution is None:  # a direct call in a unit test
             return function(*args)
-        # A handler may call that of another one, whose word about its own list is none about this one.
+        # If a handler calls another one's function, that reports about another list.
         is_own = execution.handler.function is function
         if is_own:
             execution.attempt.failed = None
         try:
             return function(*args)
         except ChangeFailed as failed:
-            if is_own and failed.changes is args[-1]:  # of a list of its own making nobody knows what was finished
+            if is_own and failed.changes is args[-1]:  # of its own list: no change is known to be finished
                 execution.attempt.failed = failed.place
             error = failed.error
-            if error is None or isinstance(error, Ignore):  # what passes over a change is no failure of one
+            if error is None or isinstance(error, Ignore):  # an exception that passes over a change is not its failure
                 raise
         raise error
 
@@ -340,17 +351,16 @@ def report_failed_change(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def in_transaction(wiring: Wiring, handler: Handler, function: Callable[..., Any]) -> Callable[..., Any]:
     """
-    The function, run inside a transaction whose last write is the mark that it has been handled.
+    Return the function, run inside a transaction whose last write marks the change as handled.
 
-    So its effects in the same cluster happen exactly once: they and the mark are there together or not
-    at all. It stands inside `autoretry_for`, which would otherwise take transient errors before the
-    driver can repeat the body.
+    So its effects in the same cluster happen exactly once: effects and mark commit together or not at all. It is inside
+    `autoretry_for`, which would otherwise catch transient errors before the driver can repeat the body.
     """
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
         execution = current.get()
-        if execution is None:  # called directly, in a unit test
+        if execution is None:  # a direct call in a unit test
             return function(*args)
         session = execution.find_session(handler)
         if session is None:
@@ -364,7 +374,7 @@ def in_transaction(wiring: Wiring, handler: Handler, function: Callable[..., Any
 def _commit_handled(
     wiring: Wiring, execution: Execution, session: ClientSession, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    """Run a handler's own transaction: its effects and its mark are committed when this returns."""
+    """Run a handler's own transaction. Its effects and its mark are committed when this returns."""
     *before, change = args
     seconds, started = wiring.options.transaction_seconds, time.monotonic()
 
@@ -382,10 +392,10 @@ def _commit_handled(
             raise
 
     try:
-        with open_scope(session, seconds, "bridge.client") as scope, pymongo.timeout(seconds):
+        with open_scope(session, seconds) as scope, pymongo.timeout(seconds):
             session.with_transaction(body, ReadConcern("snapshot"))
     except PyMongoError as error:
-        # A commit without an answer was not kept from it by the body.
+        # The body did not prevent a commit without an answer.
         if error.timeout and is_at_limit() and not error.has_error_label("UnknownTransactionCommitResult"):
             execution.attempt.timeout = error
         if is_unanswered(error):
@@ -396,7 +406,7 @@ def _commit_handled(
 
 
 def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Run the function for another handler, or for a part of one: its execution commits this with its own effects."""
+    """Run the function inside another handler or part. The outer execution commits this with its own effects."""
     *before, change = args
     session = open_session(wiring.client)
     if session is None:
@@ -410,7 +420,7 @@ def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: 
 
 
 def _run_body(scope: TransactionScope, session: ClientSession, handle: Callable[[], object]) -> None:
-    """Run the handler as the body of `transactional`: its joined calls and locks may have made it rollback-only."""
+    """Run the handler as the body of `transactional`. Joined calls and locks may have made it rollback-only."""
     try:
         handle()
     except Exception as error:
@@ -421,10 +431,10 @@ def _run_body(scope: TransactionScope, session: ClientSession, handle: Callable[
 
 def _end_later(wiring: Wiring, session: ClientSession) -> None:
     """
-    End what a lost answer may have left open on the server, as soon as it answers.
+    End a transaction that a lost answer may have left open on the server, as soon as the server answers.
 
-    Else the documents of that transaction stay locked for `transactionLifetimeLimitSeconds`. A newer transaction of
-    the same session ends it, also where its last command has not even arrived.
+    Otherwise its documents stay locked for `transactionLifetimeLimitSeconds`. A newer transaction of the same session
+    ends it, even if its last command never arrived.
     """
     partitions = wiring.client[wiring.options.database]["partitions"]
 
@@ -438,7 +448,7 @@ def _end_later(wiring: Wiring, session: ClientSession) -> None:
 
 
 class CommitTask(SignedTask):
-    """Mixed into the app's task class: publishes the link of a chain without what only user tasks need."""
+    """Mixed into the app's task class. Publishes the link of a chain without steps that only user tasks need."""
 
     if TYPE_CHECKING:
         app: Celery
@@ -446,17 +456,17 @@ class CommitTask(SignedTask):
 
     @functools.cached_property
     def _announces(self) -> bool:
-        """True if Celery sends an event for each task that it sends. Its settings are slow to read."""
+        """Return True if Celery sends an event for each task that it sends. Its settings are slow to read."""
         return bool(self.app.conf.task_send_sent_event)
 
     def apply_async(self, args: Any = None, _kwargs: Any = None, *_rest: Any, **options: Any) -> Any:
         """
-        Publish the link that the worker takes from a handler's message after the handler has succeeded.
+        Publish the link that the worker takes from a handler's message after the handler succeeds.
 
-        The listener has already chosen queue, id and label, so routes, canvas and representations of the
-        arguments need not be worked out again.
+        The listener has already chosen queue, id and label. Routes, canvas and representations of the arguments are not
+        computed again.
 
-        It never fails: the handler has succeeded, and MongoDB knows it. Without the link the listener commits.
+        It never fails: the handler has succeeded, and MongoDB has the success. Without the link the listener commits.
         """
         try:
             self._publish(args, options)
@@ -497,10 +507,10 @@ class CommitTask(SignedTask):
 
 
 def register_commit(app: Celery) -> None:
-    """Register the commit task of an app, once for all its bridges."""
+    """Register an app's commit task, once for all its bridges."""
 
     def commit(task: Any, *args: Any, **_kwargs: Any) -> None:
-        """Turn what is handled into the new position. Whatever arguments a forged message has, it is dropped."""
+        """Make the handled changes the new position. Drop a forged message, whatever its arguments."""
         envelope = wiring = None
         with contextlib.suppress(InvalidEnvelopeError):
             envelope = Envelope(args[0] if args else None)
@@ -520,7 +530,7 @@ def register_commit(app: Celery) -> None:
             _commit(wiring, run)
             return
         name = f"{run.bridge}/{run.subscription}"
-        with received(task.request), committing(name, lambda: _commit_attributes(task.request, run)):
+        with continue_trace(task.request), committing(name, lambda: _commit_attributes(task.request, run)):
             _commit(wiring, run)
 
     base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})
@@ -529,18 +539,16 @@ def register_commit(app: Celery) -> None:
 
 
 def _commit(wiring: Wiring, run: Run) -> None:
-    claims = wiring.store.claims
+    claims, where = wiring.store.claims, name_place(run.partition_id)
     try:
-        if not persist(
-            lambda: claims.commit(run.partition_id, run.first, lasting=False), f"a commit of {run.partition_id}"
-        ):
-            logger.debug("commit of %s found its work done", run.partition_id)
+        if not persist(lambda: claims.commit(run.partition_id, run.first, lasting=False), f"a commit of {where}"):
+            logger.debug("commit of %s found its work done", where)
     except PyMongoError as error:
         if not is_transient(error):
             raise
         logger.warning(
             "commit of %s was not written; the listener commits: %s",
-            run.partition_id,
+            where,
             error_text(error),
             extra={"event": "commit_unwritten"},
         )
@@ -554,31 +562,3 @@ def _commit_attributes(request: Any, run: Run) -> dict[str, Any]:
         "messaging.operation.type": "settle",
         "mongo_celery.first": run.first,
     }
-
-
-def overridden_attributes(app: Celery) -> dict[str, list[str]]:
-    """Attributes and methods of our tasks that `task_annotations` have changed, by task name."""
-    found: dict[str, list[str]] = {}
-    for name, task in app.tasks.items():
-        if name != COMMIT_TASK and not hasattr(task, "handler"):
-            continue
-        wrong = [key for key, value in PROTOCOL_ATTRIBUTES.items() if getattr(task, key, value) != value]
-        annotated = {key.removeprefix("@") for each in resolve_all(app.annotations, task) for key in each}
-        wrong += sorted(annotated & PROTOCOL_METHODS)
-        if wrong:
-            found[name] = wrong
-    return found
-
-
-@signals.celeryd_after_setup.connect(weak=False)
-def _check_annotations(instance: Any = None, **_: Any) -> None:
-    """A `task_annotations` entry that overrides the protocol's attributes is an error in every worker's log."""
-    if instance is None or not BRIDGES.of(instance.app):
-        return
-    for task, attributes in overridden_attributes(instance.app).items():
-        logger.error(
-            "task_annotations override %s of %s, which the bridge depends on; exclude the task there",
-            ", ".join(attributes),
-            task,
-            extra={"event": "attributes_overridden"},
-        )

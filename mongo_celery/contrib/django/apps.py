@@ -1,4 +1,4 @@
-"""The Django application: its checks are registered when Django starts, and nothing else happens then."""
+"""The Django application. When Django starts, it only registers its checks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from django.apps import AppConfig
 
 
 class MongoCeleryConfig(AppConfig):  # type: ignore[misc] # has no types
-    """The application that Django finds for `"mongo_celery.contrib.django"` in INSTALLED_APPS."""
+    """Django finds this application for `"mongo_celery.contrib.django"` in INSTALLED_APPS."""
 
     name = "mongo_celery.contrib.django"
     label = "mongo_celery"
     verbose_name = "Celery and MongoDB"
 
     def ready(self) -> None:
-        """Have `manage.py check` look at the project."""
+        """Register the checks for `manage.py check`."""
         from mongo_celery.contrib.django.checks import register_checks
 
         register_checks()

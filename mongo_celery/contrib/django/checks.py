@@ -1,8 +1,8 @@
 """
-The messages of `manage.py check`, each with an id, the cause and the fix; docs/django.md lists them.
+The messages of `manage.py check`, each with an id, cause and fix. docs/django.md lists them.
 
-Every check reads settings and code, and connects to nothing. `check --deploy` also asks the servers, as `changes check`
-and `outbox check` do.
+Each check reads only settings and code, and opens no connection. `check --deploy` also queries the servers, like
+`changes check` and `outbox status --check`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mongo_celery.command_line import CommandLine
 from mongo_celery.contrib.django.project import app_address, celery_app
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import short, without_credentials
+from mongo_celery.visible import visible
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from mongo_celery.findings import Finding
 
 TAG = "mongo_celery"
-"""`manage.py check --tag mongo_celery` looks at nothing else."""
+"""Tag of these checks: `manage.py check --tag mongo_celery` runs only them."""
 
 _LABEL = "mongo_celery"
 _PREFIX = "CELERY_MONGO_CELERY_"
@@ -34,7 +35,7 @@ _PORT = "27017"
 
 
 def register_checks() -> None:
-    """Register the checks, once Django has loaded its applications."""
+    """Register the checks after Django has loaded its applications."""
     register(check_project, TAG)
     register(check_servers, TAG, deploy=True)
 
@@ -63,7 +64,7 @@ def check_project(app_configs: Sequence[Any] | None, **_: Any) -> list[CheckMess
 
 
 def check_servers(app_configs: Sequence[Any] | None, **options: Any) -> list[CheckMessage]:
-    """Ask MongoDB, broker and workers, each within some seconds. If the project itself is wrong, ask none."""
+    """Query MongoDB, broker and workers, each within some seconds. If the project has errors, query none."""
     own = check_project(app_configs, **options)
     if not _is_selected(app_configs) or any(isinstance(each, Error) for each in own):
         return []
@@ -72,7 +73,7 @@ def check_servers(app_configs: Sequence[Any] | None, **options: Any) -> list[Che
 
 
 def _is_selected(app_configs: Sequence[Any] | None) -> bool:
-    """Return False if `check` was given the labels of other applications only."""
+    """Return False if `check` was given only the labels of other applications."""
     return app_configs is None or any(each.label == _LABEL for each in app_configs)
 
 
@@ -118,7 +119,7 @@ def _check_beat(app: Celery) -> Iterator[CheckMessage]:
     if OUTBOXES.of(app) and not is_scheduled(app):
         names = ", ".join(_show_name(each) for each in OUTBOXES.of(app))
         yield Warning(
-            f"Nothing asks for sweeps of the app's outboxes ({names}): what a crash or an outage leaves is never sent.",
+            f"Nothing starts sweeps of the app's outboxes ({names}). After a crash or an outage, entries stay unsent.",
             hint=f"Make one with sweep_every=..., and run `{beat}`, or the listener of a bridge; or have something "
             "call its sweep().",
             id="mongo_celery.W009",
@@ -126,16 +127,16 @@ def _check_beat(app: Celery) -> Iterator[CheckMessage]:
     idle = [each.name for each in TWO_PHASE_COMMITS.of(app) if each.recover_every is None]
     if idle and not BRIDGES.of(app):
         yield Warning(
-            f"Beat is not asked to recover the transactions of {', '.join(idle)}: what a process leaves that dies "
-            "stays as it is.",
+            f"Beat does not recover the transactions of {', '.join(idle)}. If a process dies, its transactions stay "
+            "incomplete.",
             hint=f"Make them with recover_every=..., and run `{beat}`; or run `{recover}`.",
             id="mongo_celery.W010",
         )
 
 
 def _show_name(outbox: Any) -> str:
-    """Return its name without opening its collection, which would make a client here."""
-    return str(outbox._name or "one without a name")  # noqa: SLF001 - as its repr
+    """Return the outbox's name without opening its collection, which would create a client here."""
+    return str(outbox.runtime.known_name or "one without a name")
 
 
 # -- bridges ---------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def _check_handler(wiring: Wiring, handler: Handler) -> Iterator[CheckMessage]:
 
 
 def _find_refusal(look: Callable[[], object]) -> str | None:
-    """Return the sentence of a refusal. None if there is none."""
+    """Return the sentence of a refusal, or None."""
     try:
         look()
     except ConfigurationError as error:
@@ -203,13 +204,13 @@ def _find_refusal(look: Callable[[], object]) -> str | None:
 
 
 def _have_no_host_in_common(url: str, database: Any) -> bool:
-    """Return True if a bridge's URL and one of Django's databases share no host, by their texts."""
+    """Return True if the text of a bridge's URL shares no host with one of Django's databases."""
     host, port = str(database.get("HOST") or "localhost"), str(database.get("PORT") or _PORT)
     return not _hosts(host, port) & _hosts(url)
 
 
 def _hosts(given: str, port: str = _PORT) -> set[str]:
-    """Return the hosts in a URL or a list, as text. An `SRV` name is not resolved."""
+    """Return the hosts of a URL or a list, as text. An `SRV` name is not resolved."""
     rest = given.partition("://")[2] or given
     hosts = rest.partition("/")[0].partition("?")[0].rpartition("@")[2].lower().replace("127.0.0.1", "localhost")
     srv = given.startswith("mongodb+srv")
@@ -230,18 +231,16 @@ def _ask_bridges(app: Celery) -> Iterator[CheckMessage]:
 
 
 def _ask_outboxes(app: Celery) -> Iterator[CheckMessage]:
-    from mongo_celery.outbox.check import check, look_around
+    from mongo_celery.outbox.health import read_health
     from mongo_celery.outbox.registry import OUTBOXES
 
-    outboxes = OUTBOXES.of(app)
-    facts = look_around(app) if outboxes else None
-    for outbox in outboxes:
-        assert facts is not None
-        yield from _to_messages(check(outbox, facts), f"outbox {_show_name(outbox)}", "E103", "W104")
+    for health in read_health(app, OUTBOXES.of(app), thorough=True) if OUTBOXES.of(app) else ():
+        yield from _to_messages(health.findings, f"outbox {health.name}", "E103", "W104")
 
 
 def _to_messages(findings: Iterable[Finding], obj: str, failing: str, surprising: str) -> Iterator[CheckMessage]:
     for each in findings:
         if each.severity != "ok":
             kind, number = (Error, failing) if each.severity == "failing" else (Warning, surprising)
-            yield kind(f"{each.code}: {each.sentence}", hint=each.command, obj=obj, id=f"{TAG}.{number}")
+            hint = visible("  ".join(each.commands)) or None
+            yield kind(visible(f"{each.code}: {each.sentence}"), hint=hint, obj=obj, id=f"{TAG}.{number}")

@@ -1,8 +1,8 @@
 """
-The document of a change as an instance of a Django model.
+A change's document as an instance of a Django model.
 
-The values are those that Django's own queries would give: the document is decoded by the codec of Django's connection,
-and passes the converters of the backend and of each field.
+The values are the same as in Django's queries: the codec of Django's connection decodes the document, and the
+converters of backend and fields process it.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ ModelT = TypeVar("ModelT")
 
 def instance(change: Change, model: type[ModelT], *, before: bool = False) -> ModelT | None:
     """
-    The document of a change as an instance of a model, as a query would have read it at that moment.
+    Return a change's document as a model instance, as a query at that moment would return it.
 
     ::
 
-        @shared_change(Order)
+        @bridge.on_change(Order)
         def index(change):
             order = instance(change, Order)
             if order is None:                       # deleted, by this change or since
 
-    It is for reading. `save()` of it would write all fields as they were over what is newer: change the document
+    Use it for reading only. Its `save()` would overwrite newer values of every field. Change the document
     through `change.fenced`, or by `Order.objects.filter(pk=order.pk).update(...)`.
 
-    It holds what the model declares. A field of the document that the model does not know is not in it: look at
-    `change.full_document`. A declared field that the document lacks is None, as in Django's queries. Relations are
-    loaded when they are looked at, and are as they are then; so is all that is kept in other collections.
+    It has the model's declared fields. For other fields, use `change.full_document`. A declared field that is missing
+    in the document is None, as in Django's queries. Relations and data in other collections are loaded when you access
+    them, with their state at that time.
 
     Args:
-        change: of the model's collection.
-        model: of django-mongodb-backend.
-        before: the document before the change (`full_document_before_change`), for who has the bridge ask for it.
+        change: a change of the model's collection.
+        model: a model of django-mongodb-backend.
+        before: return the document before the change, if the bridge has `full_document_before_change`.
 
     Returns:
-        None where the change has no such document.
+        The instance, or None if the change has no such document.
 
     Raises:
-        ConfigurationError: it is no model whose instances are documents.
-        HandlerUsageError: the change is of another collection, or a field holds what the model cannot.
+        ConfigurationError: the model's instances are not documents.
+        HandlerUsageError: the change belongs to another collection, or the model cannot hold a field's value.
     """
     concrete, connection = _find_home(model)
     _check_namespace(change, model, connection.settings_dict["NAME"], concrete._meta.db_table)  # noqa: SLF001 - Django's
@@ -64,7 +64,7 @@ def instance(change: Change, model: type[ModelT], *, before: bool = False) -> Mo
 
 
 def _find_home(model: Any) -> tuple[Any, Any]:
-    """The concrete model, and the connection to the database that it is stored in."""
+    """Return the concrete model and the connection to its database."""
     name = getattr(model, "__name__", repr(model))
     concrete = getattr(getattr(model, "_meta", None), "concrete_model", None)
     if concrete is None:
@@ -100,7 +100,7 @@ def _convert(document: Mapping[str, Any], field: Any, model: Any, connection: An
         for convert in converters:
             value = convert(value, expression, connection)
     except Exception as error:
-        # What the field says of it is the cause alone: it may quote the document.
+        # Only the cause has the field's message, which may quote the document.
         raise HandlerUsageError(
             f"document {document.get('_id')!r} has in {field.column!r} a value of the type "
             f"{type(document.get(field.column)).__name__}, which {model.__name__}.{field.name}, of the type "

@@ -1,7 +1,7 @@
 """
-Permissions on the admin pages: models without tables.
+Permissions for the admin pages: models without tables.
 
-`view` shows a page, `change` also allows its actions. `see_contents` shows documents: an operator needs none.
+`view` shows a page, `change` also allows its actions. `see_contents` shows documents, which operators do not need.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from django.db import models
 
 
 class NoRows(models.Manager):  # type: ignore[misc] # Django has no types
-    """Answers without a table: `dumpdata`, and the admin's `/admin/r/`, ask for the rows of every model."""
+    """A manager without a table: `dumpdata`, and the admin's `/admin/r/`, query the rows of every model."""
 
     def get_queryset(self) -> Any:
-        """Return none."""
+        """Return no rows."""
         return super().get_queryset().none()
 
 
 class _Page(models.Model):  # type: ignore[misc]
-    """The model of a page; `name` is a bridge's, for the log of the admin."""
+    """The model of a page. `name` is the bridge's name, for the admin's log."""
 
-    name = models.CharField(max_length=200, primary_key=True)  # any database has it, whatever DEFAULT_AUTO_FIELD says
+    name = models.CharField(max_length=200, primary_key=True)  # valid in any database, whatever DEFAULT_AUTO_FIELD is
     objects = NoRows()
     Meta: type = type("Meta", (), {"abstract": True})
 
@@ -32,7 +32,7 @@ class _Page(models.Model):  # type: ignore[misc]
 
 
 def _make_meta(name: str, **options: object) -> type:
-    """Return Django's options of a page: no table, and nothing to add or delete."""
+    """Return Django's options of a page, without table, adding and deleting."""
     common = {"managed": False, "base_manager_name": "objects", "default_permissions": ("view", "change")}
     return type("Meta", (), {"verbose_name": name, **common, **options})
 
@@ -44,6 +44,6 @@ class ChangeBridge(_Page):
 
 
 class ChangeDeadLetter(_Page):
-    """The pages of dead letters. Its `see_contents` is for both pages."""
+    """The pages of dead letters. `see_contents` applies to both kinds of page."""
 
     Meta = _make_meta("dead letter", permissions=[("see_contents", "Can see the documents of changes")])

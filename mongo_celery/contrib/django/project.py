@@ -1,4 +1,4 @@
-"""The Celery app of the project that Django runs, with all that belongs to it."""
+"""The Celery app of the running Django project, with its modules."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 SETTING = "MONGO_CELERY_APP"
 _loading = threading.RLock()
 _loaded: WeakSet[Any] = WeakSet()
-"""Apps whose modules are imported: to look for them costs milliseconds for each Django application."""
+"""Apps with imported modules. A new import would cost milliseconds for each Django application."""
 
 
 def app_address() -> str:
     """
-    Return the place of the Celery app, as `celery -A` takes it: `"shop"` or `"shop.celery:app"`.
+    Return the address of the Celery app for `celery -A`: `"shop"` or `"shop.celery:app"`.
 
     It is Django's setting `MONGO_CELERY_APP`, or the package of the settings module.
 
     Raises:
-        ConfigurationError: neither says it.
+        ConfigurationError: neither is set.
     """
     found = getattr(settings, SETTING, None)
     found = found or str(getattr(settings, "SETTINGS_MODULE", None) or "").partition(".")[0]
@@ -41,12 +41,12 @@ def app_address() -> str:
 
 def celery_app() -> Celery:
     """
-    Return the project's Celery app, with its task modules, and the modules named `changes`, imported.
+    Return the project's Celery app, after importing its task modules and the modules named `changes`.
 
     Its bridges, outboxes and transactions are in `BRIDGES`, `OUTBOXES` and `TWO_PHASE_COMMITS`. Nothing connects.
 
     Raises:
-        ConfigurationError: there is no app where the settings say, or a module of it cannot be imported.
+        ConfigurationError: the app of the settings does not exist, or one of its modules cannot be imported.
     """
     where = app_address()
     with _loading:
@@ -68,7 +68,7 @@ def _find_app(where: str) -> Celery:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"no Celery app can be had from {where!r} ({_brief(error)}): set {SETTING} to where it is, as "
+            f"no Celery app can be loaded from {where!r} ({_brief(error)}): set {SETTING} to where it is, as "
             "celery -A takes it."
         ) from error
     if not isinstance(found, Celery):
@@ -94,9 +94,9 @@ def _import_modules(app: Celery, where: str) -> None:
 @contextmanager
 def _django_left_as_it_is(app: Celery) -> Iterator[None]:
     """
-    Keep Celery from setting Django up once more: that would reset the logging and, in a request, its script prefix.
+    Keep Celery from setting up Django again, which would reset logging and, in a request, the script prefix.
 
-    Before imports Celery's fixup sets Django up and runs all checks, of which ours are that ask for the app.
+    Before imports, Celery's fixup sets up Django and runs all checks. Ours request the app.
     """
     from celery.signals import import_modules
 

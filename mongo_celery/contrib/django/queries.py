@@ -1,4 +1,4 @@
-"""Django's queries in a transaction that is repeated as long as MongoDB asks for it."""
+"""Django queries in a transaction that repeats when MongoDB requests it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 def transactional(using: str | None = None, **options: Any) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """
-    Run a function in a transaction that Django's queries are part of, repeated as long as MongoDB asks for it.
+    Run a function in a transaction that includes Django's queries. It repeats when MongoDB requests it.
 
     ::
 
@@ -30,21 +30,20 @@ def transactional(using: str | None = None, **options: Any) -> Callable[[Callabl
             found.save()
             send_ticket.delay(seat)        # stored by the transaction, sent after its commit
 
-    It is `mongo_celery.transactional` with `mongo_celery.locking.django.joined` in it: where Django's own `atomic` ends
-    with an error after a write conflict, this runs the body again. `atomic` inside is part of it. Within another such
-    function it joins.
+    It combines `mongo_celery.transactional` and `mongo_celery.locking.django.joined`. After a write conflict Django's
+    `atomic` ends with an error, but this runs the body again. An `atomic` inside is part of it. Inside another such
+    function, it joins the outer transaction.
 
-    Not promised: anything for queries of other databases. A relational one's are no part of it, and are repeated with
-    the body: open that one's `atomic` around the call, or leave them to a task that `outbox` sends.
+    Not promised: queries of other databases. A relational database's queries are not part of the transaction, and
+    repeat with the body. Open that database's `atomic` around the call, or use a task that `outbox` sends.
 
     Args:
-        using: alias of the database; by default Django's default, or where that is relational the one that is
-            MongoDB's.
+        using: alias of the database. By default Django's default or, if that is relational, the MongoDB database.
         options: of `mongo_celery.transactional`, such as `timeout` and `outbox`.
 
     Raises:
-        ConfigurationError: an option cannot work, or it decorates what it cannot run, such as a Celery task, a
-            generator or a coroutine; or, from the call, there is no such database.
+        ConfigurationError: an option cannot work, or it decorates something that it cannot run, such as a Celery task,
+            a generator or a coroutine. From the call: the database does not exist.
     """
     if callable(using):
         return transactional()(using)  # type: ignore[unreachable] # for who forgets the brackets, as Django's atomic

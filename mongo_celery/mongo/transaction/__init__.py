@@ -1,10 +1,10 @@
 """
-Transactions that repeat themselves: the drivers' callback API with a stated limit, for threads and for asyncio.
+Transactions that repeat automatically: the drivers' callback API with a defined limit, for threads and for asyncio.
 
 | module | content |
 |---|---|
 | `transactional` | the decorator and context manager |
-| `scopes` | the transaction that a thread or an asyncio task is in, and its state |
+| `scopes` | the current transaction of a thread or an asyncio task, and its state |
 | `ending` | the verdict on an error: another attempt, or the end |
 | `attempts` | one attempt, over either of PyMongo's clients |
 """

@@ -1,22 +1,22 @@
 """
-One attempt of a transaction, over either of PyMongo's clients: a body, then a commit or an abort.
+One attempt of a transaction, with either kind of PyMongo client: a body, then a commit or an abort.
 
-An abort has a time of its own, and a commit is repeated while its result is unknown. asyncio differs in two ways.
+An abort has its own time limit, and a commit is repeated while its result is unknown. asyncio differs in two ways.
 
-A task may be canceled at each `await`. In the body that is an error like any other: aborted, and passed on. A commit
-and an abort run in tasks of their own, which a cancel does not reach: cut in the middle, a commit would be unknown, and
-an abort would leave documents locked. The cancel is kept until they have ended within their time. anyio cancels again
-at each turn of the event loop while a task runs, so a shielded scope makes it wait.
+A task may be canceled at each `await`. In the body this is an error like any other: the attempt is aborted, and the
+error raised. A commit or abort runs in its own task, which a cancel does not reach. Otherwise an interrupted commit
+would be unknown, and an interrupted abort would leave documents locked. The cancel is kept until they have ended within
+their time. anyio cancels again at each turn of the event loop while a task runs, so a shielded scope delays it.
 
-A coroutine that is thrown away (`close`, or an event loop that has ended) may not await. A task of its own aborts its
-transaction if a loop runs; otherwise the server ends it.
+A discarded coroutine (`close`, or an event loop that has ended) cannot await. If a loop runs, a new task aborts its
+transaction. Otherwise the server ends it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import math
+import itertools
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -25,17 +25,17 @@ from functools import partial
 from typing import Any
 
 import pymongo
-from pymongo import AsyncMongoClient
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
+from mongo_celery.mongo.driver_internals import hide_transaction, show_transaction
 from mongo_celery.mongo.transaction import ending
-from mongo_celery.mongo.transaction.scopes import Session, TransactionScope
+from mongo_celery.mongo.transaction.scopes import TransactionScope
 from mongo_celery.mongo.verdicts import standalone_refused
 
 _ABORT_SECONDS = 2.0
-"""The time of an abort, also after the limit: a transaction that is not aborted keeps its documents locked."""
+"""Time limit of an abort, even after the deadline: a transaction that is not aborted keeps its documents locked."""
 
 Collecting = Callable[[ClientSession], AbstractContextManager[object]]
 
@@ -47,20 +47,16 @@ _aborting: set[asyncio.Task[None]] = set()
 
 @contextmanager
 def attempt(scope: TransactionScope, session: ClientSession, collecting: Collecting) -> Iterator[None]:
-    """Commit the started transaction of a session when the block ends; abort it if anything fails."""
+    """Commit a session's started transaction when the block ends. Abort it after any error."""
     try:
-        if pause := ending.begin_attempt(scope):
-            threading.Event().wait(pause)
-        with standalone_refused(), collecting(session), _aborted_by_errors(scope, session):
+        threading.Event().wait(ending.begin_attempt(scope))
+        with standalone_refused(), collecting(session), _abort_on_error(scope, session):
             yield
             ending.raise_rollback_only(scope, session)
             scope.begin_end()
-        if not session.in_transaction:  # the body has ended it
-            scope.callbacks.clear()
-            return
-        ending.check_time(scope, session)
-        with scope.limit_calls():
-            _commit(scope, session)
+        if ending.needs_commit(scope, session):
+            with scope.limit_calls():
+                _commit(scope, session)
     except BaseException as error:
         _abort(scope, session)
         ending.raise_verdict(scope, error)
@@ -68,8 +64,8 @@ def attempt(scope: TransactionScope, session: ClientSession, collecting: Collect
 
 
 @contextmanager
-def _aborted_by_errors(scope: TransactionScope, session: ClientSession) -> Iterator[None]:
-    """Abort before a failed body's messages are collected: they are dropped then, instead of written."""
+def _abort_on_error(scope: TransactionScope, session: ClientSession) -> Iterator[None]:
+    """Abort before the messages of a failed body are collected. They are then dropped instead of written."""
     try:
         yield
     except BaseException:
@@ -78,19 +74,21 @@ def _aborted_by_errors(scope: TransactionScope, session: ClientSession) -> Itera
 
 
 def _commit(scope: TransactionScope, session: ClientSession) -> None:
-    while True:
+    for count in itertools.count():
         try:
-            return session.commit_transaction()
+            session.commit_transaction()
         except PyMongoError as error:
-            threading.Event().wait(ending.pause_before_commit(scope, error))
+            threading.Event().wait(ending.pause_before_commit(scope, error, count))
+        else:
+            return
 
 
 def _abort(scope: TransactionScope, session: ClientSession) -> None:
-    """Free the locked documents, as far as the server answers; else it does so itself after a while."""
+    """Free the locked documents if the server answers. Otherwise it frees them itself after a while."""
     if scope.is_inherited:
-        _skip_abort(session)
+        hide_transaction(session)
     elif session.in_transaction:
-        # In a context of its own: a time limit that has passed must not keep the abort from the server.
+        # In a new context: an expired time limit must not prevent the abort.
         contextvars.Context().run(_abort_within_its_time, session)
 
 
@@ -99,31 +97,21 @@ def _abort_within_its_time(session: ClientSession) -> None:
         session.abort_transaction()
 
 
-def _skip_abort(session: Session) -> Callable[[], None]:
-    """Keep PyMongo's loop from aborting a session's transaction; return a function that allows it again."""
-    transaction: Any = session._transaction  # noqa: SLF001 - there is no public way
-    state, transaction.state = transaction.state, None
-    return lambda: setattr(transaction, "state", state)
-
-
 # -- asyncio ---------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
 async def attempt_async(scope: TransactionScope, session: AsyncClientSession) -> AsyncIterator[None]:
-    """Commit the started transaction of a session when the block ends; abort it if anything fails."""
+    """Commit a session's started transaction when the block ends. Abort it after any error."""
     try:
         if pause := ending.begin_attempt(scope):
             await asyncio.sleep(pause)
         with standalone_refused():
             yield
         ending.raise_rollback_only(scope, session)
-        if not session.in_transaction:  # the body has ended it
-            scope.callbacks.clear()
-            return
-        ending.check_time(scope, session)
-        with scope.limit_calls():
-            scope.cancel = await _run_shielded(partial(_commit_async, scope, session), lambda: scope.remaining > 0)
+        if ending.needs_commit(scope, session):
+            with scope.limit_calls():
+                scope.cancel = await _run_shielded(partial(_commit_async, scope, session), lambda: scope.remaining > 0)
     except GeneratorExit:
         _abort_later(session)
         raise
@@ -135,13 +123,11 @@ async def attempt_async(scope: TransactionScope, session: AsyncClientSession) ->
 
 
 @asynccontextmanager
-async def open_async_session(
-    client: AsyncMongoClient[Any], given: AsyncClientSession | None
-) -> AsyncIterator[AsyncClientSession]:
-    """Give a session, and end a new one. That of a closed coroutine is left to the task that aborts later."""
-    session, ends = given or client.start_session(), given is None
+async def end_session_afterwards(session: AsyncClientSession) -> AsyncIterator[None]:
+    """End a session after the block. For a closed coroutine, the task that aborts later does it."""
+    ends = True
     try:
-        yield session
+        yield
     except GeneratorExit:
         ends = False
         raise
@@ -150,14 +136,8 @@ async def open_async_session(
             await session.end_session()
 
 
-def shield_callbacks() -> AbstractContextManager[object]:
-    """Have a cancel by anyio that came during the commit wait for callbacks, as one by asyncio does."""
-    anyio = sys.modules.get("anyio")
-    is_canceled = anyio is not None and anyio.current_effective_deadline() == -math.inf
-    return _shield_from_anyio() if is_canceled else nullcontext()
-
-
-def _shield_from_anyio() -> AbstractContextManager[object]:
+def shield_from_anyio() -> AbstractContextManager[object]:
+    """Delay an anyio scope's cancel until the end of the block, like asyncio's."""
     anyio: Any = sys.modules.get("anyio")
     shield: AbstractContextManager[object] = nullcontext() if anyio is None else anyio.CancelScope(shield=True)
     return shield
@@ -169,7 +149,7 @@ async def _run_shielded(
     context: contextvars.Context | None = None,
 ) -> asyncio.CancelledError | None:
     """
-    Run a call in a task of its own, and return a cancel that came meanwhile.
+    Run a call in its own task, and return a cancel that came meanwhile.
 
     Raises:
         CancelledError: it came meanwhile, and the call failed.
@@ -177,13 +157,13 @@ async def _run_shielded(
     canceled = None
     while True:
         task = asyncio.create_task(call(), context=context)
-        with _shield_from_anyio():
+        with shield_from_anyio():
             while not task.done():
                 try:
-                    await asyncio.wait({task})  # which leaves the task alone when it is canceled
+                    await asyncio.wait({task})  # does not affect the task when it is canceled
                 except asyncio.CancelledError as error:
                     canceled = error
-        # An event loop that ends cancels all tasks, once. A commit is sent again: the server tells the result.
+        # An ending event loop cancels all tasks once. A commit is sent again, and the server reports the result.
         if not (task.cancelled() and is_due()):
             break
     try:
@@ -196,11 +176,13 @@ async def _run_shielded(
 
 
 async def _commit_async(scope: TransactionScope, session: AsyncClientSession) -> None:
-    while True:
+    for count in itertools.count():
         try:
-            return await session.commit_transaction()
+            await session.commit_transaction()
         except PyMongoError as error:
-            await asyncio.sleep(ending.pause_before_commit(scope, error))
+            await asyncio.sleep(ending.pause_before_commit(scope, error, count))
+        else:
+            return
 
 
 async def _abort_async(session: AsyncClientSession) -> asyncio.CancelledError | None:
@@ -217,10 +199,10 @@ def _abort_later(session: AsyncClientSession) -> None:
     """Free the locked documents without awaiting."""
     if not session.in_transaction:
         return
-    allow_abort = _skip_abort(session)  # PyMongo's loop would await it here
+    state = hide_transaction(session)  # PyMongo's loop would await an abort here
 
     async def abort() -> None:
-        allow_abort()
+        show_transaction(session, state)
         await _abort_async_within_its_time(session)
 
     with suppress(RuntimeError):  # no event loop runs here any more

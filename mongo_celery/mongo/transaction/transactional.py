@@ -1,10 +1,10 @@
 """
-The decorator and context manager.
+The decorator and context manager for transactions.
 
-PyMongo's `with_transaction` repeats a function's body, under `pymongo.timeout`. `attempts` commits and aborts. A `with`
-is one attempt without the repetition.
+PyMongo's `with_transaction` repeats a function's body, within `pymongo.timeout`. `attempts` commits and aborts. A
+`with` is a single attempt.
 
-The state of a transaction belongs to the call (`scopes`), not to this object or to a thread. One object decorates any
+The state of a transaction belongs to the call (`scopes`), not to this object or a thread. One object can decorate any
 number of functions, and serves one `with` at a time.
 """
 
@@ -27,7 +27,7 @@ from pymongo.read_concern import ReadConcern
 from mongo_celery.arguments import Duration, check_flags, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.opening import AsyncClient, Client, resolve_client
-from mongo_celery.mongo.transaction.attempts import attempt, attempt_async, open_async_session, shield_callbacks
+from mongo_celery.mongo.transaction.attempts import attempt, attempt_async, end_session_afterwards, shield_from_anyio
 from mongo_celery.mongo.transaction.ending import ending_with_time
 from mongo_celery.mongo.transaction.scopes import (
     TransactionScope,
@@ -41,7 +41,13 @@ from mongo_celery.mongo.transaction.scopes import (
 Result = TypeVar("Result")
 
 TIMEOUT = 120.0
-"""Seconds for which a transaction is repeated by default, and at most: PyMongo's own limit."""
+"""Default and largest repetition time of a transaction in seconds: PyMongo's own limit."""
+
+_OPTIONS: dict[str, Any] = {
+    "read_concern": ReadConcern("snapshot"),
+    "write_concern": WriteConcern("majority"),
+    "read_preference": ReadPreference.PRIMARY,
+}
 
 _BODY = (
     "The body has returned a coroutine, which would run after the transaction and outside of it. Make the body a "
@@ -50,23 +56,23 @@ _BODY = (
 
 _ASYNC_KIND = "Coroutines, async with and arun need an AsyncMongoClient and its sessions."
 _PLAIN_KIND = (
-    "Plain functions, with and run need a MongoClient and its sessions; with an AsyncMongoClient use a coroutine "
+    "Plain functions, with and run need a MongoClient and its sessions. With an AsyncMongoClient use a coroutine "
     "function, async with, or arun."
 )
 
 
 class Collects(Protocol):
-    """A collector of what is to be written just before the commit: an `OutboxCollection`."""
+    """An object that collects writes for just before the commit: an `OutboxCollection`."""
 
     def collect(self, session: ClientSession) -> AbstractContextManager[object]:
-        """Collect inside. The end of the block writes it in the session's transaction, unless that has ended."""
+        """Collect in the block. Its end writes them in the session's transaction, unless that has ended."""
 
 
 def hide_session(call: Callable[..., Any], function: Callable[..., Any]) -> None:
     """
-    Give a wrapper the signature of its function without `session`: Celery and FastAPI read a call's arguments from it.
+    Give a wrapper its function's signature without `session`, which Celery and FastAPI read.
 
-    Annotations that are text are evaluated in the function's module: FastAPI would look in the wrapper's.
+    Text annotations are evaluated in the function's module, because FastAPI would use the wrapper's.
     """
     try:
         signature = inspect.signature(function, eval_str=True)
@@ -79,65 +85,61 @@ def hide_session(call: Callable[..., Any], function: Callable[..., Any]) -> None
 
 class transactional:  # noqa: N801 - a decorator and context manager, used like a function
     """
-    Run a function in a transaction, repeated as long as MongoDB asks for it.
+    Run a function in a MongoDB transaction, and repeat it when MongoDB requests that.
 
-    As a decorator, it calls the function with `session=`. Pass the session to every operation. When the call returns,
-    its writes are committed by a majority, all or none. The body may run several times, so its other effects must bear
-    repetition (see `after_commit`). Errors that are not MongoDB's abort the transaction and pass through, Celery's
-    `Retry` too. A coroutine function is decorated in the same way, with an `AsyncMongoClient`.
+    When the call returns, a majority has committed all writes of the function. If the function raises, no write is
+    committed, and its error is raised unchanged, also Celery's `Retry`. The function may run several times. Its other
+    effects must allow that, or wait for the commit in `after_commit`.
 
     ::
 
         @app.task(autoretry_for=(TransactionTimeoutError,))     # outside: it must not see transient errors
-        @transactional(lambda: bridge.client)
-        def book(seat, *, session): ...
+        @transactional(lambda: client)
+        def book(seat, *, session):
+            client.shop.seats.update_one({"_id": seat}, {"$set": {"taken": True}}, session=session)
 
-    As a context manager, `with transactional(client) as session:` or `async with`, a body cannot be repeated. A
-    commit whose result is unknown is repeated. Transient errors pass to the caller with their labels. Another thread
-    than the one that entered a block may leave it.
+        book("A1")
 
-    Inside a transaction of the same client, a call or a block *joins*: it becomes part of that transaction, and gets
-    its session. A call with the `session` of a transaction in progress joins that one, in any thread. If a joined call
-    fails, the whole is rollback-only: it is aborted also if the body catches the error. Threads and asyncio tasks
-    that the body starts do not join.
+    As a decorator, it passes `session=` to the function. Pass the session to every operation: an operation without it
+    is not part of the transaction. A coroutine function needs an `AsyncMongoClient`.
 
-    One object decorates any number of functions, for any number of threads and tasks. A `with` needs an object that
-    no other `with` is using: write `with transactional(client) as session:` each time.
+    As a context manager, `with transactional(client) as session:` or `async with`, it cannot repeat the body. Transient
+    errors are raised with their labels. A commit with an unknown result is repeated. Each `with` needs an object that
+    no other `with` is using, so make one each time.
 
-    Catch a `DocumentLockedError` outside: the server has aborted the transaction. If the body catches it and returns,
-    or continues with the session, the transaction still ends with that error.
+    In a transaction of the same client, a call or a block *joins*: it becomes part of that transaction and gets its
+    session. A call with the `session` of a transaction in progress joins that one, in any thread. If a joined call
+    fails, the whole transaction is rollback-only: it is aborted, even if the body catches the error. Threads and
+    asyncio tasks that the body starts do not join.
+
+    Catch `DocumentLockedError` outside, because the server has aborted the transaction. If the body catches it, the
+    call raises it anyway.
 
     Args:
-        client: the client, or a callable that returns it (prefork workers make theirs after the fork).
-        timeout: seconds or `timedelta` for all attempts, 120 by default. No attempt begins later, and no call to a
-            server inside lasts longer, by any client. PyMongo begins no attempt after 120 s, whatever is given. Code
-            that calls no server is not interrupted. If the time is used up when the body returns, the transaction is
-            aborted instead of committed. An abort, and the question who holds a document, have up to 2 s more: a
-            transaction that is not aborted keeps its documents locked. If your own, shorter `pymongo.timeout`
-            interrupts the commit, `outcome` is `unknown`.
-            The calls in the body of a `with` are bounded only if this is given. Then the thread that entered the block
-            must leave it, as otherwise it would keep the limit. A joined call has the time that is left to the
-            whole, or less if you give it less here. An asyncio task that the body starts inherits the limit, as with
-            `pymongo.timeout`.
-        read_concern: by default snapshot. A joined call ignores this and all that follow, except `outbox`.
-        write_concern: by default majority.
-        read_preference: by default the primary.
-        outbox: an `OutboxCollection`. The transaction then stores what the body sends with `delay` and its like, and
-            it is dispatched after the commit; see its `collect`. Not with an `AsyncMongoClient`.
-        own: run an independent transaction, also inside another one. It is committed whatever happens to the outer
-            transaction, and again with each repetition of that one. Its failure leaves the outer one as it is. It ends
-            by the deadline of the outer one. Documents that the outer one has written are locked for it.
-        durable: refuse to join. When the call returns, its writes are committed.
+        client: a `MongoClient`, an `AsyncMongoClient`, or a callable that returns one and is called each time.
+        timeout: seconds, or a `timedelta`, for all attempts, calls and commits, 120 by default. An abort may take 2 s
+            more, because without it documents stay locked. Code without server calls is not interrupted. If the time is
+            used up when the body returns, the transaction is aborted. PyMongo starts no attempt after 120 s. Without
+            this option, a plain `with` does not limit its body's calls, and its commit has 120 s. With it, the thread
+            that entered the block must leave it. A joined call has the remaining outer time, or less if you set less.
+            An asyncio task that the body starts inherits the limit, as with `pymongo.timeout`.
+        outbox: an `OutboxCollection`. The transaction stores the tasks that the body sends with `delay` and similar
+            calls, and they are dispatched after the commit: see `OutboxCollection.collect`. Not for an
+            `AsyncMongoClient`.
+        independent: True to run a separate transaction, even inside another one. It is committed even if the outer one
+            is aborted, and again with each repetition of the outer one. Its failure does not affect the outer one. It
+            has the outer time limit. It cannot write documents that the outer one has written.
+        durable: True to refuse to join: when the call returns, its writes are committed.
 
     Raises:
-        ConfigurationError: it decorates something that it cannot run, such as a Celery task; or, from the call, the
-            client is of the other kind, another `with` uses the object, or with `durable` a transaction is open.
-        TransactionTimeoutError: from the call, when the time is used up. Its attribute `outcome` is `aborted`, or
-            `unknown` if a commit was tried and not answered: it may be done, or it may never have been sent. Then the
-            documents stay locked until the server ends the transaction. A joined call with a `timeout` of its own,
-            less than the whole has left, ends by PyMongo's error of the call that took too long.
-        DocumentLockedError: from the call, when the body caught that of a lock inside.
-        TransactionError: from the call, when the body caught the error of a joined call; aborted.
+        ConfigurationError: it decorates something that it cannot run, such as a Celery task. From the call: the client
+            has the wrong kind, another `with` uses the object, or with `durable` a transaction is open.
+        TransactionTimeoutError: from the call, when the time is used up. `outcome` is `aborted`, or `unknown` if no
+            commit was answered: it may be done, or may never have been sent. Then the documents stay locked until the
+            server ends the transaction. A shorter `pymongo.timeout` of yours can also cause `unknown`. If a joined
+            call's own `timeout` ends it, PyMongo's error is raised.
+        DocumentLockedError: from the call, even if the body caught this error of a lock.
+        TransactionError: from the call. The body caught the error of a joined call, and nothing was committed.
         TopologyError: from the call, on a standalone server.
     """
 
@@ -146,11 +148,8 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         client: Client | AsyncClient,
         *,
         timeout: Duration | None = None,
-        read_concern: ReadConcern | None = None,
-        write_concern: WriteConcern | None = None,
-        read_preference: Any = None,
         outbox: Collects | None = None,
-        own: bool = False,
+        independent: bool = False,
         durable: bool = False,
     ) -> None:
         if not isinstance(client, MongoClient | AsyncMongoClient) and not callable(client):
@@ -162,19 +161,14 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                 f"transactional(outbox=...) needs an OutboxCollection, not {type(outbox).__name__}; an Outbox stores "
                 "tasks in the documents that it writes.",
             )
-        check_flags(own=own, durable=durable)
-        if own and durable:
-            raise ConfigurationError("own=True and durable=True exclude each other: one may stand inside, one may not.")
+        check_flags(independent=independent, durable=durable)
+        if independent and durable:
+            raise ConfigurationError("independent=True and durable=True exclude each other. Leave one of them out.")
         self._client: Any = client
         self._is_limited = timeout is not None
         self._seconds = TIMEOUT if timeout is None else positive(timeout, "timeout")
-        self._options: dict[str, Any] = {
-            "read_concern": read_concern or ReadConcern("snapshot"),
-            "write_concern": write_concern or WriteConcern("majority"),
-            "read_preference": read_preference or ReadPreference.PRIMARY,
-        }
         self._outbox = outbox
-        self._is_independent = own
+        self._is_independent = independent
         self._is_durable = durable
         self._busy = threading.Lock()
         self._block: Any = None
@@ -182,7 +176,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
     # -- functions ---------------------------------------------------------------------------------
 
     def __call__(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """Decorate a function, or a coroutine function."""
+        """Decorate a function or a coroutine function."""
         _refuse(function)
 
         @functools.wraps(function)
@@ -202,16 +196,16 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     def run(self, body: Callable[[ClientSession], Result], *, session: ClientSession | None = None) -> Result:
         """
-        Run a body in a transaction, as the decorator does.
+        Run a body in a transaction, like the decorator.
 
         Args:
             body: called with the session, maybe several times.
-            session: of a transaction in progress, to join; or to use. By default a new one.
+            session: of a transaction in progress to join, or a session to use. By default a new one.
 
         Returns:
-            The body's result in the attempt that was committed.
+            The body's result in the committed attempt.
         """
-        with self._entered(session, is_limited=True) as (used, scope):
+        with self._enter(session, is_limited=True) as (used, scope):
             if scope is None:
                 return refuse_coroutine(body(used), _BODY)
 
@@ -220,25 +214,25 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                     return refuse_coroutine(body(used), _BODY)
 
             with ending_with_time(scope):
-                return used.with_transaction(run_attempt, **self._options)
+                return used.with_transaction(run_attempt, **_OPTIONS)
 
     async def arun(
         self, body: Callable[[AsyncClientSession], Awaitable[Result]], *, session: AsyncClientSession | None = None
     ) -> Result:
         """
-        Run a body in a transaction of an `AsyncMongoClient`, as the decorator of a coroutine function does.
+        Run a body in a transaction of an `AsyncMongoClient`, like the decorator of a coroutine function.
 
-        A task that is canceled in the body has its transaction aborted. During the commit the cancel is kept until the
-        answer has come, or the time is used up, and callbacks have run. Then the transaction is committed.
+        If a task is canceled in the body, its transaction is aborted. A cancel during the commit is kept until the
+        answer arrives, or the time is used up, and callbacks have run. Then the transaction is committed.
 
         Args:
             body: called with the session and awaited, maybe several times.
-            session: of a transaction in progress, to join; or to use. By default a new one.
+            session: of a transaction in progress to join, or a session to use. By default a new one.
 
         Returns:
-            The body's result in the attempt that was committed.
+            The body's result in the committed attempt.
         """
-        async with self._entered_async(session) as (used, scope):
+        async with self._enter_async(session) as (used, scope):
             if scope is None:
                 return await body(used)
 
@@ -247,7 +241,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
                     return await body(used)
 
             with ending_with_time(scope):
-                return await used.with_transaction(run_attempt, **self._options)
+                return await used.with_transaction(run_attempt, **_OPTIONS)
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -271,28 +265,28 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     @contextmanager
     def _run_block(self) -> Iterator[ClientSession]:
-        with self._taken(), self._entered(None, is_limited=self._is_limited) as (session, scope):
+        with self._hold_object(), self._enter(None, is_limited=self._is_limited) as (session, scope):
             if scope is None:
                 yield session
                 return
-            session.start_transaction(**self._options)
+            session.start_transaction(**_OPTIONS)
             with attempt(scope, session, self._collecting):
                 yield session
 
     @asynccontextmanager
     async def _run_block_async(self) -> AsyncIterator[AsyncClientSession]:
-        with self._taken():
-            async with self._entered_async(None) as (session, scope):
+        with self._hold_object():
+            async with self._enter_async(None) as (session, scope):
                 if scope is None:
                     yield session
                     return
-                await session.start_transaction(**self._options)
+                await session.start_transaction(**_OPTIONS)
                 async with attempt_async(scope, session):
                     yield session
 
     @contextmanager
-    def _taken(self) -> Iterator[None]:
-        """Take the object for one `with`."""
+    def _hold_object(self) -> Iterator[None]:
+        """Reserve the object for one `with`."""
         if not self._busy.acquire(blocking=False):
             raise ConfigurationError(
                 "Another `with` uses this transactional object, so no transaction was begun. Make an object for each "
@@ -303,47 +297,47 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         finally:
             self._busy.release()
 
-    # -- which transaction -------------------------------------------------------------------------
+    # -- choice of the transaction -------------------------------------------------------------------
 
     @contextmanager
-    def _entered(
+    def _enter(
         self, given: ClientSession | None, *, is_limited: bool
     ) -> Iterator[tuple[ClientSession, TransactionScope | None]]:
-        """Give the session of the joined transaction, or one with a new scope; run the callbacks of that afterwards."""
-        joined, given, client = self._find_session(given, ClientSession)
-        if joined is not None:
-            with join_transaction(joined), self._limited(self._is_limited), self._collecting(joined):
-                yield joined, None
+        """Give the session of the joined transaction, or of a new scope, and then run the new scope's callbacks."""
+        session, is_joined = self._choose_session(given, ClientSession)
+        if is_joined:
+            with join_transaction(session), self._limit_calls(self._is_limited), self._collecting(session):
+                yield session, None
             return
         with (
-            client.start_session() if given is None else contextlib.nullcontext(given) as session,
+            contextlib.nullcontext() if session is given else session,
             open_scope(session, self._seconds, is_limited=is_limited) as scope,
-            self._limited(is_limited),
+            self._limit_calls(is_limited),
         ):
             yield session, scope
         scope.run_callbacks()
 
     @asynccontextmanager
-    async def _entered_async(
+    async def _enter_async(
         self, given: AsyncClientSession | None
     ) -> AsyncIterator[tuple[AsyncClientSession, TransactionScope | None]]:
         """Do the same for asyncio, where a new scope always has a limit."""
         await prepare_current(self._client)
-        joined, given, client = self._find_session(given, AsyncClientSession)
-        if joined is not None:
-            with join_transaction(joined), self._limited(self._is_limited):
-                yield joined, None
+        session, is_joined = self._choose_session(given, AsyncClientSession)
+        if is_joined:
+            with join_transaction(session), self._limit_calls(self._is_limited):
+                yield session, None
             return
-        async with open_async_session(client, given) as session:
-            with open_scope(session, self._seconds) as scope, self._limited(is_limited=True):
+        async with contextlib.nullcontext() if session is given else end_session_afterwards(session):
+            with open_scope(session, self._seconds) as scope, self._limit_calls(is_limited=True):
                 yield session, scope
-        with shield_callbacks():
+        with shield_from_anyio():
             await scope.await_callbacks()
         if scope.cancel is not None:
             raise scope.cancel
 
-    def _find_session(self, given: Any, kind: type[Any]) -> tuple[Any, Any, Any]:
-        """Return the session to join, or the one to use, or the client of a new one."""
+    def _choose_session(self, given: Any, kind: type[Any]) -> tuple[Any, bool]:
+        """Return the session to use, and True if its transaction is joined."""
         is_async = kind is AsyncClientSession
         if is_async and self._outbox is not None:
             raise ConfigurationError(
@@ -353,30 +347,30 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         if isinstance(client, AsyncMongoClient) is not is_async or not isinstance(given, kind | None):
             raise ConfigurationError(_ASYNC_KIND if is_async else _PLAIN_KIND)
         is_open = given is not None and given.in_transaction
-        around = given if is_open else None if self._is_independent else current(client)
+        around = None if self._is_independent else given if is_open else current(client)
         if self._is_durable and around is not None:
             raise ConfigurationError(
                 "transactional(durable=True) is committed when it returns, but a transaction is open here. Nothing was "
                 "run. Call it outside of that transaction, or without durable.",
             )
-        if self._is_independent or (given is not None and not is_open):
-            return None, None if is_open else given, client
-        return around, None, client
+        if given is not None and not is_open:
+            return given, False
+        return (client.start_session(), False) if around is None else (around, True)
 
     @contextmanager
-    def _limited(self, is_limited: bool) -> Iterator[None]:
-        """Bound calls inside. Left in another thread or task, there is no limit to take back."""
+    def _limit_calls(self, is_limited: bool) -> Iterator[None]:
+        """Limit calls in the block. If another thread or task leaves it, there is no limit to remove."""
         limit = pymongo.timeout(self._seconds) if is_limited else contextlib.nullcontext()
         limit.__enter__()
         try:
             yield
         finally:
-            with contextlib.suppress(ValueError):  # another context's
+            with contextlib.suppress(ValueError):  # from another context
                 limit.__exit__(None, None, None)
 
     @contextmanager
     def _collecting(self, session: ClientSession) -> Iterator[None]:
-        """Collect for the outbox inside. Its own calls are bounded also in a block whose body is not."""
+        """Collect for the outbox in the block. Its own calls are limited even if the body is not."""
         if self._outbox is None:
             yield
             return
@@ -390,10 +384,10 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
 def check_function(function: object) -> None:
     """
-    Check that a transaction can be around a function, whatever else is given to the call.
+    Check that a transaction can surround a function, whatever other arguments there are.
 
     Raises:
-        ConfigurationError: it is no function or coroutine function.
+        ConfigurationError: it is not a function or coroutine function.
     """
     if hasattr(function, "apply_async"):
         raise ConfigurationError(

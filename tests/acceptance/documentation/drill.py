@@ -176,8 +176,10 @@ class Walk:
             return [sys.executable, "-m", "celery", *rest]
         if program == "mongo-celery":
             return [sys.executable, "-c", _TOOLS, *rest]
-        assert program == "python", text
-        return [sys.executable, *rest]
+        if program == "python":
+            return [sys.executable, *rest]
+        assert program in ("touch", "rm"), text
+        return [program, *rest]
 
     def _output(self, words: list[str]) -> str:
         """What a command shows on a terminal of 80 columns."""

@@ -1,26 +1,20 @@
-"""What `docs/production.md` needs, and what its set-up of tracing must have exported."""
+"""What `docs/production.md` needs: the addresses, as variables of the process."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-from mongo_celery.tracing import sending, trace_headers
-
 
 @contextmanager
 def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
-    """An exporter."""
-    del mongo_url, redis_url
-    exporter = InMemorySpanExporter()
-    namespace: dict[str, Any] = {"exporter": exporter}
+    """Nothing but both variables."""
+    os.environ.update(BROKER_URL=redis_url, MONGODB_URL=mongo_url)
+    namespace: dict[str, Any] = {}
     yield namespace
 
-    with sending("shop/summarise", dict):
-        assert "traceparent" in trace_headers()
-    namespace["provider"].force_flush()
-    assert [span.name for span in exporter.get_finished_spans()] == ["send shop/summarise"]
-    namespace["provider"].shutdown()
+    bridge = namespace["bridge"]
+    assert (bridge.name, bridge.url, bridge.options.start_from) == ("shop", mongo_url, "now")
+    assert bridge.client.admin.command("ping")["ok"]

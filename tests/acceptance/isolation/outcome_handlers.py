@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, NoReturn
 
-from celery import Task
+from celery import Task, current_task
 from celery.signals import task_prerun
 
 from mongo_celery import Change
-from tests.acceptance.chain_project.acts import perform
-from tests.acceptance.chain_project.application import DATA, app, bridge
-from tests.acceptance.chain_project.recording import record, record_start
-
-_CHOSEN = set(filter(None, os.environ.get("CHAIN_HANDLERS", "").split(",")))
+from tests.rig.scripted.application import app
+from tests.rig.scripted.handlers import Fact, add_handler
+from tests.rig.scripted.recording import record
 
 
 class UnprintableError(Exception):
@@ -44,7 +41,7 @@ def refuse_to_start(task: Any, *_arguments: Any) -> NoReturn:
     raise AssertionError
 
 
-app.conf.task_annotations = {f"{__name__}.annotated": {"before_start": refuse_to_start}}
+app.conf.task_annotations = {"tests.rig.scripted.handlers.annotated": {"before_start": refuse_to_start}}
 
 
 class HookedTask(Task):  # type: ignore[type-arg] # generic for type checkers only
@@ -102,37 +99,19 @@ def _retry_never(task: Any) -> NoReturn:
 _ENDS = {"unprintable": _unprintable, "oddly": _oddly, "retry_never": _retry_never}
 
 
-def _handler(name: str, **options: Any) -> None:
-    if name not in _CHOSEN:
-        return
-
-    def handle(task: Any, change: Change) -> None:
-        document = change.full_document
-        assert document is not None
-        fact = {
-            "handler": name,
-            "key": document["_id"],
-            "n": document["n"],
-            "partition": change.partition,
-            "seq": change.seq,
-            "fence": change.fencing_token,
-        }
-        start = record_start(fact, retries=task.request.retries)
-        perform(task, document, start, after=False)
-        if document.get("tampers"):
-            change.raw["_id"]["_data"] = "F" * 32
-        if document.get("ends"):
-            _ENDS[document["ends"]](task)
-        perform(task, document, start, after=True)
-
-    handle.__name__ = handle.__qualname__ = name
-    bridge.on_change(f"{DATA}.{name}", name=name, bind=True, **options)(handle)
+def _end(change: Change, _fact: Fact) -> None:
+    """Do to the change what its document asks for."""
+    document = change.full_document or {}
+    if document.get("tampers"):
+        change.raw["_id"]["_data"] = "F" * 32
+    if document.get("ends"):
+        _ENDS[document["ends"]](current_task)
 
 
-_handler("halting_words", failure_policy="halt")
-_handler("skipping_words", failure_policy="skip")
-_handler("letter_words", failure_policy="dead_letter")
-_handler("unprepared", failure_policy="dead_letter", base=RefusingTask)
-_handler("annotated", failure_policy="dead_letter")
-_handler("hooked", failure_policy="dead_letter", base=HookedTask)
-_handler("broken_hooks", failure_policy="dead_letter", base=BrokenHooksTask)
+add_handler("halting_words", _end, failure_policy="halt")
+add_handler("skipping_words", _end, failure_policy="skip")
+add_handler("letter_words", _end, failure_policy="dead_letter")
+add_handler("unprepared", _end, failure_policy="dead_letter", base=RefusingTask)
+add_handler("annotated", _end, failure_policy="dead_letter")
+add_handler("hooked", _end, failure_policy="dead_letter", base=HookedTask)
+add_handler("broken_hooks", _end, failure_policy="dead_letter", base=BrokenHooksTask)

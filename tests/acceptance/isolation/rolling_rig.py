@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from contextlib import suppress
 from typing import Any
 
 from bson import Timestamp
-from pymongo import MongoClient
+from pymongo.errors import OperationFailure
 
-from tests.acceptance.chain_rig import APP, Chain
-from tests.chaos.history import Due
+from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.mongo import sparse
 from tests.fixtures.process import ProjectProcess, wait_for
+from tests.rig.deployment import APP, Deployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 
@@ -22,7 +21,7 @@ _ROOMY_MB = 990.0
 """The least that a running server takes."""
 
 
-class Rolling(Chain):
+class Rolling(Deployment):
     """A bridge on a set whose oplog is rolled over when the test says so."""
 
     def roll(self, beside: str | None = None) -> None:
@@ -31,6 +30,7 @@ class Rolling(Chain):
 
         Beside a handler that flows no faster than it is read: on a busy machine the stream itself would be overtaken.
         """
+        self.is_recorded = False
         written = self.client.admin.command("ping")["operationTime"]
 
         def rolled() -> bool:
@@ -57,10 +57,13 @@ class Rolling(Chain):
     @property
     def oldest(self) -> Timestamp:
         """Time of the oldest oplog entry."""
-        found = self.client["local"]["oplog.rs"].find_one(sort=[("$natural", 1)])
-        assert found is not None, "an oplog is never empty"
-        time: Timestamp = found["ts"]
-        return time
+
+        def found() -> Timestamp | None:
+            with suppress(OperationFailure):  # it was removed between its finding and its reading
+                return (self.client["local"]["oplog.rs"].find_one(sort=[("$natural", 1)]) or {}).get("ts")
+            return None
+
+        return wait_for(found, message="the oldest entry of the oplog")
 
     def subscription(self, name: str) -> Document:
         """The stored document of a subscription."""
@@ -69,6 +72,20 @@ class Rolling(Chain):
     def watermark(self, name: str) -> Timestamp:
         """Time of the stored watermark of a subscription; the beginning of time before the first."""
         return self.subscription(name)["clusterTime"] or Timestamp(0, 0)
+
+    def wait_passed(self, handler: str) -> None:
+        """Wait until the stored watermark has passed all that was written, whether it is done or stored."""
+        written = operation_time(self.client)
+        wait_for(lambda: self.watermark(handler) >= written, message="a watermark behind all that was written")
+
+    def wait_removed(self) -> None:
+        """Wait until nothing is stored any more, and no partition is marked."""
+        marked = {"stored": {"$ne": None}}
+        partitions, stored = self.state["partitions"], self.state["backlog"]
+        wait_for(
+            lambda: not stored.count_documents({}) and not partitions.count_documents(marked),
+            message=lambda: f"{stored.count_documents({})} stored, marked: {list(partitions.find(marked))}",
+        )
 
     @property
     def lease(self) -> Document:
@@ -93,7 +110,7 @@ class Rolling(Chain):
             "changes",
             *arguments,
             name="changes",
-            environment={"CHAIN_BROKER": self.redis.url, "CHAIN_MONGO": self._url, **self._environment},
+            environment={"SCRIPTED_BROKER": self.redis.url, "SCRIPTED_MONGO": self._url, **self._environment},
         )
         process.wait()
         return process
@@ -101,13 +118,3 @@ class Rolling(Chain):
     def shown(self) -> dict[str, str]:
         """What `status` shows of each subscription."""
         return {each["name"]: each["state"] for each in self.changes("status")["handlers"]}
-
-
-def rollings(client: MongoClient[Document], url: str, directory: Path) -> Iterator[Callable[..., Rolling]]:
-    """Give what makes such a bridge, with these handlers and options; they end together."""
-    with ExitStack() as stack:
-
-        def make(*handlers: str, **options: Any) -> Rolling:
-            return stack.enter_context(Rolling(client, url, directory, handlers=handlers, options=options))
-
-        yield make

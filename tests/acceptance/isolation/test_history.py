@@ -2,55 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoReplicaSet
-from tests.acceptance.isolation.rolling_rig import Rolling, rollings
+from tests.acceptance.isolation.rolling_rig import Rolling
 from tests.fixtures.process import wait_for
+from tests.rig.deployment import MakeDeployment
 
 Document = dict[str, Any]
 
 
 @pytest.fixture
 def make_rolling(
-    rolling_oplog: MongoReplicaSet, make_client: Callable[..., MongoClient[Document]], tmp_path: Path
-) -> Iterator[Callable[..., Rolling]]:
+    deployment: MakeDeployment, rolling_oplog: MongoReplicaSet, make_client: Callable[..., MongoClient[Document]]
+) -> Callable[..., Rolling]:
     """
     Give what makes such a bridge, with these handlers.
 
     It has no room for stored changes: what stands in it can lose its history.
     """
-    for make in rollings(make_client(rolling_oplog.url), rolling_oplog.url, tmp_path):
-        yield partial(make, spill_bytes=1)
+    client = make_client(rolling_oplog.url)
+    return lambda *handlers, **options: deployment(
+        *handlers, kind=Rolling, client=client, url=rolling_oplog.url, options={"spill_bytes": 1, **options}
+    )
 
 
-def test_a_halted_change_is_not_given_up_because_no_watermark_was_ever_stored(
-    make_rolling: Callable[..., Rolling],
-) -> None:
-    """I1: `start_from="oldest"` says where to begin, and not what may be lost once something was committed."""
-    chain = make_rolling("halting")
-    bad = chain.stand(chain.write("halting", "bad", 1, act="raise", times=99))
-    good = chain.write("halting", chain.key_beside(bad), 1)
-    listener, _ = chain.both()
-    chain.wait_state(bad, lambda state: state["state"] == "halted")
-    chain.wait_state(good, lambda state: state["committed"] == 1)
-    assert listener.terminate() == 0
-    assert chain.subscription("halting")["resumeToken"] is None, "the halted change is the first one"
-    chain.roll()
-    chain.keep()
+@pytest.fixture
+def make_lost(make_rolling: Callable[..., Rolling]) -> Callable[..., Rolling]:
+    """Give what makes such a bridge whose listener was away while a change, and the oplog behind it, went."""
 
-    again = chain.run("listener", name="again")
+    def make(*handlers: str) -> Rolling:
+        chain = make_rolling(*handlers)
+        listener, _ = chain.both()
+        for handler in handlers:
+            chain.write(handler, "before", 1)
+        chain.wait_done()
+        wait_for(lambda: all(chain.watermark(each) > Timestamp(0, 0) for each in handlers), message="stored positions")
+        assert listener.terminate() == 0
+        chain.stand(chain.write(handlers[0], "lost", 1))
+        chain.roll()
+        chain.keep()
+        return chain
 
-    assert again.wait() == 1
-    assert "no longer reaches back" in again.text
-    assert chain.subscription("halting")["lost"]["oldest"] == chain.oldest
-    assert not chain.subscription("halting").get("gaps")
+    return make
+
+
+def started(chain: Rolling, handler: str) -> set[str]:
+    """The keys for which a handler has started."""
+    return {start.key for start in chain.starts() if start.handler == handler}
+
+
+def test_lost_history_stops_the_listener_until_somebody_decides(make_lost: Callable[..., Rolling]) -> None:
+    """P1, P9: never skipped silently, also by a supervisor's restarts; the remedy is in the sentence and works."""
+    chain = make_lost("plain")
+    for name in ("one", "two"):
+        listener = chain.run("listener", name=name)
+        assert listener.wait() == 1
+        assert "--on-history-lost" in listener.text
+        assert "Traceback" not in listener.text
+    assert (chain.lease["state"], chain.lease.get("listenerId")) == ("history_lost", None)
+
+    deciding = chain.run("listener", "--on-history-lost", "now", name="deciding")
+    deciding.wait_for_output("is lost; it continues at")
+    chain.wait_started(chain.write("plain", "after", 1))
+    assert started(chain, "plain") == {"before", "after"}
+    (gap,) = chain.subscription("plain")["gaps"]
+    assert gap["policy"] == "now"
+    wait_for(lambda: chain.watermark("plain") > gap["until"])
+    assert deciding.terminate() == 0
+    again = chain.listener("again")
+    chain.wait_started(chain.write("plain", "later", 1))
+    assert again.running, "the new position is in the oplog: no decision is needed any more"
 
 
 def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_rolling: Callable[..., Rolling]) -> None:
@@ -98,7 +125,7 @@ def test_a_handler_that_returns_too_late_stands_alone(make_rolling: Callable[...
         chain.write(handler, "before", 1)
     chain.wait_done()
     assert first.terminate() == 0
-    without = chain.listener("without", CHAIN_HANDLERS="plain")
+    without = chain.listener("without", SCRIPTED_HANDLERS="plain")
     chain.roll_past("plain")
     assert without.terminate() == 0
 

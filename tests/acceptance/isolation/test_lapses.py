@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain, frozen
 from tests.fixtures.failpoint import Failpoint
+from tests.rig.deployment import Deployment, MakeDeployment, frozen
 
 Document = dict[str, Any]
 
 
 @pytest.fixture
-def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
+def chain(deployment: MakeDeployment) -> Deployment:
     """Give a bridge of one partition, whose changes may crash once."""
-    options = {"partitions": 1, "max_crashes": 1}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options) as made:
-        yield made
+    return deployment("plain", options={"partitions": 1, "max_crashes": 1})
 
 
 def _crashes(state: Document) -> int:
     return int((state["retry"] or {}).get("crashes", 0))
 
 
-def test_a_frozen_worker_that_wakes_is_no_crash(chain: Chain) -> None:
+def test_a_frozen_worker_that_wakes_is_no_crash(chain: Deployment) -> None:
     """P14: a machine that was asleep; its successor runs meanwhile, and loses nothing by the withdrawal."""
     _, worker = chain.both()
     item = chain.allow(chain.write("plain", "frozen", 1, gate="open"))
@@ -45,7 +40,7 @@ def test_a_frozen_worker_that_wakes_is_no_crash(chain: Chain) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_cut_off_from_mongodb_is_no_crash(chain: Chain, failpoint: Failpoint) -> None:
+def test_a_worker_that_is_cut_off_from_mongodb_is_no_crash(chain: Deployment, failpoint: Failpoint) -> None:
     """P14: its handler goes on, its heartbeats do not get through, and another worker starts the change."""
     chain.listener()
     chain.worker(name="first", concurrency=1)
@@ -62,7 +57,7 @@ def test_a_worker_that_is_cut_off_from_mongodb_is_no_crash(chain: Chain, failpoi
 
 
 @pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.slow)])
-def test_a_deploy_that_kills_long_handlers_is_no_crash(chain: Chain, pool: str) -> None:
+def test_a_deploy_that_kills_long_handlers_is_no_crash(chain: Deployment, pool: str) -> None:
     """P14: SIGTERM to the worker's main process, and SIGKILL to all of it when the supervisor's patience ends."""
     chain.listener()
     worker = chain.worker("-P", pool, name="deployed")
@@ -80,19 +75,17 @@ def test_a_deploy_that_kills_long_handlers_is_no_crash(chain: Chain, pool: str) 
 
 
 @pytest.mark.slow
-def test_a_death_beside_a_lapse_stays_charged(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_a_death_beside_a_lapse_stays_charged(deployment: MakeDeployment) -> None:
     """P14: the first worker freezes, its successor dies, the first wakes: one crash is left."""
     options = {"partitions": 1, "max_crashes": 2}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options) as chain:
-        _, worker = chain.both()
-        item = chain.allow(chain.write("plain", "both", 1, gate="open"), 2)
-        with frozen(worker, chain.wait_started(item).pid):
-            os.kill(chain.wait_started(item, 2).pid, signal.SIGKILL)
-            chain.wait_started(item, 3)
-            assert _crashes(chain.of(item)) == 2, "nobody could know yet"
-        chain.wait_state(item, lambda state: _crashes(state) == 1)
-        chain.open_gate("open")
-        chain.wait_done()
-        chain.judge()
+    chain = deployment("plain", options=options)
+    _, worker = chain.both()
+    item = chain.allow(chain.write("plain", "both", 1, gate="open"), 2)
+    with frozen(worker, chain.wait_started(item).pid):
+        os.kill(chain.wait_started(item, 2).pid, signal.SIGKILL)
+        chain.wait_started(item, 3)
+        assert _crashes(chain.of(item)) == 2, "nobody could know yet"
+    chain.wait_state(item, lambda state: _crashes(state) == 1)
+    chain.open_gate("open")
+    chain.wait_done()
+    chain.judge()

@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain
-from tests.chaos.history import Due
 from tests.fixtures.process import wait_for
+from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 
@@ -26,23 +24,23 @@ PATIENT: Document = {"dispatch_grace": GRACE_SECONDS, "claim_ttl": 10}
 SECOND = 10**9
 
 
-def _received(chain: Chain, handler: str) -> int:
+def _received(chain: Deployment, handler: str) -> int:
     """How many messages of a handler workers were given."""
     return sum(len(re.findall(rf"handlers\.{handler}\[[^]]*\] received", text)) for text in chain.logs.values())
 
 
-def _wait_for_messages(chain: Chain, items: Iterable[Due], *, left: bool = True) -> None:
+def _wait_for_messages(chain: Deployment, items: Iterable[Due], *, left: bool = True) -> None:
     """Wait until the queues of all these changes have a message left, or none of them has."""
     with chain.broker as broker:
         queues = [f"chain.{chain.partition_of(item.handler, item.key)}" for item in items]
         wait_for(lambda: all(bool(broker.llen(queue)) == left for queue in queues))
 
 
-def _seconds_until_all_started(chain: Chain, since: int, items: list[Due]) -> float:
+def _seconds_until_all_started(chain: Deployment, since: int, items: list[Due]) -> float:
     return (max(start.at for start in chain.starts(*items)) - since) / SECOND
 
 
-def _seconds_after_an_absence(chain: Chain, seconds: float) -> float:
+def _seconds_after_an_absence(chain: Deployment, seconds: float) -> float:
     """Broker and workers go away with what was sent; how long after the return of both, one by one, all of it ran."""
     items = chain.write_many("plain", [f"k{number}" for number in range(6)], 1)
     _wait_for_messages(chain, items)
@@ -58,98 +56,56 @@ def _seconds_after_an_absence(chain: Chain, seconds: float) -> float:
     return _seconds_until_all_started(chain, back, items)
 
 
-def test_workers_and_broker_that_were_away_together_find_work_when_they_return(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_workers_and_broker_that_were_away_together_find_work_when_they_return(deployment: MakeDeployment) -> None:
     """I14: what was sent is lost, and no grace is waited for once more, neither the first nor a doubled one."""
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain", "other"], options=PATIENT) as chain:
-        chain.listener()
-        assert _seconds_after_an_absence(chain, 0) < GRACE_SECONDS / 2
+    chain = deployment("plain", "other", options=PATIENT)
+    chain.listener()
+    assert _seconds_after_an_absence(chain, 0) < GRACE_SECONDS / 2
 
 
 @pytest.mark.slow
 def test_after_five_minutes_without_workers_and_broker_changes_run_within_five_seconds(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+    deployment: MakeDeployment,
 ) -> None:
     """I14, the published bound; on a machine of its own."""
     options = {"claim_ttl": 10, "dispatch_grace": None}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain", "other"], options=options) as chain:
-        chain.listener()
-        assert _seconds_after_an_absence(chain, 300) < 5
+    chain = deployment("plain", "other", options=options)
+    chain.listener()
+    assert _seconds_after_an_absence(chain, 300) < 5
 
 
 @pytest.mark.slow
 def test_a_listener_that_was_deployed_before_its_workers_has_work_for_them_when_they_start(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+    deployment: MakeDeployment,
 ) -> None:
     """I14: the workers of before drop what they do not know, while they are busy with what they do."""
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain", "other"], options=PATIENT) as chain:
-        chain.listener()
-        before = chain.worker(name="before", CHAIN_HANDLERS="plain")
-        busy = chain.write("plain", "busy", 1, gate="open")
-        chain.wait_started(busy)
-        items = [chain.write("other", next(chain.keys("other", index)), 1) for index in range(chain.partitions)]
-        before.wait_for_output("this worker does not know their task")
-        _wait_for_messages(chain, items, left=False)
-        chain.open_gate("open")
-        chain.wait_done(handlers=["plain"])
-        before.end()
-        chain.worker(name="after")
-        ready = time.monotonic_ns()
-        chain.wait_done()
-        chain.judge(spare=0)
-        assert _seconds_until_all_started(chain, ready, items) < GRACE_SECONDS + 5
+    chain = deployment("plain", "other", options=PATIENT)
+    chain.listener()
+    before = chain.worker(name="before", SCRIPTED_HANDLERS="plain")
+    busy = chain.write("plain", "busy", 1, gate="open")
+    chain.wait_started(busy)
+    items = [chain.write("other", next(chain.keys("other", index)), 1) for index in range(chain.partitions)]
+    before.wait_for_output("this worker does not know their task")
+    _wait_for_messages(chain, items, left=False)
+    chain.open_gate("open")
+    chain.wait_done(handlers=["plain"])
+    before.end()
+    chain.worker(name="after")
+    ready = time.monotonic_ns()
+    chain.wait_done()
+    chain.judge(spare=0)
+    assert _seconds_until_all_started(chain, ready, items) < GRACE_SECONDS + 5
 
 
-def test_what_waits_for_its_rate_limit_is_not_sent_again(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_what_waits_for_its_rate_limit_is_not_sent_again(deployment: MakeDeployment) -> None:
     """I14: a duplicate would spend a token; so at least nine of ten tokens start a handler."""
     options = {"partitions": 16, "dispatch_grace": 1.5}
     conf = {"worker_prefetch_multiplier": 16}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["limited"], options=options, conf=conf) as chain:
-        chain.listener()
-        chain.worker()
-        keys = [next(chain.keys("limited", partition)) for partition in range(16)]
-        items = [*chain.write_many("limited", keys, 1), *(chain.write("limited", key, 2) for key in keys[:8])]
-        chain.wait_done()
-        chain.judge(spare=0)
-        assert len(items) >= 0.9 * _received(chain, "limited")
-
-
-@pytest.mark.slow
-def test_a_rate_limit_reaches_nine_tenths_of_what_it_allows(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
-    """I14, the published bound: one a second on 16 partitions, with the default grace; on a machine of its own."""
-    limit = {"tests.acceptance.chain_project.handlers.limited": {"rate_limit": "1/s"}}
-    conf = {"worker_prefetch_multiplier": 16, "task_annotations": limit}
-    options = {"partitions": 16, "claim_ttl": 10, "dispatch_grace": None}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["limited"], options=options, conf=conf) as chain:
-        chain.listener()
-        chain.worker()
-        keys = [next(chain.keys("limited", partition)) for partition in range(16)]
-        items = chain.write_many("limited", keys, 4)
-        chain.wait_done(timeout=300)
-        chain.judge(spare=0)
-        times = [start.at / SECOND for start in chain.starts()]
-        assert (len(items) - 1) / (max(times) - min(times)) >= 0.9
-
-
-@pytest.mark.slow
-def test_messages_that_wait_for_workers_are_not_sent_again(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
-    """I14: for several times the grace nobody consumes; the queues hold one message for each partition, no more."""
-    options = {"partitions": 2, "dispatch_grace": 4.0}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=options) as chain:
-        chain.listener()
-        items = [chain.write("plain", next(chain.keys("plain", partition)), 1) for partition in range(2)]
-        _wait_for_messages(chain, items)
-        since = time.monotonic()
-        wait_for(lambda: time.monotonic() - since > 12)
-        with chain.broker as broker:
-            assert [broker.llen(f"chain.{index}") for index in range(2)] == [1, 1]
-        chain.worker()
-        chain.wait_done()
-        chain.judge(spare=0)
+    chain = deployment("limited", options=options, conf=conf)
+    chain.listener()
+    chain.worker()
+    keys = [next(chain.keys("limited", partition)) for partition in range(16)]
+    items = [*chain.write_many("limited", keys, 1), *(chain.write("limited", key, 2) for key in keys[:8])]
+    chain.wait_done()
+    chain.judge(spare=0)
+    assert len(items) >= 0.9 * _received(chain, "limited")

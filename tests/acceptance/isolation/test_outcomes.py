@@ -2,55 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import bson
 import pytest
-from pymongo import MongoClient
 
 from mongo_celery.bridge.state.backlog import unpack_event
-from tests.acceptance.chain_rig import Chain
-from tests.chaos.history import Due
 from tests.fixtures.process import wait_for
+from tests.rig.deployment import Deployment, Make, MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
-MakeChain = Callable[..., Chain]
 
 HANDLERS = "tests.acceptance.isolation.outcome_handlers"
 
 
 @pytest.fixture
-def make_chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[MakeChain]:
+def make_chain(deployment: MakeDeployment) -> Make:
     """Give a function that starts a bridge with some of the handlers, each with one partition."""
-    with ExitStack() as stack:
-
-        def make(*handlers: str, **options: Any) -> Chain:
-            made = Chain(
-                mongo_client,
-                mongo_url,
-                tmp_path,
-                handlers=handlers,
-                options={"partitions": 1, **options},
-                conf={"include": [HANDLERS]},
-            )
-            chain = stack.enter_context(made)
-            chain.both()
-            return chain
-
-        yield make
+    return lambda *handlers: deployment(*handlers, include=HANDLERS, options={"partitions": 1}, start="both")
 
 
-def _write(chain: Chain, handler: str, key: str, **document: Any) -> Due:
+def _write(chain: Deployment, handler: str, key: str, **document: Any) -> Due:
     """Write one change whose handler ends as the document says, and wait until it is done or stands."""
     item = Due(handler, key, 1)
     chain.data[handler].insert_one({"_id": key, "n": 1, **document})
     return item
 
 
-def _letter(chain: Chain, item: Due) -> Document:
+def _letter(chain: Deployment, item: Due) -> Document:
     def there() -> Document | None:
         found = [each for each in chain.letters(item.handler) if item.key in each["key"]]
         return found[0] if found else None
@@ -65,7 +45,7 @@ def _nested(depth: int) -> Document:
     return document
 
 
-def test_a_failure_that_cannot_be_told_reaches_its_policy(make_chain: MakeChain) -> None:
+def test_a_failure_that_cannot_be_told_reaches_its_policy(make_chain: Make) -> None:
     """An exception whose `__str__` and `__repr__` raise, for each policy; the handler ran once."""
     chain = make_chain("halting_words", "skipping_words", "letter_words")
     halted, skipped, letter = (
@@ -83,7 +63,7 @@ def test_a_failure_that_cannot_be_told_reaches_its_policy(make_chain: MakeChain)
     assert _letter(chain, odd)["error"] == "OddlyWordedError: nul \0 surrogate ? dollar $x"
 
 
-def test_a_dead_letter_that_is_too_deep_keeps_its_change_as_bytes(make_chain: MakeChain) -> None:
+def test_a_dead_letter_that_is_too_deep_keeps_its_change_as_bytes(make_chain: Make) -> None:
     """A document that is nested as deep as the server takes one does not fit into another; nothing of it is lost."""
     chain = make_chain("letter_words")
     deep = _nested(177)
@@ -95,7 +75,7 @@ def test_a_dead_letter_that_is_too_deep_keeps_its_change_as_bytes(make_chain: Ma
     assert len(chain.starts(item)) == 1
 
 
-def test_a_handler_that_changes_its_event_moves_no_position(make_chain: MakeChain) -> None:
+def test_a_handler_that_changes_its_event_moves_no_position(make_chain: Make) -> None:
     """The position is that of the bytes that were read: a larger token would pass over changes."""
     chain = make_chain("letter_words")
     first = _write(chain, "letter_words", "first", tampers=True)
@@ -107,7 +87,7 @@ def test_a_handler_that_changes_its_event_moves_no_position(make_chain: MakeChai
     assert [len(chain.starts(item)) for item in (first, second, third)] == [1, 1, 1]
 
 
-def test_a_retry_without_a_time_is_the_handlers_failure(make_chain: MakeChain) -> None:
+def test_a_retry_without_a_time_is_the_handlers_failure(make_chain: Make) -> None:
     """What cannot be parked goes to the failure policy, with a sentence that names the cause."""
     chain = make_chain("skipping_words")
     item = _write(chain, "skipping_words", "never", ends="retry_never")
@@ -119,7 +99,7 @@ def test_a_retry_without_a_time_is_the_handlers_failure(make_chain: MakeChain) -
 
 
 @pytest.mark.parametrize("handler", ["unprepared", "annotated"])
-def test_a_preparation_that_fails_is_the_changes_failure(make_chain: MakeChain, handler: str) -> None:
+def test_a_preparation_that_fails_is_the_changes_failure(make_chain: Make, handler: str) -> None:
     """
     `before_start` of a base class or of `task_annotations` runs under the claim.
 
@@ -134,7 +114,7 @@ def test_a_preparation_that_fails_is_the_changes_failure(make_chain: MakeChain, 
     assert chain.starts(item) == []
 
 
-def test_hooks_that_fail_change_no_outcome(make_chain: MakeChain) -> None:
+def test_hooks_that_fail_change_no_outcome(make_chain: Make) -> None:
     """`on_success`, `on_failure` and `after_return` come after it; a receiver of `task_prerun` is only logged."""
     chain = make_chain("broken_hooks")
     good = _write(chain, "broken_hooks", "good")
@@ -146,7 +126,7 @@ def test_hooks_that_fail_change_no_outcome(make_chain: MakeChain) -> None:
 
 
 @pytest.mark.parametrize("broker", ["refuses", pytest.param("is away", marks=pytest.mark.slow)])
-def test_a_commit_link_that_cannot_be_published_fails_no_task(make_chain: MakeChain, broker: str) -> None:
+def test_a_commit_link_that_cannot_be_published_fails_no_task(make_chain: Make, broker: str) -> None:
     """I15: the handler has succeeded: in log, hooks and state. The listener commits."""
     chain = make_chain("hooked")
     item = _write(chain, "hooked", "key", do={"gate": "open"})

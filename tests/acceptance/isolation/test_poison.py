@@ -6,14 +6,11 @@ Each test is a real bridge that must never be started again to go on, and that s
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Self
-from uuid import uuid4
+from typing import Any
 
 import bson
 import pytest
@@ -22,77 +19,26 @@ from bson.binary import Binary
 from bson.code import Code
 from bson.datetime_ms import DatetimeMS
 from bson.raw_bson import RawBSONDocument
-from pymongo import MongoClient
 
 from mongo_celery.bridge.change import wrap_event
 from mongo_celery.bridge.partitioning import document_hash, partition_hash
 from mongo_celery.bridge.state.backlog import unpack_event
-from mongo_celery.embedded import RedisServer
-from tests.fixtures.mongo import empty, sparse
-from tests.fixtures.process import Processes, ProjectProcess, wait_for
+from tests.fixtures.process import ProjectProcess, wait_for
+from tests.rig.deployment import Deployment, MakeDeployment
 
 Document = dict[str, Any]
 
-APP = "tests.acceptance.isolation.poison_project"
+HANDLERS = "tests.acceptance.isolation.poison_handlers"
 PARTITIONS = 4
-NO_CUSTOMER = partition_hash(None) % PARTITIONS
-"""Where documents without a customer belong once the partition rule is corrected."""
+_UUIDS = "uuidRepresentation=standard"
 
 
-class Rig:
-    """One bridge of the project, with databases and a broker of its own."""
-
-    def __init__(self, client: MongoClient[Document], url: str, directory: Path, **environment: str) -> None:
-        self.name = f"poison_{uuid4().hex[:8]}"
-        self.client = client
-        self.data = client[f"{self.name}_data"]
-        self.state = client[f"{self.name}_state"]
-        self.redis = RedisServer()
-        directory.mkdir(exist_ok=True)
-        self._processes = Processes(directory)
-        self._url = f"{url}&uuidRepresentation=standard"
-        self._environment = environment
-
-    def __enter__(self) -> Self:
-        self.redis.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._processes.__exit__()
-        self.redis.stop()
-        for suffix in ("data", "state", "facts"):
-            empty(self.client, f"{self.name}_{suffix}")
-
-    def run(self, *arguments: str, **environment: str) -> ProjectProcess:
-        """Start one of the project's commands."""
-        needed = {"POISON_NAME": self.name, "POISON_MONGO": self._url, "POISON_BROKER": self.redis.url}
-        return self._processes.celery(APP, *arguments, environment={**needed, **self._environment, **environment})
-
-    def listener(self, **environment: str) -> ProjectProcess:
-        """Start a listener that leads."""
-        started = self.run("listener", "-l", "INFO", **environment)
-        started.wait_for_output("reading from")
-        return started
-
-    def worker(self) -> ProjectProcess:
-        """Start a worker that consumes."""
-        started = self.run("worker", "-c", "2", "--without-gossip", "--without-mingle", "-l", "INFO")
-        started.wait_for_output(r" ready\.")
-        return started
-
-    def command(self, *arguments: str) -> str:
-        """What a command writes; it must succeed."""
-        process = self.run("changes", *arguments)
-        assert process.wait() == 0, process.text
-        return process.text
+class Rig(Deployment):
+    """A bridge of the handlers in `poison_handlers.py`."""
 
     def status(self) -> Document:
-        """As the command shows it."""
-        process = self.run("changes", "status", "--json")
-        process.wait()  # its status is that of the verdict
-        lines = process.text.splitlines()
-        found: Document = json.loads(next(line for line in lines if line.startswith("{")))
-        return found
+        """What `changes status` says."""
+        return self.changes("status")
 
     def insert(self, collection: str, _id: Any, **fields: Any) -> None:
         """Insert one document."""
@@ -100,7 +46,7 @@ class Rig:
 
     def handled(self, handler: str) -> list[Document]:
         """What a handler has had, in the order of time."""
-        return list(self.client[f"{self.name}_facts"]["handled"].find({"handler": handler}).sort("at"))
+        return list(self.facts["handled"].find({"handler": handler}).sort("at"))
 
     def ids(self, handler: str) -> list[Any]:
         """The keys that a handler has had."""
@@ -113,15 +59,12 @@ class Rig:
             message=lambda: f"{handler}: {expected - set(self.ids(handler))} missing",
         )
 
-    def partitions(self, handler: str) -> list[Document]:
-        """The partitions of a handler, by index."""
-        return list(sparse(self.state["partitions"]).find({"handler": handler}).sort("partition"))
-
     def wait_halted(self, handler: str, indexes: set[int]) -> None:
         """Wait until exactly these partitions of a handler are halted."""
 
         def halted() -> set[int]:
-            return {index for index, each in enumerate(self.partitions(handler)) if each["state"] == "halted"}
+            found = self.state["partitions"].find({"handler": handler, "state": "halted"})
+            return {each["partition"] for each in found}
 
         wait_for(lambda: halted() == indexes, message=lambda: f"{handler}: halted {halted()}, expected {indexes}")
 
@@ -136,21 +79,20 @@ class Rig:
         return found
 
 
+def make_rig(deployment: MakeDeployment, url: str, **options: Any) -> tuple[Rig, ProjectProcess, ProjectProcess]:
+    """Start a bridge with a listener and a worker, none of which is ever started again."""
+    given: Document = {"options": {"claim_ttl": 4, "dispatch_grace": 3, **options}, "url": f"{url}&{_UUIDS}"}
+    rig = deployment("none of the scripted ones", kind=Rig, include=HANDLERS, **given)
+    return rig, *rig.both()
+
+
 @pytest.fixture(scope="module")
-def rig(mongo_client: MongoClient[Document], mongo_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+def rig(shared_deployment: MakeDeployment, mongo_url: str) -> Iterator[Rig]:
     """Give a bridge with a listener and a worker that are never started again."""
-    with Rig(mongo_client, mongo_url, tmp_path_factory.mktemp("poison")) as started:
-        listener, worker = started.run("listener", "-l", "INFO"), started.worker()
-        listener.wait_for_output("reading from")
-        yield started
-        assert listener.running
-        assert worker.running
-
-
-def partitions_of(status: Document, handler: str) -> list[Document]:
-    """The partitions of a handler, as `status` shows them."""
-    (found,) = [each["partitions"] for each in status["handlers"] if each["name"] == handler]
-    return list(found)
+    made, listener, worker = make_rig(shared_deployment, mongo_url)
+    yield made
+    assert listener.running
+    assert worker.running
 
 
 def broken(document: Mapping[str, Any]) -> RawBSONDocument:
@@ -241,7 +183,7 @@ def test_a_document_with_a_giant_id_becomes_a_dead_letter_and_its_handler_goes_o
     assert all(name in letter["error"] for name in names)
     (reason,) = [each for each in rig.status()["findings"] if each["code"] == "dead_letters"]
     assert all(name.strip("`") in reason["sentence"] for name in names), "no foreign text looks like a command"
-    rig.command("dead-letters", "discard", "halt", "--yes")
+    assert rig.changes("dead-letters", "discard", "halt", "--yes")["done"] == 1
     assert rig.status()["oversized"] is None
 
 
@@ -260,16 +202,16 @@ def test_a_retry_that_never_comes_parks_its_change_and_nothing_else(rig: Rig, as
     """I5: a time that cannot be read back ended listener and commands for ever."""
     before = set(rig.ids("halt"))
     rig.insert("halt", asked, retry=asked, customer=_customer(0))
-    wait_for(lambda: (rig.partitions("halt")[0]["retry"] or {}).get("notBefore"))
-    parked = rig.partitions("halt")[0]["retry"]["notBefore"]
+    wait_for(lambda: (rig.partition("halt", 0)["retry"] or {}).get("notBefore"))
+    parked = rig.partition("halt", 0)["retry"]["notBefore"]
     assert datetime(2100, 1, 1) < parked < datetime(2300, 1, 1)  # noqa: DTZ001 - as the state has it
     rig.insert("halt", f"beside {asked}", customer=_customer(1))
     rig.wait_ids("halt", before | {asked, f"beside {asked}"})
-    (status,) = [each for each in partitions_of(rig.status(), "halt") if not each["index"]]
-    assert status["state"] == "retrying"
+    (shown,) = [each["partitions"] for each in rig.status()["handlers"] if each["name"] == "halt"]
+    assert [each["state"] for each in shown if not each["partition"]] == ["retrying"]
     rig.data["halt"].update_one({"_id": asked}, {"$unset": {"retry": 1}})
     rig.state["partitions"].update_one(
-        {"_id": {"$regex": "^poison/halt/[0-9]+/0$"}}, {"$set": {"retry.notBefore": datetime(2000, 1, 1, tzinfo=UTC)}}
+        {"_id": {"$regex": "^chain/halt/[0-9]+/0$"}}, {"$set": {"retry.notBefore": datetime(2000, 1, 1, tzinfo=UTC)}}
     )
     wait_for(lambda: rig.ids("halt").count(asked) == 2)
 
@@ -281,123 +223,9 @@ def test_a_retry_in_the_past_comes_at_once(rig: Rig, asked: str) -> None:
     wait_for(lambda: rig.ids("skip").count(asked) == 2, message=lambda: str(rig.ids("skip")))
 
 
-def test_a_retry_without_a_time_is_an_error_of_the_handler(rig: Rig) -> None:
-    """I5: it had no outcome at all, and its claim lapsed again and again."""
-    rig.insert("dead_letter", "nan", retry="nan", customer=1)
-    (letter,) = rig.wait_letters("dead_letter", 1)
-    assert letter["error"].startswith("HandlerUsageError: retry() needs a number of seconds or a datetime")
-
-
-def test_a_handler_that_spoils_its_event_cannot_move_the_position(rig: Rig) -> None:
-    """I5: a larger token in `change.raw` would have lost what comes before it."""
-    customer = _customer(2)
-    rig.insert("skip", "spoilt", spoil=True, customer=customer)
-    rig.insert("skip", "behind", customer=customer)
-    rig.wait_ids("skip", {"spoilt", "behind"})
-    token = rig.partitions("skip")[2]["resumeToken"]
-    assert token["_data"].startswith("82")
-    assert len(token["_data"]) > 60
-
-
-def test_a_match_that_fails_on_one_document_halts_its_partition_alone(rig: Rig) -> None:
-    """I4: the server refuses the whole batch; the handlers without a `match` get the event as always."""
-    bad, good = _key(rig, "matched", 1), _key(rig, "matched", 2)
-    rig.insert("matched", bad, good="no number")
-    rig.insert("matched", good, good="1")
-    rig.insert("skip", "beside", customer=1)
-    rig.wait_halted("matched", {1})
-    rig.wait_ids("matched", {good})
-    rig.wait_ids("skip", {"beside"})
-    assert rig.partitions("matched")[1]["retry"]["error"].startswith("RefusedChangeError: ")
-    rig.command("skip", "matched", "1", "--yes")
-    rig.wait_halted("matched", set())
-
-
 def _customer(index: int) -> int:
     """A customer of this partition."""
     return next(number for number in range(100) if partition_hash(number) % PARTITIONS == index)
-
-
-def _key(rig: Rig, handler: str, index: int, number: int = 0, database: str | None = "") -> int:
-    """The `_id` of a document of this partition, by its document key."""
-    ns = {"db": rig.data.name, "coll": handler} if database is not None else {"coll": handler}
-    found = (
-        number
-        for number in range(1000)
-        if document_hash({"ns": ns, "documentKey": {"_id": number}}) % PARTITIONS == index
-    )
-    for _ in range(number):
-        next(found)
-    return next(found)
-
-
-@pytest.mark.slow
-def test_a_partition_rule_that_fails_goes_to_the_policy_and_a_corrected_one_loses_nothing(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
-    """
-    I4, P12, P13: refused changes keep their partition.
-
-    By the corrected rule they would belong to one that has committed later changes already.
-    """
-    assert NO_CUSTOMER not in (0, 1)
-    policies = ("halt", "dead_letter", "skip")
-    with Rig(mongo_client, mongo_url, tmp_path / "rule") as rig:
-        listener = rig.listener()
-        rig.worker()
-        poison = {policy: [_key(rig, policy, 0), _key(rig, policy, 0, 1), _key(rig, policy, 1)] for policy in policies}
-        for policy in policies:
-            for number in range(4):
-                rig.insert(policy, f"before {number}", customer=_customer(number))
-            for key in poison[policy]:
-                rig.insert(policy, key, poison=True)
-            for number in range(4):
-                rig.insert(policy, f"after {number}", customer=_customer(number))
-            rig.insert(policy, "nobody", customer=None)
-        words = [f"before {number}" for number in range(4)] + [f"after {number}" for number in range(4)] + ["nobody"]
-
-        # Each policy, and the changes beside.
-        for policy in ("dead_letter", "skip"):
-            rig.wait_ids(policy, set(words))
-        rig.wait_ids("halt", set(words) - {"after 0", "after 1"})
-        rig.wait_halted("halt", {0, 1})
-        letters = rig.wait_letters("dead_letter", 3)
-        assert {letter["change"]["documentKey"]["_id"] for letter in letters} == set(poison["dead_letter"])
-        assert letters[0]["error"].startswith(
-            "RefusedChangeError: partition_by of handler dead_letter failed: KeyError: 'customer'"
-        )
-        assert [letter["attempts"] for letter in letters] == [0, 0, 0]
-        shown = {each["index"]: each for each in partitions_of(rig.status(), "halt")}
-        assert "partition_by of handler halt failed: KeyError" in shown[0]["error"]
-        assert shown[0]["key"] == f"{rig.data.name}.halt insert {poison['halt'][0]}"
-        assert listener.text.count("is refused before handler halt") == 1
-
-        # A restart makes nothing better and nothing worse; neither does a retry.
-        listener.end()
-        listener = rig.listener()
-        rig.insert("halt", "later", customer=_customer(2))
-        rig.wait_ids("halt", {"later"})
-        rig.wait_halted("halt", {0, 1})
-        rig.wait_letters("dead_letter", 3)
-        fence = rig.partitions("halt")[0]["fencingToken"]
-        rig.command("retry", "halt", "0")
-        wait_for(lambda: rig.partitions("halt")[0]["fencingToken"] > fence + 1)
-        rig.wait_halted("halt", {0, 1})
-        rig.command("skip", "halt", "1", "--yes")
-        rig.wait_ids("halt", {"after 1"})
-
-        # The corrected rule: what was refused runs where it stood.
-        assert listener.terminate() == 0
-        rig.listener(POISON_CURED="1")
-        rig.command("retry", "--yes")
-        rig.wait_ids("halt", {*poison["halt"][:2], "after 0"})
-        every: dict[str, set[Any]] = {policy: set(words) for policy in policies}
-        every["halt"] |= {"later", *poison["halt"][:2]}
-        for policy, expected in every.items():
-            assert sorted(map(str, rig.ids(policy))) == sorted(map(str, expected))  # each of them once
-        rig.wait_halted("halt", set())
-        ran = [fact["partition"] for fact in rig.handled("halt") if bson.decode(fact["key"])[""] in poison["halt"]]
-        assert ran == [0, 0]
 
 
 # -- every poison, with every policy -----------------------------------------------------------------
@@ -446,61 +274,59 @@ POISONS = {
 
 
 def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_change_does(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
+    deployment: MakeDeployment, mongo_url: str
 ) -> None:
     """I4, P12: a poison in a partition each, before handlers of four kinds, each of them with every policy."""
-    with Rig(mongo_client, mongo_url, tmp_path / "matrix", POISON_OPTIONS=json.dumps(MATRIX_OPTIONS)) as rig:
-        rig.data.create_collection("updated", changeStreamPreAndPostImages={"enabled": True})
-        listener, worker = rig.listener(), rig.worker()
-        beside = [_key_in(rig, index, "beside") for index in range(WIDE)]
-        poisoned = [_key_in(rig, index, poison.key) for index, poison in enumerate(POISONS.values())]
-        for key in beside:
-            _update(rig, key)
-        for key, poison in zip(poisoned, POISONS.values(), strict=True):
-            _update(rig, key, poison)
-        for key in beside:
-            rig.data["updated"].update_one({"_id": key}, {"$set": {"n": 1}})
-        words = {(key, n) for key in beside for n in (0, 1)}
-        errors = [poison.error for poison in POISONS.values()]
-        guilty = {kind: [i for i, each in enumerate(POISONS.values()) if kind in each.concerns] for kind in KINDS}
-        flows = {kind: words | {(key, 0) for i, key in enumerate(poisoned) if i not in guilty[kind]} for kind in KINDS}
-        flows["aloof"] = set()
+    rig, listener, worker = make_rig(deployment, mongo_url, **MATRIX_OPTIONS)
+    rig.data.create_collection("updated", changeStreamPreAndPostImages={"enabled": True})
+    beside = [_key_in(rig, index, "beside") for index in range(WIDE)]
+    poisoned = [_key_in(rig, index, poison.key) for index, poison in enumerate(POISONS.values())]
+    for key in beside:
+        _update(rig, key)
+    for key, poison in zip(poisoned, POISONS.values(), strict=True):
+        _update(rig, key, poison)
+    for key in beside:
+        rig.data["updated"].update_one({"_id": key}, {"$set": {"n": 1}})
+    words = {(key, n) for key in beside for n in (0, 1)}
+    errors = [poison.error for poison in POISONS.values()]
+    guilty = {kind: [i for i, each in enumerate(POISONS.values()) if kind in each.concerns] for kind in KINDS}
+    flows = {kind: words | {(key, 0) for i, key in enumerate(poisoned) if i not in guilty[kind]} for kind in KINDS}
+    flows["aloof"] = set()
 
-        for kind in KINDS:
-            _wait_updates(rig, f"{kind}_halt", flows[kind] - {(beside[index], 1) for index in guilty[kind]})
-            rig.wait_halted(f"{kind}_halt", {*guilty[kind]})
-            for policy in ("dead_letter", "skip"):
-                _wait_updates(rig, f"{kind}_{policy}", flows[kind])
-                rig.wait_halted(f"{kind}_{policy}", set())
-            letters = rig.wait_letters(f"{kind}_dead_letter", len(guilty[kind]))
-            assert sorted(letter["partition"] for letter in letters) == guilty[kind]
-            for letter in letters:
-                assert letter["error"].startswith(errors[letter["partition"]])
-                kept = letter["change"]  # what could be read
-                event = RawBSONDocument(unpack_event(letter)) if "raw" in letter else kept
-                assert event["updateDescription"]["updatedFields"]["n"] == 0
-        handlers = rig.status()["handlers"]
-        halted = {
-            (handler["name"], each["index"]): each
-            for handler in handlers
-            for each in handler["partitions"]
-            if each["state"] == "halted"
-        }
-        assert set(halted) == {(f"{kind}_halt", index) for kind in KINDS for index in guilty[kind]}
-        assert all(each["error"].startswith(errors[index]) for (_, index), each in halted.items())
+    for kind in KINDS:
+        _wait_updates(rig, f"{kind}_halt", flows[kind] - {(beside[index], 1) for index in guilty[kind]})
+        rig.wait_halted(f"{kind}_halt", {*guilty[kind]})
+        for policy in ("dead_letter", "skip"):
+            _wait_updates(rig, f"{kind}_{policy}", flows[kind])
+            rig.wait_halted(f"{kind}_{policy}", set())
+        letters = rig.wait_letters(f"{kind}_dead_letter", len(guilty[kind]))
+        assert sorted(letter["partition"] for letter in letters) == guilty[kind]
+        for letter in letters:
+            assert letter["error"].startswith(errors[letter["partition"]])
+            kept = letter["change"]  # what could be read
+            event = RawBSONDocument(unpack_event(letter)) if "raw" in letter else kept
+            assert event["updateDescription"]["updatedFields"]["n"] == 0
+    handlers = rig.status()["handlers"]
+    halted = {
+        (handler["name"], each["partition"]): each
+        for handler in handlers
+        for each in handler["partitions"]
+        if each["state"] == "halted"
+    }
+    assert set(halted) == {(f"{kind}_halt", index) for kind in KINDS for index in guilty[kind]}
+    assert all(each["error"].startswith(errors[index]) for (_, index), each in halted.items())
 
-        # A retry makes nothing better and nothing worse; what is skipped lets the others pass.
-        fences = [each["fencingToken"] for each in rig.partitions("picky_halt")]
-        rig.command("retry", "--yes")
-        for index in guilty["picky"]:
-            wait_for(lambda index=index: rig.partitions("picky_halt")[index]["fencingToken"] > fences[index])  # type: ignore[misc]
-        rig.wait_halted("picky_halt", {*guilty["picky"]})
-        skips = [rig.run("changes", "skip", "picky_halt", str(i), "--yes") for i in guilty["picky"]]
-        assert [skip.wait() for skip in skips] == [0] * len(skips)
-        _wait_updates(rig, "picky_halt", flows["picky"])
-        rig.wait_halted("picky_halt", set())
-        assert listener.running
-        assert worker.running
+    # A retry makes nothing better and nothing worse; what is skipped lets the others pass.
+    fences = {index: rig.partition("picky_halt", index)["fencingToken"] for index in guilty["picky"]}
+    rig.changes("retry", "--yes")
+    for index, fence in fences.items():
+        wait_for(lambda: rig.partition("picky_halt", index)["fencingToken"] > fence)  # noqa: B023 - in this round only
+    rig.wait_halted("picky_halt", {*guilty["picky"]})
+    assert rig.changes("skip", "picky_halt", "--yes")["done"] == len(guilty["picky"])
+    _wait_updates(rig, "picky_halt", flows["picky"])
+    rig.wait_halted("picky_halt", set())
+    assert listener.running
+    assert worker.running
 
 
 def _key_in(rig: Rig, index: int, words: str) -> str:

@@ -2,55 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
+from tests.rig.deployment import Deployment, MakeDeployment
 
 Document = dict[str, Any]
-MakeChain = Callable[..., Chain]
 
 HANDLERS = "tests.acceptance.isolation.dead_letter_handlers"
 
 
 @pytest.fixture
-def make_chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[MakeChain]:
-    """Give a function that makes a bridge with some of the handlers."""
-    with ExitStack() as stack:
-
-        def make(*handlers: str, **options: Any) -> Chain:
-            made = Chain(
-                mongo_client,
-                mongo_url,
-                tmp_path,
-                handlers=handlers,
-                options={"partitions": 2, **options},
-                conf={"include": [HANDLERS]},
-            )
-            return stack.enter_context(made)
-
-        yield make
+def chain(deployment: MakeDeployment) -> Deployment:
+    """Give a bridge with the handler `copied`."""
+    return deployment("copied", include=HANDLERS, options={"partitions": 2})
 
 
-def _copies(chain: Chain) -> dict[str, int]:
+def _copies(chain: Deployment) -> dict[str, int]:
     return {each["_id"].partition("/")[2]: each["n"] for each in chain.data["copies"].find()}
 
 
-def _again(chain: Chain, key: str, fence: int) -> list[Document]:
+def _again(chain: Deployment, key: str, fence: int) -> list[Document]:
     """What has ended well of a key since then, in its order."""
     return list(chain.facts["end"].find({"key": key, "fence": {"$gt": fence}}).sort("at"))
 
 
-def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_refused(make_chain: MakeChain) -> None:
+def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_refused(chain: Deployment) -> None:
     """P1, P2, P3: a handler that was running when its position went back writes nothing over what follows."""
-    chain = make_chain("copied")
     listener, worker = chain.both()
     keys = [next(chain.keys("copied", index)) for index in (0, 1)]
     for number in (1, 2, 3):
@@ -64,7 +45,7 @@ def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_re
 
     token = chain.partition("copied", 0)["resumeToken"]["_data"]
     moved = chain.changes("reset", "copied", "--to", "oldest", "--reason", "a wrong sum", "--yes")
-    assert (moved["moved"], [each["running"] for each in moved["partitions"]]) == ([0, 1], [True, False])
+    assert (moved["moved"], [each["state"] == "running" for each in moved["partitions"]]) == ([0, 1], [True, False])
     assert chain.partition("copied", 0)["resumeToken"]["_data"] < token
     chain.listener("again")
     chain.wait_started(late, 2)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
-from mongo_celery.embedded import RedisServer
-from tests.acceptance.chain_rig import Chain
-from tests.chaos.history import Due
 from tests.fixtures.process import ProjectProcess, wait_for
+from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 
@@ -21,35 +18,37 @@ _MEGABYTE = 1 << 20
 _SMALL = 20
 
 
+def make_chain(deployment: MakeDeployment, spill_after: float) -> Deployment:
+    """Make a bridge with one handler, on a broker that takes no message above a megabyte, also after a restart."""
+    options = {"max_message_bytes": 64 * _MEGABYTE, "spill_after": spill_after}  # by reference only what was stored
+    return deployment("plain", options=options, redis=("--proto-max-bulk-len", "1mb"))
+
+
 @pytest.fixture
-def chain(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Chain]:
-    """Give a bridge with one handler, on a broker that takes no message above a megabyte, also after a restart."""
-    whole = {"max_message_bytes": 64 * _MEGABYTE}  # nothing by reference
-    made = Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options=whole)
-    made.redis = RedisServer(options=("--proto-max-bulk-len", "1mb"))
-    with made:
-        yield made
+def chain(deployment: MakeDeployment) -> Deployment:
+    """Give a bridge that stores nothing of a rejected partition: its messages go out once the broker takes them."""
+    return make_chain(deployment, spill_after=600)
 
 
-def lift_the_limit(chain: Chain) -> None:
+def lift_the_limit(chain: Deployment) -> None:
     """Let the broker take messages of any size."""
     with chain.broker as broker:
         broker.config_set("proto-max-bulk-len", 512 * _MEGABYTE)
 
 
-def write_huge(chain: Chain, partition: int, megabytes: int) -> tuple[Due, Due]:
+def write_huge(chain: Deployment, partition: int, megabytes: int) -> tuple[Due, Due]:
     """Write a change whose message is too large, and a small one behind it in its partition."""
     key = next(chain.keys("plain", partition))
     return chain.write("plain", key, 1, text="x" * megabytes * _MEGABYTE), chain.write("plain", key, 2)
 
 
-def write_small(chain: Chain, *partitions: int, prefix: str = "small") -> list[Due]:
+def write_small(chain: Deployment, *partitions: int, prefix: str = "small") -> list[Due]:
     """Write small changes of these partitions, one a key."""
     keys = {partition: chain.keys("plain", partition, prefix) for partition in partitions}
     return [chain.write("plain", next(keys[partition]), 1) for _ in range(_SMALL // len(keys)) for partition in keys]
 
 
-def wait_started(chain: Chain, items: list[Due]) -> None:
+def wait_started(chain: Deployment, items: list[Due]) -> None:
     """Wait until the handler has started for each of these changes."""
     wanted = {(item.key, item.n) for item in items}
 
@@ -59,7 +58,7 @@ def wait_started(chain: Chain, items: list[Due]) -> None:
     wait_for(lambda: not missing(), message=lambda: f"not started: {missing()}")
 
 
-def reported(chain: Chain, condition: Callable[[list[Document]], object]) -> list[Document]:
+def reported(chain: Deployment, condition: Callable[[list[Document]], object]) -> list[Document]:
     """Wait until what the lease says of rejected messages fulfils a condition, and return it."""
 
     def found() -> list[Document] | None:
@@ -75,7 +74,7 @@ def rejections(listener: ProjectProcess) -> list[str]:
     return re.findall(r"broker rejects the message .*", listener.text)
 
 
-def test_messages_that_the_broker_rejects_hold_their_own_partitions_only(chain: Chain) -> None:
+def test_messages_that_the_broker_rejects_hold_their_own_partitions_only(chain: Deployment) -> None:
     """P12: two changes of 2 and 12 MB among small ones; once the limit is lifted all is done, each key in order."""
     listener, _ = chain.both()
     huge = [*write_huge(chain, 0, 2), *write_huge(chain, 1, 12)]
@@ -88,7 +87,7 @@ def test_messages_that_the_broker_rejects_hold_their_own_partitions_only(chain: 
     said = "\n".join(rejections(listener))
     for item in huge[::2]:
         assert f"'{item.key}'" in said, "the record names the change"
-        assert chain.of(item)["_id"] in said, "and its partition"
+        assert f"partition {item.handler}/{chain.partition_of(item.handler, item.key)} " in said, "and its partition"
     wait_started(chain, write_small(chain, 2, 3, prefix="later"))
 
     lift_the_limit(chain)
@@ -97,7 +96,7 @@ def test_messages_that_the_broker_rejects_hold_their_own_partitions_only(chain: 
     assert reported(chain, lambda found: not found) == []
 
 
-def test_a_broker_that_goes_away_beside_a_rejected_message_is_waited_for_as_a_whole(chain: Chain) -> None:
+def test_a_broker_that_goes_away_beside_a_rejected_message_is_waited_for_as_a_whole(chain: Deployment) -> None:
     """P12, P16: its absence rejects none of the small ones; when it is back they flow, and the large one waits on."""
     listener, _ = chain.both()
     huge, _ = write_huge(chain, 0, 2)
@@ -115,3 +114,18 @@ def test_a_broker_that_goes_away_beside_a_rejected_message_is_waited_for_as_a_wh
     lift_the_limit(chain)
     chain.wait_done()
     chain.judge()
+
+
+def test_a_partition_that_is_rejected_for_long_is_stored_and_its_changes_travel_by_reference(
+    deployment: MakeDeployment,
+) -> None:
+    """P12, P17: the limit stays, and after `spill_after` all is done in order, without anybody's help."""
+    chain = make_chain(deployment, spill_after=1)
+    listener, _ = chain.both()
+    write_huge(chain, 0, 2)
+    write_huge(chain, 1, 6)
+    write_small(chain, 2, 3)
+    chain.wait_done()
+    chain.judge()
+    assert len(rejections(listener)) == 2
+    assert reported(chain, lambda found: not found) == []

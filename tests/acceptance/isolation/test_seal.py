@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
-from pymongo import MongoClient
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.state import signing
 from mongo_celery.errors import CommandRefusedError
-from tests.acceptance.chain_rig import Chain
-from tests.chaos.history import Due
 from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
+from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 
@@ -52,35 +50,35 @@ def _tampered(message: bytes, headers: Mapping[str, Any], embedded: Mapping[str,
     return json.dumps({**found, "headers": {**found["headers"], **headers}}).encode()
 
 
-def _dropped(chain: Chain) -> Document:
+def _dropped(chain: Deployment) -> Document:
     found: Document = (chain.state["drops"].find_one({"_id": "chain"}) or {}).get("dropped", {})
     return found
 
 
 @pytest.mark.parametrize("pool", [pytest.param("prefork", marks=pytest.mark.slow), "threads"])
 def test_a_queued_message_that_was_tampered_with_is_dropped_and_its_change_is_handled(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, pool: str
+    deployment: MakeDeployment, pool: str
 ) -> None:
     """P11: time limits, expiry, ETA, stamps, links: taken from the broker, changed and put back, they have no power."""
     changes: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(headers, {}) for headers in _HEADERS.values()]
     changes += [({}, embedded) for embedded in _EMBEDDED.values()]
     options = {"partitions": len(changes), "queues": len(changes)}
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["skipping"], options=options) as chain:
-        chain.listener()
-        for index in range(len(changes)):
-            chain.write("skipping", next(chain.keys("skipping", index)), 1, seconds=0.4)
-        with chain.broker as broker:
-            for index, change in enumerate(changes):
-                queue = f"chain.{index}"
-                message = wait_for(partial(broker.rpop, queue))
-                broker.rpush(queue, _tampered(message, *change))
-        worker = chain.worker("-P", pool, concurrency=4)
-        chain.wait_done()
-        wait_for(lambda: _dropped(chain).get("tampered") == len(changes), message=lambda: str(_dropped(chain)))
-        chain.judge(spare=0)
-        assert len(chain.effects()) == len(changes), "nothing was skipped"
-        assert worker.running
-        assert "Traceback" not in worker.text
+    chain = deployment("skipping", options=options)
+    chain.listener()
+    for index in range(len(changes)):
+        chain.write("skipping", next(chain.keys("skipping", index)), 1, seconds=0.4)
+    with chain.broker as broker:
+        for index, change in enumerate(changes):
+            queue = f"chain.{index}"
+            message = wait_for(partial(broker.rpop, queue))
+            broker.rpush(queue, _tampered(message, *change))
+    worker = chain.worker("-P", pool, concurrency=4)
+    chain.wait_done()
+    wait_for(lambda: _dropped(chain).get("tampered") == len(changes), message=lambda: str(_dropped(chain)))
+    chain.judge(spare=0)
+    assert len(chain.effects()) == len(changes), "nothing was skipped"
+    assert worker.running
+    assert "Traceback" not in worker.text
 
 
 def _malformed(message: bytes) -> dict[str, bytes]:
@@ -100,106 +98,100 @@ def _malformed(message: bytes) -> dict[str, bytes]:
     return {**{name: json.dumps(change).encode() for name, change in changes.items()}, **texts}
 
 
-def test_messages_that_are_none_of_celerys_end_no_worker_and_fill_no_log(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_messages_that_are_none_of_celerys_end_no_worker_and_fill_no_log(deployment: MakeDeployment) -> None:
     """P8, P11, P12: they are dropped and counted, wherever they say they come from, and the next one is handled."""
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["skipping"], options={"partitions": 1}) as chain:
-        chain.listener()
-        chain.write("skipping", "first", 1)
-        with chain.broker as broker:
-            message = wait_for(lambda: next(iter(broker.lrange("chain.0", 0, -1)), None))
-            malformed = _malformed(message)
-            for each in malformed.values():
-                broker.lpush("chain.0", *[each] * 20, each.replace(b'"chain.0"', b'"elsewhere"'))
-            unknown = json.loads(message)
-            unknown["headers"]["task"] = "chain.unknown"
-            broker.lpush("chain.0", *[json.dumps(unknown)] * 100)
-        worker = chain.worker("-P", "threads", "-Q", "chain.0")
-        wait_for(lambda: _dropped(chain).get("malformed") == 21 * len(malformed), message=lambda: str(_dropped(chain)))
-        chain.write("skipping", "second", 1)
-        chain.wait_done()
-        chain.judge(spare=0)
-        assert worker.running
-        assert "Traceback" not in worker.text
-        assert worker.text.count("ropped") + worker.text.count("chain.unknown") < 6
+    chain = deployment("skipping", options={"partitions": 1})
+    chain.listener()
+    chain.write("skipping", "first", 1)
+    with chain.broker as broker:
+        message = wait_for(lambda: next(iter(broker.lrange("chain.0", 0, -1)), None))
+        malformed = _malformed(message)
+        for each in malformed.values():
+            broker.lpush("chain.0", *[each] * 20, each.replace(b'"chain.0"', b'"elsewhere"'))
+        unknown = json.loads(message)
+        unknown["headers"]["task"] = "chain.unknown"
+        broker.lpush("chain.0", *[json.dumps(unknown)] * 100)
+    worker = chain.worker("-P", "threads", "-Q", "chain.0")
+    wait_for(lambda: _dropped(chain).get("malformed") == 21 * len(malformed), message=lambda: str(_dropped(chain)))
+    chain.write("skipping", "second", 1)
+    chain.wait_done()
+    chain.judge(spare=0)
+    assert worker.running
+    assert "Traceback" not in worker.text
+    assert worker.text.count("ropped") + worker.text.count("chain.unknown") < 6
 
 
-def test_revokes_by_guessed_ids_hit_nothing(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_revokes_by_guessed_ids_hit_nothing(deployment: MakeDeployment) -> None:
     """P11: partition, number and dispatch are easily guessed; the rest of an id is not."""
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["skipping"], options={"partitions": 1}) as chain:
-        chain.listener()
-        worker = chain.worker()
-        item = chain.write("skipping", "held", 1, gate="open")
-        chain.wait_started(item)
-        heads = [f"chain.skipping.0.{seq}" for seq in (1, 2)]
-        guesses = [f"{head}{dispatch}{end}" for head in heads for dispatch in ("", ".d1") for end in ("", ".commit")]
-        told = {"task_id": guesses, "terminate": True, "signal": "SIGKILL"}
-        with Celery(broker=chain.redis.url) as outsider:
-            (answer,) = wait_for(lambda: outsider.control.broadcast("revoke", told, reply=True, timeout=2, limit=1))
-        assert [each["ok"] for each in answer.values()] == ["terminate: tasks unknown"]
-        chain.open_gate("open")
-        chain.write("skipping", "held", 2)
-        chain.wait_done()
-        chain.judge(spare=0)
-        assert "Discarding revoked task" not in worker.text
+    chain = deployment("skipping", options={"partitions": 1})
+    chain.listener()
+    worker = chain.worker()
+    item = chain.write("skipping", "held", 1, gate="open")
+    chain.wait_started(item)
+    heads = [f"chain.skipping.0.{seq}" for seq in (1, 2)]
+    guesses = [f"{head}{dispatch}{end}" for head in heads for dispatch in ("", ".d1") for end in ("", ".commit")]
+    told = {"task_id": guesses, "terminate": True, "signal": "SIGKILL"}
+    with Celery(broker=chain.redis.url) as outsider:
+        (answer,) = wait_for(lambda: outsider.control.broadcast("revoke", told, reply=True, timeout=2, limit=1))
+    assert [each["ok"] for each in answer.values()] == ["terminate: tasks unknown"]
+    chain.open_gate("open")
+    chain.write("skipping", "held", 2)
+    chain.wait_done()
+    chain.judge(spare=0)
+    assert "Discarding revoked task" not in worker.text
 
 
-def test_a_replayed_message_changes_nothing(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path
-) -> None:
+def test_a_replayed_message_changes_nothing(deployment: MakeDeployment) -> None:
     """P11: what was signed, and is done, starts nothing again, as often as it comes."""
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"], options={"partitions": 1}) as chain:
-        chain.listener()
-        chain.write("plain", "once", 1)
-        with chain.broker as broker:
-            message = wait_for(lambda: next(iter(broker.lrange("chain.0", 0, -1)), None))
-            worker = chain.worker()
-            chain.wait_done()
-            broker.lpush("chain.0", *[message] * 5)
-        name = json.loads(message)["headers"]["id"]
-        wait_for(lambda: worker.text.count(f"[{name}] received") >= 6)
-        chain.write("plain", "once", 2)
+    chain = deployment("plain", options={"partitions": 1})
+    chain.listener()
+    chain.write("plain", "once", 1)
+    with chain.broker as broker:
+        message = wait_for(lambda: next(iter(broker.lrange("chain.0", 0, -1)), None))
+        worker = chain.worker()
         chain.wait_done()
-        chain.judge(spare=0)
+        broker.lpush("chain.0", *[message] * 5)
+    name = json.loads(message)["headers"]["id"]
+    wait_for(lambda: worker.text.count(f"[{name}] received") >= 6)
+    chain.write("plain", "once", 2)
+    chain.wait_done()
+    chain.judge(spare=0)
 
 
 @pytest.mark.slow
 def test_a_key_is_exchanged_under_load_without_a_drop(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deployment: MakeDeployment, mongo_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages of the old key and of the new one are in the queues at once; none is dropped, and none waits."""
-    with Chain(mongo_client, mongo_url, tmp_path, handlers=["plain"]) as chain:
-        listener = chain.listener()
-        worker = chain.worker()
-        keys = [f"k{number}" for number in range(8)]
-        sent: list[Due] = chain.write_many("plain", keys, 1)
-        before = chain.state["bridge_keys"].find_one({"_id": "chain"})
-        assert before is not None
-        monkeypatch.setattr(signing, "ANNOUNCED_SECONDS", signing.KEY_SECONDS + 1)
-        operator = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
-        Operations(operator.wiring).rotate_key(overlap=600).run()
-        with pytest.raises(CommandRefusedError, match="announced already"):
-            Operations(operator.wiring).rotate_key(overlap=60).run()
-        operator.client.close()
+    chain = deployment("plain")
+    listener = chain.listener()
+    worker = chain.worker()
+    keys = [f"k{number}" for number in range(8)]
+    sent: list[Due] = chain.write_many("plain", keys, 1)
+    before = chain.state["bridge_keys"].find_one({"_id": "chain"})
+    assert before is not None
+    monkeypatch.setattr(signing, "ANNOUNCED_SECONDS", signing.KEY_SECONDS + 1)
+    operator = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
+    Operations(operator.wiring).rotate_key(overlap=600).run()
+    with pytest.raises(CommandRefusedError, match="announced already"):
+        Operations(operator.wiring).rotate_key(overlap=60).run()
+    operator.client.close()
 
-        def exchanged() -> bool:
-            if chain.facts["end"].count_documents({}) > len(sent) - 5 * len(keys):  # a backlog, and no endless one
-                n = len(sent) // len(keys) + 1
-                sent.extend(chain.write("plain", key, n) for key in keys)
-            found = chain.state["bridge_keys"].find_one({"_id": "chain"})
-            assert found is not None
-            return bool(found["key"] != before["key"])
-
-        wait_for(exchanged)
-        listener.wait_for_output("signing with a new key")
-        chain.write_many("plain", [f"after{number}" for number in range(8)], 3)
-        chain.wait_done()
-        chain.judge(spare=0)
-        assert not _dropped(chain)
-        assert "dropped" not in worker.text
+    def exchanged() -> bool:
+        if chain.facts["end"].count_documents({}) > len(sent) - 5 * len(keys):  # a backlog, and no endless one
+            n = len(sent) // len(keys) + 1
+            sent.extend(chain.write("plain", key, n) for key in keys)
         found = chain.state["bridge_keys"].find_one({"_id": "chain"})
         assert found is not None
-        assert [bytes(each["key"]) for each in found["previous"]] == [bytes(before["key"])]
+        return bool(found["key"] != before["key"])
+
+    wait_for(exchanged)
+    listener.wait_for_output("signing with a new key")
+    chain.write_many("plain", [f"after{number}" for number in range(8)], 3)
+    chain.wait_done()
+    chain.judge(spare=0)
+    assert not _dropped(chain)
+    assert "dropped" not in worker.text
+    found = chain.state["bridge_keys"].find_one({"_id": "chain"})
+    assert found is not None
+    assert [bytes(each["key"]) for each in found["previous"]] == [bytes(before["key"])]

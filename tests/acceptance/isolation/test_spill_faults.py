@@ -7,36 +7,36 @@ nothing that was read is lost, and nothing stays behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import json
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
-from pymongo import MongoClient
 
-from tests.acceptance.isolation.spill_rig import SpillRig, spill_rigs
-from tests.chaos.history import Kept
+from tests.acceptance.isolation.rolling_rig import Rolling
 from tests.fixtures.process import ProjectProcess, wait_for
+from tests.rig.deployment import MakeDeployment
+from tests.rig.history import Due, Kept
 
 Document = dict[str, Any]
-Make = Callable[..., SpillRig]
+Make = Callable[..., "SpillRig"]
 
-MARK, WATERMARK = "Partitions.mark_spilled", "Subscriptions.advance_all"
+MARK, WATERMARK = "Partitions.mark_stored", "Subscriptions.advance_all"
 STORING: dict[str, Document] = {
     "after the insert, before the mark": {"at": MARK},
     "after the mark, before the watermark": {"at": WATERMARK, "once": MARK},
     "after the watermark": {"at": WATERMARK, "once": MARK, "behind": True},
 }
 RUNNING: dict[str, Document] = {
-    "with a message of what is stored": {"at": "Publishing.publish", "once": "Backlog.outline", "behind": True},
+    "with a message of what is stored": {"at": "RunPublisher.publish", "once": "Backlog.outline", "behind": True},
     "after the commit, before the removal": {"at": "Backlog.remove"},
     "in the middle of a removal": {"at": "Backlog._remove_some", "behind": True, "pieces": 3},
-    "before the mark is cleared": {"at": "Partitions.clear_spilled"},
+    "before the mark is cleared": {"at": "Partitions.clear_stored"},
 }
 SWITCHING: dict[str, Document] = {
-    "before the old ones are removed": {"at": "Partitions.retire"},
-    "before the new ones are put in force": {"at": "Subscriptions.activate_layout"},
-    "before the new ones are made": {"at": "Subscriptions.activate_layout", "behind": True},
+    "before the new ones take their place": {"at": "Partitions.replace"},
+    "after that": {"at": "Partitions.replace", "behind": True},
 }
 KILLED, ASLEEP = "SIGKILL", "SIGSTOP"
 QUICK = {
@@ -46,10 +46,61 @@ QUICK = {
 ROUNDS = 5
 
 
+class SpillRig(Rolling):
+    """
+    A bridge whose processes end or stop themselves between two writes (`rig/scripted/points.py`).
+
+    Whatever its layout: its changes are waited for by their effects.
+    """
+
+    def spread(self, partitions: int) -> None:
+        """Let all processes that start from now on have so many partitions."""
+        self.partitions = partitions
+        options = json.loads(self._environment["SCRIPTED_OPTIONS"])
+        self._environment["SCRIPTED_OPTIONS"] = json.dumps({**options, "partitions": partitions})
+
+    # -- processes that end, or stop ---------------------------------------------------------------
+
+    def pointed(self, command: str, point: Mapping[str, Any]) -> ProjectProcess:
+        """Start a listener or a worker that will come to a point, and wait until it has begun."""
+        asked = json.dumps(point)
+        if command == "worker":
+            return self.worker(name="pointed", SCRIPTED_POINT=asked)
+        return self.listener("pointed", SCRIPTED_POINT=asked)
+
+    @property
+    def is_at_point(self) -> bool:
+        """Whether the process has come to its point."""
+        return (self._gates / "point").exists()
+
+    def wait_gone(self, process: ProjectProcess) -> None:
+        """Wait until a process has come to its point, and has ended there if it is to end."""
+        wait_for(lambda: self.is_at_point, message="it comes to its point")
+        wait_for(lambda: not process.running or _is_stopped(process), message="it has ended, or stands still")
+
+    # -- writing, and waiting ----------------------------------------------------------------------
+
+    def write_around(self, handler: str, count: int, first: int = 1, **do: Any) -> None:
+        """Write so many changes of some documents, in turns: two for each partition that there is at first."""
+        for n in range(first, first + count):
+            for number in range(2 * self.partitions):
+                self.write(handler, f"around{number}", n, **do)
+
+    def behind(self, item: Due) -> set[Due]:
+        """What is written in the partition of a change."""
+        where = self.partition_of(item.handler, item.key)
+        return {each for each in self.written if self.partition_of(each.handler, each.key) == where}
+
+
+def _is_stopped(process: ProjectProcess) -> bool:
+    return bool(psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+
+
 @pytest.fixture
-def make(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Make]:
-    """Give what makes a bridge that stores what has stood for a second."""
-    yield from spill_rigs(mongo_client, mongo_url, tmp_path)
+def make(deployment: MakeDeployment) -> Make:
+    """Give what makes a bridge that stores what is blocked for a second."""
+    options = {"spill_after": 1, "run_size": 5}
+    return lambda *handlers, **more: deployment(*handlers, kind=SpillRig, options={**options, **more})
 
 
 def points(table: dict[str, Document]) -> list[Any]:
@@ -83,24 +134,24 @@ class Standing:
     def wait_stored(self) -> None:
         """Wait until all others are done, and what stands is stored and passed by the watermark."""
         self.chain.wait_effects(but=self.behind)
-        self.chain.wait_stored(self.bad)
+        self.chain.wait_passed(self.bad.handler)
 
     def retry(self) -> None:
         """Let it go on, wherever it stands by now."""
-        wait_for(lambda: self.chain.changes("retry", "halting")["retried"], message="something stands")
+        wait_for(lambda: self.chain.changes("retry", "halting")["done"], message="something stands")
 
     def finish(self, gone: ProjectProcess) -> None:
         """Wait until all is done and removed, and judge it; also what a listener does that wakes up then."""
         self.chain.wait_effects()
         self.chain.wait_removed()
-        assert any(isinstance(fact, Kept) for fact in self.chain.judge_all()), "nothing was stored"
+        assert any(isinstance(fact, Kept) for fact in self.chain.judge_oplog()), "nothing was stored"
         if gone.running:
             gone.resume()
             gone.wait_for_output("(the lease is lost|leading ended.*); standing by")
             self.chain.write_around("halting", 1, first=20)
             self.chain.wait_effects()
             self.chain.wait_removed()
-            self.chain.judge_all()
+            self.chain.judge_oplog()
 
 
 @pytest.mark.parametrize("point", points(STORING))
@@ -171,7 +222,7 @@ def test_a_listener_is_killed_between_storing_a_large_change_and_its_mark(make: 
     chain.listener()
     chain.wait_effects()
     chain.wait_removed()
-    chain.judge_all()
+    chain.judge_oplog()
 
 
 @pytest.mark.slow
@@ -186,8 +237,8 @@ def test_a_worker_is_killed_between_storing_a_change_and_its_halt(make: Make) ->
     assert len(chain.starts(bad)) == 2
     chain.write_around("halting", ROUNDS, first=2)
     chain.wait_effects(but=chain.behind(bad))
-    chain.wait_stored(bad)
-    assert chain.changes("retry", "halting")["retried"] == 1
+    chain.wait_passed(bad.handler)
+    assert chain.changes("retry", "halting")["done"] == 1
     chain.wait_effects()
     chain.wait_removed()
-    chain.judge_all()
+    chain.judge_oplog()

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pymongo import MongoClient
 
 from mongo_celery.embedded import MongoReplicaSet
-from tests.acceptance.isolation.rolling_rig import Rolling, rollings
-from tests.chaos.history import Due
+from tests.acceptance.isolation.rolling_rig import Rolling
 from tests.fixtures.process import PATIENCE_SECONDS, wait_for
+from tests.rig.deployment import MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 Make = Callable[..., Rolling]
@@ -23,17 +23,18 @@ _ROUNDS_PER_SECOND_MIN = 5
 
 
 @pytest.fixture
-def make(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path) -> Iterator[Make]:
+def make(deployment: MakeDeployment) -> Make:
     """Give what makes a bridge with these handlers."""
-    yield from rollings(mongo_client, mongo_url, tmp_path)
+    return lambda *handlers, **options: deployment(*handlers, kind=Rolling, options=options)
 
 
 @pytest.fixture
 def make_rolling(
-    rolling_oplog: MongoReplicaSet, make_client: Callable[..., MongoClient[Document]], tmp_path: Path
-) -> Iterator[Make]:
+    deployment: MakeDeployment, rolling_oplog: MongoReplicaSet, make_client: Callable[..., MongoClient[Document]]
+) -> Make:
     """Give what makes a bridge on an oplog that rolls, with these handlers."""
-    yield from rollings(make_client(rolling_oplog.url), rolling_oplog.url, tmp_path)
+    given: Document = {"kind": Rolling, "client": make_client(rolling_oplog.url), "url": rolling_oplog.url}
+    return lambda *handlers, **options: deployment(*handlers, options=options, **given)
 
 
 def wait_committed(chain: Rolling, *, but: Due | None = None, patience: float = PATIENCE_SECONDS) -> None:
@@ -48,22 +49,6 @@ def wait_committed(chain: Rolling, *, but: Due | None = None, patience: float = 
     wait_for(lambda: found() == owed, patience, lambda: f"owed {owed}, committed {found()}, {chain.lease['report']}")
 
 
-def wait_passed(chain: Rolling, handler: str) -> None:
-    """Wait until the stored watermark has passed all that was written."""
-    written = chain.client.admin.command("ping")["operationTime"]
-    wait_for(lambda: chain.watermark(handler) >= written, message="a watermark behind all that was written")
-
-
-def wait_removed(chain: Rolling) -> None:
-    """Wait until nothing is stored any more, and no partition is marked."""
-    partitions, stored = chain.state["partitions"], chain.state["backlog"]
-    marked = {"spilled": {"$ne": None}}
-    wait_for(
-        lambda: not stored.count_documents({}) and not partitions.count_documents(marked),
-        message=lambda: f"{stored.count_documents({})} stored, marked: {list(partitions.find(marked))}",
-    )
-
-
 def write_around(chain: Rolling, handler: str, count: int, first: int = 1, **do: Any) -> None:
     """Write so many changes of a document in each partition, in turns."""
     keys = [next(chain.keys(handler, index)) for index in range(chain.partitions)]
@@ -74,9 +59,7 @@ def write_around(chain: Rolling, handler: str, count: int, first: int = 1, **do:
 
 def stored_reasons(chain: Rolling) -> dict[str, str]:
     """Why partitions are marked, by `_id`."""
-    return {
-        each["_id"]: each["spilled"]["reason"] for each in chain.state["partitions"].find({"spilled": {"$ne": None}})
-    }
+    return {each["_id"]: each["stored"]["reason"] for each in chain.state["partitions"].find({"stored": {"$ne": None}})}
 
 
 def a_halted_partition(chain: Rolling, rounds: int) -> None:
@@ -89,7 +72,7 @@ def a_halted_partition(chain: Rolling, rounds: int) -> None:
     write_around(chain, "halting", rounds)
 
     wait_committed(chain, but=bad, patience=patience)
-    wait_passed(chain, "halting")
+    chain.wait_passed("halting")
     assert chain.of(bad)["state"] == "halted"
     assert list(stored_reasons(chain).values()) == ["halted"]
     chain.roll()
@@ -103,7 +86,7 @@ def a_halted_partition(chain: Rolling, rounds: int) -> None:
     done = chain.command("retry", "halting", str(chain.partition_of("halting", "bad")))
     assert done.returncode == 0, done.text
     wait_committed(chain, patience=patience)
-    wait_removed(chain)
+    chain.wait_removed()
     assert "has lost its history" not in again.text
     chain.judge()
 
@@ -129,7 +112,7 @@ def test_a_retry_of_an_hour_waits_outside_of_memory(make: Make) -> None:
     write_around(chain, "plain", 10)
 
     wait_committed(chain, but=parked)
-    wait_passed(chain, "plain")
+    chain.wait_passed("plain")
     # Other tests write to this server too: a quarter of its oplog may go by before the second is over.
     assert list(stored_reasons(chain).values()) in (["retrying"], ["oplog"])
     assert listener.terminate() == 0
@@ -137,33 +120,7 @@ def test_a_retry_of_an_hour_waits_outside_of_memory(make: Make) -> None:
     done = chain.command("retry", "plain", str(chain.partition_of("plain", "parked")))
     assert done.returncode == 0, done.text
     wait_committed(chain)
-    wait_removed(chain)
-    chain.judge()
-
-
-@pytest.mark.slow
-def test_a_hot_document_leaves_room_for_the_others(make: Make) -> None:
-    """P12: what it has more than memory holds is stored, and the others behind it in the stream are done."""
-    bound = 50_000
-    chain = make("plain", spill_after=600, buffer_bytes=bound, run_size=10)
-    chain.both()
-    write_around(chain, "plain", 1)
-    wait_committed(chain)
-    padding = {"padding": "x" * 1000}
-    hot = chain.write("plain", "hot", 1, gate="cooled", **padding)
-    for n in range(2, 152):  # the buffer, and what is stored of two buffers a minute
-        chain.write("plain", "hot", n, **padding)
-        if n % 30 == 0:
-            write_around(chain, "plain", 1, first=n)
-
-    wait_committed(chain, but=hot)
-    assert chain.of(hot)["committed"] <= 1, "the hot document's handler waits"
-    assert list(stored_reasons(chain).values()) == ["buffer full"]
-    report = chain.lease["report"]
-    assert report["bufferedBytes"] <= 2 * bound, "some changes are read before the bound is looked at again"
-    chain.open_gate("cooled")
-    wait_committed(chain)
-    wait_removed(chain)
+    chain.wait_removed()
     chain.judge()
 
 

@@ -6,43 +6,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from pymongo import MongoClient
 
-from tests.acceptance.chain_rig import Chain
-from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
+from tests.rig.deployment import Deployment, MakeDeployment
 
 Document = dict[str, Any]
-MakeChain = Callable[..., Chain]
 
 _HANDLERS = 200
 _LEASE_SECONDS = 10
 
 
-@pytest.fixture
-def make_chain(
-    mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> MakeChain:
-    """Give a function that makes a bridge; options as for `Chain`."""
-
-    def make(**options: Any) -> Chain:
-        chain = Chain(mongo_client, mongo_url, tmp_path, **options)
-        started: AbstractContextManager[Chain] = chain
-        started.__enter__()
-        request.addfinalizer(lambda: started.__exit__(None, None, None))
-        return chain
-
-    return make
-
-
-def test_a_partition_that_a_dead_client_has_locked_keeps_no_other_from_being_led(make_chain: MakeChain) -> None:
+def test_a_partition_that_a_dead_client_has_locked_keeps_no_other_from_being_led(deployment: MakeDeployment) -> None:
     """P12: its open transaction never ends by itself; when it has ended, that partition is taken over too."""
-    chain = make_chain(handlers=["plain"])
+    chain = deployment("plain")
     first, _ = chain.both()
     done = chain.write("plain", next(chain.keys("plain", 0)), 1)
     chain.wait_done()
@@ -67,24 +47,8 @@ def test_a_partition_that_a_dead_client_has_locked_keeps_no_other_from_being_led
     chain.judge()
 
 
-@pytest.mark.slow
-def test_a_listener_that_is_told_to_end_does_not_wait_for_a_frozen_mongodb(
-    make_chain: MakeChain, failpoint: Failpoint
-) -> None:
-    """P7: positions, the last renewal and the release have bounds that follow from `lease_ttl`, here two seconds."""
-    chain = make_chain(handlers=["plain"])
-    listener = chain.listener()
-    with failpoint(
-        failCommands=["update", "findAndModify"],
-        blockConnection=True,
-        blockTimeMS=90_000,
-        appName=chain.app_name("listener"),
-    ):
-        assert listener.terminate(timeout=60) == 0
-
-
 @contextmanager
-def busy(chain: Chain) -> Iterator[None]:
+def busy(chain: Deployment) -> Iterator[None]:
     """Write all the time."""
     ended = threading.Event()
 
@@ -105,13 +69,14 @@ def busy(chain: Chain) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_very_many_handlers_are_taken_over_and_let_go_within_seconds(
-    make_chain: MakeChain, record_property: Callable[[str, object], None]
+    deployment: MakeDeployment, record_property: Callable[[str, object], None]
 ) -> None:
     """P7: the bounds are those of the promise, doubled for a machine that is busy."""
-    chain = make_chain(
-        handlers=["plain", *(f"many_{number}" for number in range(_HANDLERS - 1))],
+    chain = deployment(
+        "plain",
+        *(f"many_{number}" for number in range(_HANDLERS - 1)),
         options={"partitions": 16, "lease_ttl": _LEASE_SECONDS, "claim_ttl": _LEASE_SECONDS, "dispatch_grace": 8},
-        environment={"CHAIN_MANY": str(_HANDLERS)},
+        environment={"SCRIPTED_MANY": str(_HANDLERS)},
     )
 
     def free() -> bool:

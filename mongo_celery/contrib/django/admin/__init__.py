@@ -1,7 +1,7 @@
 """
-Admin pages of bridges and dead letters: they render the snapshot and the plans that the commands use.
+Admin pages of bridges and dead letters. They show the same snapshot and plans as the commands.
 
-Django imports this where `django.contrib.admin` is installed.
+Django imports this package if `django.contrib.admin` is installed.
 """
 
 from __future__ import annotations

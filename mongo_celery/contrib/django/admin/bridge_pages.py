@@ -31,17 +31,17 @@ from mongo_celery.quantities import duration, moment
 
 _BLOCKED_MAX = 50
 _ACTIONS: Mapping[str, tuple[str, ...]] = {"halted": ("retry", "skip"), "retrying": ("retry",), "paused": ("resume",)}
-"""The actions on a partition, by its state."""
+"""The actions for a partition, by its state."""
 
 
 class BridgeAdmin(OperationsAdmin):
-    """All bridges of the project's app, or one of them."""
+    """Pages for all bridges of the project's app, or one of them."""
 
     labels: Mapping[str, str] = {"pause": "Pause", "resume": "Resume", "retry": "Retry", "skip": "Skip"}
     names = ("bridge", "handler", "partition")
 
     def read_page(self, request: HttpRequest) -> AdminPage:
-        """Read one bridge, or all of them side by side: those that do not answer are waited for once."""
+        """Read one bridge, or all of them concurrently, so that silent servers cost only one wait."""
         if name := request.GET.get("bridge"):
             return self._show_bridge(request, _read(make_operations(request, name), name))
         names = [each.name for each in BRIDGES.of(celery_app())]
@@ -69,7 +69,7 @@ class BridgeAdmin(OperationsAdmin):
             AdminRow({
                 "Severity": AdminCell(each.severity, style=each.severity),
                 "Problem": each.sentence,
-                "Command": AdminCell(each.command or "", style="command"),
+                "Commands": AdminCell("\n".join(each.commands), style="command"),
                 "Code": AdminCell(each.code, style="code"),
             })
             for each in seen.findings
@@ -122,17 +122,17 @@ class BridgeAdmin(OperationsAdmin):
     def _show_partition(self, bridge: str, handler: HandlerStatus, each: PartitionStatus) -> AdminRow:
         cells = {
             "Handler": handler.name,
-            "Partition": each.index,
+            "Partition": each.partition,
             "State": AdminCell(each.state, style=each.state),
             "Change": each.key or "",
             "Error": each.error or "",
             "Retries": each.retries,
         }
         actions = {name: self.labels[name] for name in _ACTIONS.get(each.state, ())}
-        return AdminRow(cells, actions, {"bridge": bridge, "handler": handler.name, "partition": str(each.index)})
+        return AdminRow(cells, actions, {"bridge": bridge, "handler": handler.name, "partition": str(each.partition)})
 
     def _letters_url(self, request: HttpRequest, bridge: str) -> str:
-        """Return the address of the bridge's dead letters; empty if there is none, or the user may not see them."""
+        """Return the address of the bridge's dead letters. Empty if there are none, or the user may not see them."""
         may_view = any(
             request.user.has_perm(f"{self.opts.app_label}.{verb}_changedeadletter") for verb in ("view", "change")
         )
@@ -141,7 +141,7 @@ class BridgeAdmin(OperationsAdmin):
         return f"{self.url('changelist', ChangeDeadLetter)}?{urlencode({'bridge': bridge})}"
 
     def make_plan(self, operations: Operations, action: str, form: QueryDict, reason: str | None) -> Plan:
-        """Plan to pause, resume, retry or skip; without a partition in all of the handler."""
+        """Plan to pause, resume, retry or skip. Without a partition, the plan is for the whole handler."""
         handler, partition = form.get("handler", ""), form.get("partition", "")
         if not handler or not re.fullmatch("[0-9]{0,9}", partition):
             raise CommandRefusedError("Choose a handler or one of its partitions.")
@@ -151,7 +151,7 @@ class BridgeAdmin(OperationsAdmin):
 
 
 def _read(operations: Operations, bridge: str) -> BridgeSnapshot:
-    with pymongo.timeout(READ_SECONDS):  # each thread has its own
+    with pymongo.timeout(READ_SECONDS):  # the timeout applies to one thread
         try:
             return operations.read_status()
         except Exception as error:  # noqa: BLE001 - it is raised again unless users can fix it

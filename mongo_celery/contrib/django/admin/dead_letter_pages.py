@@ -1,4 +1,4 @@
-"""The pages of dead letters: a list, each one with its traceback and its change, replay and discard."""
+"""The pages of dead letters: a list, details with traceback and change, replay and discard."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from django.core.paginator import Paginator
 from django.http import HttpRequest, QueryDict
 
-from mongo_celery.bridge.operations.letter_commands import Found, change_of, plain, short_ids
+from mongo_celery.bridge.operations.dead_letter_commands import Found, change_of, plain, short_ids
 from mongo_celery.bridge.operations.operations import Operations
-from mongo_celery.bridge.state.dead_letters import Letter
+from mongo_celery.bridge.state.dead_letters import DeadChange
 from mongo_celery.bridge.wiring import BRIDGES
-from mongo_celery.cli.dead_letters_view import parked_line, passed_line, replay_line
+from mongo_celery.cli.dead_letters_view import describe_parked, describe_passed, describe_replay
 from mongo_celery.contrib.django.admin.pages import (
     AdminCell,
     AdminPage,
@@ -41,7 +41,7 @@ class DeadLetterAdmin(OperationsAdmin):
     details = "letter"
 
     def read_page(self, request: HttpRequest) -> AdminPage:
-        """Read one dead letter, or a page of those of a handler or a document."""
+        """Read one dead letter, or a page of a handler's or a document's dead letters."""
         names = [each.name for each in BRIDGES.of(celery_app())]
         if not names:
             return AdminPage(title="Dead letters", lines=["The project's Celery app has no bridge."])
@@ -68,7 +68,7 @@ class DeadLetterAdmin(OperationsAdmin):
             part=part,
         )
 
-    def _list_letter(self, request: HttpRequest, letter: Letter, id_: str, found: Found) -> AdminRow:
+    def _list_letter(self, request: HttpRequest, letter: DeadChange, id_: str, found: Found) -> AdminRow:
         query = request.GET.copy()
         query["bridge"], query["letter"] = letter.document_id.partition("/")[0], letter.document_id
         cells = {"Id": AdminCell(id_, url=f"?{query.urlencode()}", style="code"), **_describe(letter, found)}
@@ -97,7 +97,7 @@ class DeadLetterAdmin(OperationsAdmin):
         )
 
     def make_plan(self, operations: Operations, action: str, form: QueryDict, reason: str | None) -> Plan:
-        """Plan to replay or discard the dead letters that a form names."""
+        """Plan to replay or discard the dead letters in a form."""
         ids = _check_names(form.get("bridge", ""), form)
         if action == "discard":
             return operations.discard_dead_letters(ids=ids, reason=reason)
@@ -122,10 +122,10 @@ class _Letters:
 
 def _check_names(bridge: str, given: QueryDict) -> list[str]:
     """
-    Return the whole `_id`s of the dead letters that a form or an address names.
+    Return the full `_id`s of the dead letters in a form or an address.
 
     Raises:
-        CommandRefusedError: there is none, or one is of another bridge.
+        CommandRefusedError: there is none, or one belongs to another bridge.
     """
     names = list(dict.fromkeys(given.getlist("letter")))
     if not names or not all(each.startswith(f"{bridge}/") for each in names):
@@ -133,9 +133,9 @@ def _check_names(bridge: str, given: QueryDict) -> list[str]:
     return names
 
 
-def _describe(letter: Letter, found: Found) -> dict[str, object]:
+def _describe(letter: DeadChange, found: Found) -> dict[str, object]:
     fields = plain(letter, found.key_of(letter))
-    notes = (passed_line(fields), parked_line(fields), replay_line(fields, leads=found.leads))
+    notes = (describe_passed(fields), describe_parked(fields), describe_replay(fields, leads=found.leads))
     return {
         "Handler": letter.subscription,
         "Change": letter.key,

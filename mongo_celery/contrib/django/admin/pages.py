@@ -1,13 +1,13 @@
 """
 Tables and plans as pages of the admin.
 
-A GET changes nothing. An action is posted twice: the first answer shows its plan, the second post runs it. The form
-names what the plan was about, so that nothing else is changed.
+A GET changes nothing. An action needs two posts: the first shows its plan, the second runs it. The form names the
+target of the plan, so nothing else is changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ _REFUSED_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class AdminCell:
-    """A value in a table, with an address to follow and a CSS class, such as a state."""
+    """A value in a table, with an optional link and a CSS class, such as a state."""
 
     text: object
     url: str = ""
@@ -53,10 +53,10 @@ class AdminRow:
     One row of a table.
 
     Attributes:
-        cells: values or a `AdminCell`, by the names of the columns. All rows of a table have the same columns.
-        actions: buttons, by the names of the actions.
-        fields: name what the buttons act on.
-        choice: value of the row's checkbox. Empty for none.
+        cells: values or an `AdminCell`, by column name. All rows of a table have the same columns.
+        actions: buttons, by action name.
+        fields: the target of the buttons.
+        choice: value of the row's checkbox. Empty for no checkbox.
     """
 
     cells: Mapping[str, object]
@@ -71,12 +71,12 @@ class AdminTable:
     A table.
 
     Attributes:
-        title: its heading.
-        rows: in their order.
-        none: shown if there are no rows. A table without rows and without this is left out.
-        choices: name of the checkboxes. The buttons below the table act on the rows that are checked.
-        actions: these buttons, by the names of the actions.
-        fields: also sent by these buttons.
+        title: the heading.
+        rows: in order.
+        none: text for a table without rows. Without this text, an empty table is omitted.
+        choices: name of the checkboxes. The buttons below the table act on checked rows.
+        actions: buttons below the table, by action name.
+        fields: additional fields that these buttons send.
     """
 
     title: str = ""
@@ -94,7 +94,7 @@ class AdminTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListFilter:
-    """A field by which a list is filtered; with `options` one of these is selected."""
+    """A field that filters a list. With `options`, the user selects one."""
 
     name: str
     label: str
@@ -109,9 +109,9 @@ class AdminPage:
 
     Attributes:
         lines: sentences above the tables.
-        problem: why nothing can be shown.
-        part: the part of a list that its last table shows.
-        contents: documents and tracebacks, by their headings.
+        problem: why the page can show nothing.
+        part: the displayed part of a list, in the page's last table.
+        contents: documents and tracebacks, by heading.
     """
 
     title: str
@@ -128,27 +128,23 @@ class AdminPage:
 class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
     """Pages of a model without a table: `view` shows them, and `change` is the permission for every action."""
 
+    read_page: Callable[[HttpRequest], AdminPage]
+    """Method of each page: read the content for an address."""
+    make_plan: Callable[[Operations, str, QueryDict, str | None], Plan]
+    """Method of each page: plan an action on the target in a form, with a reason."""
     labels: Mapping[str, str] = {}
-    """The actions of the page, with their buttons."""
+    """The actions of the page, with their button texts."""
     names: Sequence[str] = ()
-    """Fields of a form that name what an action acts on."""
+    """Form fields that name the target of an action."""
     details: str = ""
-    """Field of the address that a page of details has, and its list has not."""
-
-    def read_page(self, request: HttpRequest) -> AdminPage:
-        """Read what the address names."""
-        raise NotImplementedError
-
-    def make_plan(self, operations: Operations, action: str, form: QueryDict, reason: str | None) -> Plan:
-        """Plan an action on what a form names."""
-        raise NotImplementedError
+    """Address field of a details page. A list does not have it."""
 
     def has_add_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002 - Django's
-        """Return False: nothing is added here, also not by a superuser."""
+        """Return False: nobody can add anything here, not even a superuser."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Return False: nothing is deleted as rows are."""
+        """Return False: nobody can delete rows here."""
         return False
 
     def may_see_contents(self, request: HttpRequest) -> bool:
@@ -156,7 +152,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         return bool(request.user.has_perm(f"{self.opts.app_label}.see_contents"))
 
     def get_urls(self) -> list[Any]:
-        """Return the addresses: the page, and the one to which its forms are posted."""
+        """Return the addresses of the page and of its forms."""
         prefix = f"{self.opts.app_label}_{self.opts.model_name}"
         return [
             path(address, self.admin_site.admin_view(xframe_options_deny(view)), name=f"{prefix}_{name}")
@@ -204,7 +200,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             "question": plan.question,
             "seen": plan.seen,
             "contents": "\n".join(plan.contents) if self.may_see_contents(request) else "",
-            "is_ready": plan.act is not None,  # a template that got the plan would call `act`
+            "is_ready": plan.act is not None,  # a template with the plan itself would call `act`
             "action": action,
             "label": self.labels[action],
             "fields": [(name, value) for name in self.names for value in request.POST.getlist(name)],
@@ -212,7 +208,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         return self._render(request, "confirm.html", self.labels[action], **found)
 
     def _run(self, request: HttpRequest, plan: Plan, action: str, reason: str | None) -> None:
-        """Run a plan, show its result, and write it to Django's log. The audit record is part of the plan."""
+        """Run a plan, show its result, and write it to Django's log. The plan includes the audit record."""
         try:
             result = plan.run()
         except Exception as error:  # noqa: BLE001
@@ -230,13 +226,13 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         self.log_change(request, bridge, visible(" ".join(filter(None, parts))))
 
     def _list_url(self, request: HttpRequest) -> str:
-        """Return the address of the list from which something was chosen, with its filters and its page."""
+        """Return the address of the list with its filters and its page."""
         query = request.GET.copy()
         query.pop(self.details, None)
         return f"{self.url('changelist')}?{query.urlencode()}"
 
     def url(self, page: str, model: type | None = None) -> str:
-        """Return the address of `changelist` or `act`, by default of this model."""
+        """Return the address of `changelist` or `act`, of this model by default."""
         opts = getattr(model or self.model, "_meta")  # noqa: B009 - Django's public name
         name = f"admin:{opts.app_label}_{opts.model_name}_{page}"
         return str(reverse(name, current_app=self.admin_site.name))
@@ -245,7 +241,7 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
         query = request.GET.copy()
         act_url = f"{self.url('act')}?{query.urlencode()}"
         query.pop("page", None)
-        request.current_app = self.admin_site.name  # where templates look
+        request.current_app = self.admin_site.name  # templates read it
         context = {
             **self.admin_site.each_context(request),
             "opts": self.opts,
@@ -262,10 +258,10 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
 
 def make_operations(request: HttpRequest, bridge: str) -> Operations:
     """
-    Return the commands of a bridge, on behalf of the user.
+    Return the commands of a bridge for the user.
 
     Raises:
-        CommandRefusedError: there is no such bridge.
+        CommandRefusedError: the bridge does not exist.
         ConfigurationError: there is no Celery app.
     """
     wiring = find_bridge(bridge)
@@ -274,7 +270,7 @@ def make_operations(request: HttpRequest, bridge: str) -> Operations:
 
 
 def find_bridge(name: str) -> Wiring:
-    """Return a bridge of the project's app. Errors as of `make_operations`."""
+    """Return a bridge of the project's app. Errors as in `make_operations`."""
     wiring = BRIDGES.find(celery_app(), name)
     if wiring is None:
         raise CommandRefusedError(f"There is no bridge {name!r}. Go back to the list.")
@@ -282,7 +278,7 @@ def find_bridge(name: str) -> Wiring:
 
 
 def to_sentence(error: Exception) -> str:
-    """Return the sentence for an error that users can fix, and raise any other one."""
+    """Return the sentence for an error that users can fix. Raise other errors."""
     sentence = sentence_for(error)
     if sentence is None:
         raise error

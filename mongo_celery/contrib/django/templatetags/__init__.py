@@ -1,1 +1,1 @@
-"""Django looks here for filters."""
+"""Django searches for filters here."""

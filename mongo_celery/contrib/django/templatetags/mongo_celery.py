@@ -1,4 +1,4 @@
-"""Filters for text that anybody may have written, such as errors and keys. Django escapes it afterwards."""
+"""Filters for untrusted text, such as errors and keys. Django escapes the result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINES_MAX = 100_000
 
 
 def to_line(text: object) -> str:
-    """Return text as one line of bounded length. Hidden characters are shown as their numbers."""
+    """Return text as one line of limited length. Hidden characters appear as their numbers."""
     whole = str(text)
     more = len(whole) - _LINE_MAX
     rest = f"... and {number(more, 'character', 'characters')} more" if more > 0 else ""
@@ -20,7 +20,7 @@ def to_line(text: object) -> str:
 
 
 def to_lines(text: str) -> str:
-    """Return text of several lines, such as a traceback or a document, as `to_line` does."""
+    """Return text of several lines, such as a traceback or a document, with `to_line` for each."""
     return visible_lines(text[:_LINES_MAX].rstrip()) + ("\n..." if len(text) > _LINES_MAX else "")
 
 

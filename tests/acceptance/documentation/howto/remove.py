@@ -11,6 +11,7 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, Outbox, OutboxCollection
 from mongo_celery.testing import BridgeRunner
+from tests.fixtures.tasks import register_tasks
 
 
 @contextmanager
@@ -29,8 +30,9 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     bridge.on_change("shop.orders")(summarise)
     with MongoClient[dict[str, Any]](mongo_url) as client:
         shop = client.shop
-        outbox = Outbox(app, shop.orders, at_once=False, foreign_tasks=True)
-        parcels = OutboxCollection(app, shop.shop_outbox, at_once=False, foreign_tasks=True)
+        register_tasks(app, "receipt")
+        outbox = Outbox(app, shop.orders, at_once=False)
+        parcels = OutboxCollection(app, shop.shop_outbox, at_once=False)
         with BridgeRunner(bridge, url=mongo_url) as runner:
             for order in (1, 2):
                 outbox.insert_one({"_id": order}, tasks=[app.signature("receipt", args=(order,))])
@@ -41,7 +43,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
             parcels.add([app.signature("receipt", args=(1,))], key="1", session=session)
         for each in (outbox, parcels):
             assert each.sweep(older_than=0).error is None
-            each.backing.close()
+            each.runtime.close()
         client.mongo_celery.leases.insert_one({"_id": "shop"})
         shop.seats.insert_one({"_id": "A1", "_lock": {"at": None}})
         assert "_fence" in (shop.summaries.find_one() or {})

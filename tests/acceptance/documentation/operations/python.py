@@ -32,16 +32,16 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     assert term is not None
     renewal = Renewal(store.leases, store.signing, term, 10.0)
     takeover = take_over(store, renewal, bridge.options, bridge.handlers)
-    generation = takeover.layouts["summarise"].term
+    partitioning = takeover.layouts["summarise"].term
     assert store.leases.release(term)
 
     def states() -> set[str]:
-        return {each.state for each in store.partitions.of({"summarise": generation})}
+        return {each.state for each in store.partitions.of({"summarise": partitioning})}
 
     def migrate() -> None:
         assert states() == {"paused"}
         bridge.operations.resume("summarise", 3).run()
-        where, token = store.partitions.partition_id("summarise", generation, 3), {"_data": "820000000100000001"}
+        where, token = store.partitions.partition_id("summarise", partitioning, 3), {"_data": "820000000100000001"}
         event = {"_id": token, "operationType": "insert", "ns": {"db": "shop", "coll": "orders"}}
         store.backlog.insert(where, [StoredChange(token["_data"], bson.encode(event))], takeover.version)
         claim = store.claims.take(

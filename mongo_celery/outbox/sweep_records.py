@@ -1,0 +1,114 @@
+"""
+The notes of sweeps. They show people and writers whether an outbox is swept.
+
+A sweep stores its note in the state database, one document per outbox. The note delays the outbox's next sweep until
+this one ends. Nothing else depends on it: a sweep without the right to write it still works.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pymongo
+from bson import ObjectId
+from pymongo.errors import PyMongoError
+
+from mongo_celery import periodic
+from mongo_celery.command_line import ANY_APP
+from mongo_celery.mongo.expressions import after
+from mongo_celery.mongo.opening import ANSWER_SECONDS
+from mongo_celery.mongo.redaction import short
+from mongo_celery.periodic import PeriodicNotes, PeriodicWatch
+
+logger = logging.getLogger("mongo_celery.outbox")
+
+COLLECTION = "outbox_sweeps"
+
+_HELD_SECONDS = 20.0
+"""Seconds after its last note for which a sweep delays others. After that it may have died."""
+
+
+def patience(every: float | None) -> float:
+    """Return the seconds without a sweep after which a process reports it."""
+    return periodic.patience(every, least=60.0, periods=12)
+
+
+class SweepRecords(PeriodicNotes):
+    """The notes on the sweeps of one outbox."""
+
+    _noted_at = -math.inf
+
+    def note(self, every: float, sweep: ObjectId | None = None) -> bool:
+        """
+        Note that this process sweeps, unless it has done so within these seconds.
+
+        Args:
+            every: the seconds.
+            sweep: its id, if no other may run beside it.
+
+        Returns:
+            False if another sweep delays this one. Then nothing was noted.
+        """
+        now = time.monotonic()
+        if now - self._noted_at < every:
+            return True
+        hold = {} if sweep is None else {"sweep": sweep, "until": after(_HELD_SECONDS)}
+        is_held = {"$and": [{"$gt": ["$until", "$$NOW"]}, {"$ne": ["$sweep", sweep]}]}
+        try:
+            written = self.write(hold, None if sweep is None else is_held)
+        except PyMongoError as error:
+            logger.debug("the sweep of an outbox is not noted: %s", short(error))
+            return True
+        if sweep is not None and written["sweep"] != sweep:
+            return False
+        self._noted_at = now
+        return True
+
+    def end(self, sweep: ObjectId) -> None:
+        """Let the next sweep begin."""
+        with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):
+            self.collection.update_one({**self._this, "sweep": sweep}, {"$unset": {"until": ""}})
+        self._noted_at = -math.inf
+
+    def read_age(self) -> float | None:
+        """
+        Return the seconds since the last delivering sweep. None if there is no note.
+
+        Raises:
+            PyMongoError: MongoDB did not answer, or refused it.
+        """
+        found = self.read()
+        return None if found is None else float(found["seconds"])
+
+
+def make_sweep_watch(
+    name: Callable[[], str],
+    records: Callable[[], SweepRecords],
+    every: float | None,
+    is_broker_down: Callable[[], bool],
+) -> PeriodicWatch:
+    """
+    Return the watch with which a writer notices missing sweeps.
+
+    Args:
+        name: returns the outbox's name for logs.
+        records: returns the notes of its sweeps.
+        every: seconds between two sweeps.
+        is_broker_down: returns True if the broker is known to be down, so that beat cannot send a sweep.
+    """
+
+    def report(since: str) -> None:
+        logger.error(
+            "outbox %s: nobody has swept it %s, so tasks that a crash or an outage leaves in it are never sent. Run "
+            "`%s`, or the listener of a bridge, and a worker that import it. Then run `%s`.",
+            name(), since, ANY_APP.celery("beat"), ANY_APP.celery("outbox", "status", "--check"),
+            extra={"event": "nobody_sweeps"},
+        )  # fmt: skip
+
+    return PeriodicWatch(
+        "mongo-celery-sweep-watch", lambda: records().read_age(), report, patience(every), is_broker_down
+    )

@@ -1,0 +1,82 @@
+"""Clusters with accounts, and coordinators that are held before any command of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from pymongo import MongoClient
+
+from mongo_celery import Participant, TwoPhaseCommit
+from mongo_celery.twophase.transaction import Transaction
+from tests.fixtures.mongo import empty
+from tests.integration.twophase_rig import Gate, advance, held_run, step
+
+Document = dict[str, Any]
+START = 1000
+CLUSTERS = ("own", "east", "west")
+
+
+class Clusters:
+    """
+    Accounts A of each cluster, and transactions over them; "own" is the log's.
+
+    `east` and `west` are two aliases with databases of their own. They may be one server.
+    """
+
+    def __init__(self, name: str, urls: Mapping[str, str]) -> None:
+        self.name = name
+        self.urls = dict(urls)
+        self.clients = {cluster: MongoClient[Document](url) for cluster, url in urls.items()}
+        for cluster in CLUSTERS:
+            self.accounts(cluster).insert_one({"_id": "A", "balance": START})
+        self.bank = self.coordinator(self.clients)
+
+    def accounts(self, cluster: str, clients: Mapping[str, MongoClient[Document]] | None = None) -> Any:
+        return (clients or self.clients)[cluster][f"{self.name}_{cluster}"]["accounts"]
+
+    @property
+    def log(self) -> Any:
+        return self.clients["own"][f"{self.name}_own"]["transactions"]
+
+    def coordinator(self, clients: Mapping[str, MongoClient[Document]], **options: Any) -> TwoPhaseCommit:
+        others = {cluster: client for cluster, client in clients.items() if cluster != "own"}
+        given = {"application": "bank", "clients": others, **options}
+        return TwoPhaseCommit(None, clients["own"][f"{self.name}_own"]["transactions"], **given)
+
+    def begin(self, *clusters: str, value: int = 100, run: bool = False, **options: Any) -> Any:
+        """The first pays, the others are paid."""
+        shares = [-value * (len(clusters) - 1), *[value] * (len(clusters) - 1)]
+        parts = [
+            Participant(
+                self.accounts(cluster), "A", {"$inc": {"balance": share}}, require={"balance": {"$gte": -share}}
+            )
+            for cluster, share in zip(clusters, shares, strict=True)
+        ]
+        return self.bank.begin(parts, run=run, **options)
+
+    def advance(self, identity: Any) -> Transaction:
+        """Begin a transaction and no more: it is pending."""
+        return advance(self.bank, identity)
+
+    def step(self, identity: Any) -> Transaction:
+        """Take a transaction over, and perform one step."""
+        return step(self.bank, identity)
+
+    def balances(self) -> dict[str, int]:
+        return {cluster: (self.accounts(cluster).find_one() or {}).get("balance", 0) for cluster in CLUSTERS}
+
+    def close(self) -> None:
+        for cluster, client in self.clients.items():
+            empty(client, f"{self.name}_{cluster}")
+            client.close()
+
+    @contextmanager
+    def held(self, identity: Any, gate: Gate) -> Iterator[list[BaseException]]:
+        """Hold a coordinator of all clusters at its gate, as `held_run` does."""
+        clients = {cluster: MongoClient[Document](url, event_listeners=[gate]) for cluster, url in self.urls.items()}
+        with ExitStack() as closing:
+            for client in clients.values():
+                closing.enter_context(client)
+            yield closing.enter_context(held_run(self.coordinator(clients), identity, gate.released))

@@ -1,0 +1,275 @@
+"""Commands on partitions against a real replica set: what they change, what they refuse, and what they never do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from bson import Timestamp
+
+from mongo_celery.bridge.operations.operations import Operations
+from mongo_celery.bridge.operations.preflight import check
+from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.subscriptions import parse_name
+from mongo_celery.errors import CommandRefusedError
+from mongo_celery.plan import Plan
+from tests.integration.conftest import MakeBridge
+from tests.rig.led import LedBridge, stored_change, token
+from tests.rig.term import mark_at
+
+
+def handle(change: object) -> None:
+    """A handler."""
+
+
+def parts_of(plan: Plan) -> list[dict[str, Any]]:
+    """What a command does to each partition."""
+    return list(plan.run().fields["parts"])
+
+
+def results_of(plan: Plan) -> list[str]:
+    return [each["result"] for each in parts_of(plan)]
+
+
+def test_a_paused_partition_is_not_claimed_until_it_is_resumed(led: LedBridge) -> None:
+    """Only the named one; what runs may finish, and its outcome counts."""
+    claim = led.run(0)
+    assert results_of(led.operations.pause("summarise", 0)) == ["done"]
+    assert led.store.claims.handle(claim, 1, token(1))
+    assert led.store.claims.commit(claim.partition_id, 1)
+    assert (led.partition().committed, led.partition().state) == (1, "paused")
+    assert led.claim(0, 2) is None
+    assert led.claim(1) is not None
+    led.operations.resume("summarise", 0).run()
+    assert led.claim(0, 2) is not None
+
+
+def test_commands_without_a_name_act_on_all_that_fit(led: LedBridge) -> None:
+    """Repeating one is harmless; what does not fit is left alone and named. A plan names what it is about."""
+    led.halt(2)
+    plan = led.operations.pause()
+    assert [(each["result"], each["state"]) for each in parts_of(plan)] == [
+        ("done", "paused"), ("done", "paused"), ("unfit", "halted"),
+    ]  # fmt: skip
+    assert led.operations.pause().seen != plan.seen != ""
+    assert results_of(led.operations.pause()) == ["unchanged", "unchanged", "unfit"]
+    assert results_of(led.operations.resume()) == ["done", "done", "unfit"]
+    assert led.operations.pause().seen == plan.seen
+
+
+def test_a_retry_starts_a_change_again_with_new_counts(led: LedBridge) -> None:
+    """A halted one under a larger fencing token; one that waits for its time immediately."""
+    led.halt(0)
+    led.park(1)
+    fence = led.partition().fencing_token
+    assert led.claim(1) is None
+    assert results_of(led.operations.retry()) == ["done", "done", "unfit"]
+    shown = led.partition()
+    assert (shown.state, shown.error, shown.retries, shown.key, shown.committed) == ("flowing", None, 0, None, 0)
+    assert shown.fencing_token > fence
+    assert led.run(0).retries == led.run(1).retries == 0
+
+
+def test_a_retry_of_what_nothing_would_run_is_refused(led: LedBridge, make_bridge: MakeBridge) -> None:
+    """Its handler is stored, but not in this app: named it is refused, and without a name left out."""
+    both = make_bridge()
+    both.on_change("shop.carts", name="audit")(handle)
+    led.store.leases.release(led.term, "idle", None)
+    again = LedBridge(both)
+    again.halt()
+    again.park(1)
+    again.halt(handler="audit")
+    other = make_bridge(handler="audit").operations
+    for named in (("summarise", 0), ("summarise",)):
+        with pytest.raises(CommandRefusedError, match="no handler in this app"):
+            other.retry(*named).run()
+    found = {(each["handler"], each["partition"]): (each["result"], each["state"]) for each in parts_of(other.retry())}
+    assert found == {
+        ("audit", 0): ("done", "flowing"),
+        ("audit", 1): ("unfit", "flowing"),
+        ("audit", 2): ("unfit", "flowing"),
+        ("summarise", 0): ("unfit", "halted"),
+        ("summarise", 1): ("unfit", "retrying"),
+        ("summarise", 2): ("unfit", "flowing"),
+    }
+
+
+def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: LedBridge) -> None:
+    """P16: it would flow on as if nothing were lost; unless the listener says that the change is in its buffer."""
+    led.halt()
+    later = Timestamp(9, 1)
+    head = {"$set": {"halted.resumeToken": mark_at(Timestamp(6, 1)).token}}
+    led.state["partitions"].update_one({"_id": led.image.id}, head)
+    led.lose_history(later)
+    with pytest.raises(CommandRefusedError, match="can no longer be read"):
+        led.operations.retry("summarise", 0).run()
+    assert led.store.subscriptions.move_start("summarise", led.version, later, "oldest")
+    with pytest.raises(CommandRefusedError, match="can no longer be read"):
+        led.operations.retry("summarise", 0).run()
+    assert led.partition().state == "halted"
+    led.report(held=[{"subscription": "summarise", "partition": 0}])
+    led.operations.retry("summarise", 0).run()
+    assert led.partition().state == "flowing"
+
+
+def test_a_lost_history_is_passed_once_and_leaves_a_record(led: LedBridge) -> None:
+    """P12: it is decided once, beside a listener. A second decision finds that it has changed."""
+    operations = led.operations
+    led.lose_history()
+    with pytest.raises(CommandRefusedError, match="reset summarise --to oldest"):
+        operations.reset("summarise", "2026-01-01")
+    first, second = operations.reset("summarise", "now", reason="why"), operations.reset("summarise", "oldest")
+    assert first.fields["from"] == Timestamp(5, 1).as_datetime().isoformat()
+    before = led.store.leases.read() or {}
+    to = first.run().fields["to"]
+    with pytest.raises(CommandRefusedError, match="has changed since"):
+        second.run()
+    (document,) = [each for each in led.store.subscriptions.read_all() if parse_name(each) == "summarise"]
+    start = document["startAtOperationTime"]
+    assert start.as_datetime().isoformat() == to
+    assert not document.keys() & {"lost", "resumeToken"}
+    assert [(each["policy"], each["until"]) for each in document["gaps"]] == [("now", start)]
+    lease = led.store.leases.read() or {}
+    assert (lease["term"], lease["live"]) == (before["term"], before["live"]), "the term continues"
+    (record,) = operations.history()
+    assert (record["command"], record["reason"]) == ("reset summarise --to now", "why")
+
+
+def test_a_skip_passes_over_the_change_that_was_seen(led: LedBridge) -> None:
+    """The position moves by one, and a stale message of the skipped change cannot claim."""
+    led.halt()
+    with pytest.raises(CommandRefusedError, match=r"changes skip summarise 0 --discard"):
+        led.operations.skip("summarise", 0).run()
+    assert led.partition().state == "halted"
+    plan = led.operations.skip("summarise", 0, discard=True)
+    (halted,) = plan.fields["halted"]
+    assert (halted["key"], halted["token"] in plan.seen) == ("shop.orders insert 1", True)
+    assert results_of(plan) == ["done"]
+    shown = led.partition()
+    assert (shown.committed, shown.state, shown.token) == (1, "flowing", token(1)["_data"])
+    assert led.claim(number=1) is None
+    assert led.claim(number=2) is not None
+
+
+@pytest.mark.parametrize("command", ["skip", "retry"])
+def test_a_command_does_not_touch_a_change_that_its_operator_has_not_seen(led: LedBridge, command: str) -> None:
+    """Another operator skipped the first change, and the next one has failed, too."""
+    plans: dict[str, Callable[[], Plan]] = {
+        "skip": lambda: led.operations.skip("summarise", 0, discard=True),
+        "retry": lambda: led.operations.retry("summarise", 0),
+    }
+    led.halt()
+    plan = plans[command]()
+    assert plan.seen == plans[command]().seen != ""
+    plans["skip"]().run()
+    led.halt(number=2)
+    with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
+        plan.run()
+    assert (led.partition().committed, led.partition().state) == (1, "halted")
+    assert plans[command]().seen != plan.seen
+
+
+def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(led: LedBridge) -> None:
+    """Somebody retries one after the plan was made."""
+    led.halt(1)
+    led.halt(2)
+    plan = led.operations.skip("summarise", discard=True)
+    assert [each["partition"] for each in plan.fields["halted"]] == [1, 2]
+    led.operations.retry("summarise", 1).run()
+    result = plan.run()
+    assert [each["result"] for each in result.fields["parts"]] == ["unfit", "refused", "done"]
+    assert len(result.refused) == 1
+    idle = led.operations.skip("summarise")
+    assert (idle.question, idle.act, idle.contents) == (None, None, []), "there is no change to give up"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (lambda operations: operations.retry("summarise", 1), "nothing to retry"),
+        (lambda operations: operations.skip("summarise", 1), "not halted"),
+        (lambda operations: operations.pause("summarise", 0), "retry it, or skip it"),
+        (lambda operations: operations.resume("summarise", 0), "retry it, or skip it"),
+        (lambda operations: operations.retry("summarise", 2), "handled at this moment"),
+        (lambda operations: operations.pause("summarize"), "did you mean 'summarise'"),
+        (lambda operations: operations.reset("summarize", "now"), "did you mean 'summarise'"),
+        (lambda operations: operations.history("summarize"), "did you mean 'summarise'"),
+        (lambda operations: operations.pause("summarise", 9), "0 to 2"),
+    ],
+)
+def test_a_command_that_does_not_fit_is_refused_in_a_sentence(
+    led: LedBridge, command: Callable[[Operations], Plan], words: str
+) -> None:
+    """Named partitions are taken at their word."""
+    led.halt(0)
+    led.run(2)
+    assert led.operations.history("summarise") == []
+    with pytest.raises(CommandRefusedError, match=words) as caught:
+        command(led.operations).run()
+    assert str(caught.value).endswith(".")
+
+
+def test_a_bridge_that_was_never_led_has_nothing_to_command(make_bridge: MakeBridge) -> None:
+    with pytest.raises(CommandRefusedError, match="never had a listener"):
+        make_bridge().operations.pause().run()
+
+
+def test_a_lost_race_is_decided_by_a_second_reading(led: LedBridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first reading saw is gone: the command reads again. Of a command on all the others are done."""
+    led.halt(0)
+    led.halt(1)
+    stale = led.images()
+    led.operations.retry("summarise", 0).run()
+    monkeypatch.setattr(Partitions, "of", lambda *_: stale)
+    with pytest.raises(CommandRefusedError, match="nothing to retry"):
+        led.operations.retry("summarise", 0).run()
+    led.operations.pause("summarise", 2).run()
+    assert results_of(led.operations.pause("summarise", 2)) == ["unchanged"]
+    led.halt(0)
+    assert results_of(led.operations.retry()) == ["refused", "done", "unfit"]
+    with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
+        led.operations.retry("summarise", 0).run()
+
+
+# -- with stored changes ---------------------------------------------------------------------------
+
+
+def test_commands_work_on_a_partition_with_stored_changes(storing: LedBridge) -> None:
+    """P13: retry and skip act on the head; mark and changes stay, so that what follows is run from there, in order."""
+    operations = storing.operations
+    storing.halt()
+    assert results_of(operations.retry("summarise", 0)) == ["done"]
+    storing.halt()
+    plan = operations.skip("summarise", 0)
+    assert json.loads("\n".join(plan.contents))["fullDocument"]["_id"] == 1
+    assert results_of(plan) == ["done"]
+    assert results_of(operations.pause("summarise", 0)) == ["done"]
+    assert storing.claim(number=2) is None
+    assert results_of(operations.resume("summarise", 0)) == ["done"]
+    assert (storing.image.committed, storing.partition().stored.to) == (1, token(3)["_data"])  # type: ignore[union-attr]
+    assert storing.stored == [token(2)["_data"], token(3)["_data"]]
+    assert storing.claim(number=2) is not None
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_retry_of_a_stored_change_outlives_its_history(storing: LedBridge, *, marked: bool) -> None:
+    """P13: also where its execution alone has stored it; then the mark lets the next listener find it."""
+    number = 3 if marked else 4
+    storing.store_changes(stored_change(number), mark=False)
+    storing.commit(number - 1)
+    storing.halt(number=number)
+    storing.lose_history()
+    (halted,) = [each for each in check(storing.bridge.wiring) if each.code == "halted"]
+    assert halted.commands[0] == f"celery -A operations changes {'retry' if marked else 'skip'} summarise 0"
+    assert results_of(storing.operations.retry("summarise", 0)) == ["done"]
+    assert storing.image.stored is not None
+    assert (storing.image.stored["to"], storing.image.stored["reason"]) == (token(number)["_data"], "halted")
+    assert storing.stored == [token(number)["_data"]]
+
+
+def test_what_is_stored_is_named_before_lost_history_is_given_up(storing: LedBridge) -> None:
+    """P13: it runs whatever is decided."""
+    storing.lose_history()
+    assert storing.operations.reset("summarise", "oldest").fields["stored"] == [0]

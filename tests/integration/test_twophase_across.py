@@ -1,0 +1,211 @@
+"""Two-phase commit across clusters and a standalone server, whatever is held, refused, late or away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from pymongo import MongoClient
+
+from mongo_celery import Participant, TwoPhaseCommit, transactional
+from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.errors import (
+    ConfigurationError,
+    TransactionCanceledError,
+    TransactionStateError,
+    TransactionTimeoutError,
+)
+from tests.fixtures.process import wait_for
+from tests.integration.clusters_rig import START, Clusters
+from tests.integration.twophase_rig import Gate
+
+Document = dict[str, Any]
+WAYS = [("own", "east"), ("east", "own"), ("east", "west"), ("west", "own"), ("own", "west", "east")]
+"""`east` is another replica set, `west` a standalone server."""
+
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+UNTOUCHED = {"own": START, "east": START, "west": START}
+
+
+@pytest.fixture(scope="module")
+def other_cluster() -> Iterator[MongoReplicaSet]:
+    with MongoReplicaSet(parameters=["enableTestCommands=1"]) as started:
+        yield started
+
+
+@pytest.fixture
+def clusters(mongo_url: str, other_cluster: MongoReplicaSet, standalone_url: str) -> Iterator[Clusters]:
+    made = Clusters(f"c{uuid4().hex[:10]}", {"own": mongo_url, "east": other_cluster.url, "west": standalone_url})
+    yield made
+    made.close()
+
+
+def expected(way: tuple[str, ...], value: int = 100) -> dict[str, int]:
+    """Balances after it is done."""
+    paid = {way[0]: START - value * (len(way) - 1), **dict.fromkeys(way[1:], START + value)}
+    return {cluster: paid.get(cluster, START) for cluster in ("own", "east", "west")}
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_all_is_done_in_every_order_of_clusters_and_can_be_compensated(
+    clusters: Clusters, way: tuple[str, ...]
+) -> None:
+    """Participants have a version afterwards, and no marker."""
+    identity = clusters.begin(*way, run=True)
+
+    assert clusters.log.find_one({"_id": identity})["state"] == "done"
+    assert clusters.balances() == expected(way)
+    for cluster in way:
+        found = clusters.accounts(cluster).find_one()
+        assert set(found) == {"_id", "balance", "pendingTransactions", "transactionFence"}
+        assert found["pendingTransactions"] == []
+    assert clusters.bank.run(identity).state == "done"
+    assert clusters.balances() == expected(way)
+    clusters.bank.compensate(identity)
+    assert clusters.balances() == UNTOUCHED
+
+
+@pytest.mark.parametrize("held", range(1, 9))
+def test_the_same_id_gives_the_same_outcome_wherever_the_first_one_stands(clusters: Clusters, held: int) -> None:
+    """Stored, begun, applied or settled; and the one that was overtaken ends with it, too."""
+    gate = Gate(hold_before=held)
+    identity = clusters.begin("own", "east", id="payment")
+    with clusters.held(identity, gate) as errors:
+        assert gate.held.wait(60)
+        assert clusters.begin("own", "east", id="payment", run=True) == identity
+    assert errors == []
+    assert clusters.balances() == expected(("own", "east"))
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_a_participant_that_refuses_gives_all_others_back(clusters: Clusters, way: tuple[str, ...]) -> None:
+    """The last one cannot be found."""
+    clusters.accounts(way[-1]).delete_one({})
+    with pytest.raises(TransactionCanceledError, match="does not exist"):
+        clusters.begin(*way, run=True)
+    assert clusters.balances() == {**UNTOUCHED, way[-1]: 0}
+    assert {each["state"] for each in clusters.log.find()} == {"canceled"}
+
+
+def test_a_revert_that_a_server_refuses_keeps_nobody_else_from_having_its_share_back(clusters: Clusters) -> None:
+    """A validator that was tightened meanwhile; the transaction says so and stays, until it is loosened."""
+    clusters.begin("own", "west", "east", value=0, run=True)  # gives versions, which the validator would refuse
+    identity = clusters.begin("own", "west", "east")
+    clusters.accounts("east").delete_one({})
+    west = clusters.accounts("west").database
+    west.command("collMod", "accounts", validator={"balance": {"$gt": START}})
+
+    with pytest.raises(TransactionStateError, match=r"stays canceling.*refuses to be undone"):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": START, "east": 0, "west": START + 100}
+    west.command("collMod", "accounts", validator={})
+    with pytest.raises(TransactionCanceledError, match="does not exist"):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": START, "east": 0, "west": START}
+
+
+def test_a_cluster_that_is_away_keeps_nothing_that_others_have_paid(clusters: Clusters) -> None:
+    """What was paid in the first cluster is back though the second does not answer."""
+    identity = clusters.begin("east", "west", "own")
+    clusters.advance(identity)
+    clusters.accounts("own").delete_one({})
+    assert (clusters.step(identity).state, clusters.balances()["east"]) == ("canceling", START - 200)
+
+    with MongoClient[Document]("127.0.0.1:1", serverSelectionTimeoutMS=60_000) as away:
+        impatient = clusters.coordinator({**clusters.clients, "west": away}, timeout=4)
+
+        def is_given_back() -> bool:  # a busy machine may need more than one share of the time
+            with pytest.raises(TransactionTimeoutError):
+                impatient.run(identity)
+            return clusters.balances()["east"] == START
+
+        wait_for(is_given_back)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START + 100}
+    with pytest.raises(TransactionCanceledError):
+        clusters.bank.run(identity)
+    assert clusters.balances() == {"own": 0, "east": START, "west": START}
+
+
+def test_one_that_cannot_be_settled_keeps_no_other_from_being_done(clusters: Clusters) -> None:
+    """A validator that came meanwhile refuses one document: it stays applied, and says why."""
+    west = clusters.accounts("west")
+    west.insert_one({"_id": "refused", "balance": START})
+    begun = [
+        clusters.bank.begin(
+            [
+                Participant(clusters.accounts("own"), "A", {"$inc": {"balance": -1}}),
+                Participant(west, each, {"$inc": {"balance": 1}}),
+            ]
+        )
+        for each in ("refused", "A")
+    ]
+    for each in begun:
+        clusters.advance(each)
+        assert clusters.step(each).state == "applied"
+    west.database.command("collMod", west.name, validator={"_id": {"$ne": "refused"}}, validationLevel="strict")
+    assert {each.id: (each.after, each.stopped) for each in clusters.bank.recover(0)} == {
+        begun[0]: ("applied", True),
+        begun[1]: ("done", False),
+    }
+    with pytest.raises(TransactionStateError, match="refuses to be settled"):
+        clusters.bank.run(begun[0])
+    assert "refuses to be settled" in clusters.log.find_one({"_id": begun[0]})["stoppedBy"]
+    west.database.command("collMod", west.name, validator={})
+    assert clusters.bank.run(begun[0]).state == "done"
+
+
+def test_many_are_recovered_and_one_that_cannot_be_stops_no_other(clusters: Clusters) -> None:
+    """Some have only begun, one refuses, one is late, one was canceled meanwhile, one is held by its coordinator."""
+    way = ("own", "east")
+    open_ones = [clusters.begin(*way, value=1) for _ in range(9)]
+    refusing, late = clusters.begin(*way, value=START + 1), clusters.begin(*way, value=1)
+    for identity in [*open_ones, late, refusing]:
+        clusters.advance(identity)
+    clusters.log.update_one({"_id": late}, {"$set": {"deadline": LONG_AGO}})
+    clusters.bank.cancel(open_ones[0])
+    gate = Gate(hold_before=5)
+    with clusters.held(open_ones[1], gate):
+        assert gate.held.wait(60)
+        report = {each.id: each for each in clusters.bank.recover(0)}
+
+    assert {report[each].after for each in open_ones[1:]} == {"done"}
+    assert {report[each].after for each in (late, refusing)} == {"canceled"}
+    assert clusters.balances() == expected(way, 8)
+
+
+def test_accounts_in_another_cluster_are_no_accounts_of_the_same_name_beside_the_transactions(
+    clusters: Clusters,
+) -> None:
+    """Also where that one has an alias."""
+    log, east = clusters.log, clusters.accounts("east")
+    beside = clusters.clients["own"][east.database.name]["accounts"]
+    for accounts in (east, beside):
+        accounts.insert_many([{"_id": each, "balance": START} for each in ("P", "Q")])
+    for clients in ({}, {"east": clusters.clients["east"]}):
+        bank = TwoPhaseCommit(None, log, application="bank", accounts=east, clients=clients)
+        for around in (nullcontext(), transactional(log.database.client)):
+            with around, pytest.raises(ConfigurationError, match=r"accounts .* other hosts"):
+                bank.transfer("P", "Q", 100)
+    assert [each["balance"] for each in [*beside.find({"_id": "P"}), *east.find({"_id": "P"})]] == [START, START]
+
+
+def test_who_does_not_know_a_cluster_leaves_its_transactions_alone(clusters: Clusters) -> None:
+    """Whatever is asked of one that was only stored or begun; and whoever knows the cluster finishes it."""
+    stored, begun = (clusters.begin("own", "east") for _ in range(2))
+    clusters.log.update_many({}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
+    clusters.advance(begun)
+    blind = clusters.coordinator({"own": clusters.clients["own"]})
+
+    unknown = "cluster 'east', which this process does not know"
+    report = blind.recover(0)
+    assert {each.id for each in report if each.stopped and unknown in (each.error or "")} == {stored, begun}
+    for call in (blind.run, blind.cancel):
+        with pytest.raises(ConfigurationError, match=unknown):
+            call(begun)
+    assert [clusters.log.find_one({"_id": each})["state"] for each in (stored, begun)] == ["initial", "pending"]
+    assert clusters.balances() == UNTOUCHED
+    assert {each.after for each in clusters.bank.recover(0)} == {"done"}

@@ -1,0 +1,93 @@
+"""The exhaustive searches: every interleaving of small scenarios of five models, judged by the promises.
+
+`-k protocol`, `-k spill`, `-k snapshot`, `-k park` and `-k twophase` choose a model. Whoever changes a
+model runs the slow ones, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from tests.property.park_variants import PARK
+from tests.property.protocol_model import Broken, Rewind, World
+from tests.property.protocol_variants import PROTOCOL
+from tests.property.scenarios import Caught, Scenarios, Sound
+from tests.property.snapshot_variants import SNAPSHOT
+from tests.property.spill_variants import SPILL
+from tests.property.twophase_variants import TWOPHASE
+
+MODELS = {"protocol": PROTOCOL, "spill": SPILL, "snapshot": SNAPSHOT, "park": PARK, "twophase": TWOPHASE}
+
+
+def each(choose: Callable[[Scenarios], Iterable[Any]], *, slow: Callable[[Scenarios, Any], bool]) -> list[Any]:
+    """Return what is chosen of each model, with the model, as parameters of a test."""
+    return [
+        pytest.param(
+            one,
+            found,
+            id=f"{name}: {getattr(found, 'name', found)}",
+            marks=[pytest.mark.slow] if slow(one, found) else [],
+        )
+        for name, one in MODELS.items()
+        for found in choose(one)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scenarios", "sound"),
+    each(lambda one: (*one.sound, *one.slow), slow=lambda one, sound: sound in one.slow or sound.floor >= one.large),
+)
+def test_no_interleaving_violates_an_invariant(scenarios: Scenarios, sound: Sound[Any]) -> None:
+    """P1-P6, P12, P13 hold in every state that can be reached, and where all comes to rest.
+
+    The floor keeps the check from becoming hollow: a rule that never fires makes the space collapse.
+    """
+    seen = scenarios.model.search(sound.world, limit=3_000_000)
+    assert seen.finding is None, str(seen.finding)
+    assert seen.states >= sound.floor
+    assert seen.quiescent > 0
+
+
+@pytest.mark.parametrize(("scenarios", "variant"), each(lambda one: one.caught, slow=lambda *_: False))
+def test_a_model_with_one_rule_broken_is_caught(scenarios: Scenarios, variant: Caught[Any]) -> None:
+    """P1-P13: the shortest violation of each broken variant breaks exactly the invariants that it should."""
+    finding = scenarios.model.search(variant.world, watched=variant.watched).finding
+    assert finding is not None, f"{variant.world.broken}: no violation found in {variant.world.name!r}"
+    assert finding.invariants == variant.breaks, str(finding)
+
+
+@pytest.mark.parametrize(("scenarios", "world"), each(Scenarios.whole, slow=lambda *_: True))
+def test_the_scenario_of_a_variant_is_clean_with_all_rules_whole(scenarios: Scenarios, world: Any) -> None:
+    """P1-P13: what catches a variant is its broken rule, not the scenario."""
+    finding = scenarios.model.search(world).finding
+    assert finding is None, str(finding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", SNAPSHOT.spared, ids=lambda world: f"{world.broken}: {world}")
+def test_some_rules_of_snapshots_can_be_spared(world: Any) -> None:
+    """What the search has found superfluous stays so; else it is a rule again."""
+    finding = SNAPSHOT.model.search(world).finding
+    assert finding is None, str(finding)
+
+
+@pytest.mark.parametrize("scenarios", MODELS.values(), ids=MODELS)
+def test_every_invariant_and_every_rule_has_a_variant_that_breaks_it(scenarios: Scenarios) -> None:
+    """An oracle that has never spoken and a rule that was never broken have not been tested."""
+    assert frozenset().union(*(variant.breaks for variant in scenarios.caught)) == scenarios.model.invariants
+    nothing, *rules = scenarios.broken
+    found = {variant.world.broken for variant in scenarios.caught}
+    assert found == set(rules) - {world.broken for world in scenarios.spared}
+    assert nothing not in found
+
+
+@pytest.mark.parametrize("broken", [Broken.CLAIM_IGNORES_EPOCH, Broken.TWO_IMAGES, Broken.NUMBERED_AT_READING], ids=str)
+def test_some_rules_look_superfluous_without_a_rewind_or_other_matches(broken: Broken) -> None:
+    """P1, P5: in plain scenarios nobody misses these rules, so the others must stay in the table above."""
+    plain = World("three changes, two terms", (0, 0, 0), terms=2, broken=broken)
+    assert PROTOCOL.model.search(plain).finding is None
+    revealing = [variant.world for variant in PROTOCOL.caught if variant.world.broken is broken]
+    assert all(world.matches or world.rewind is not Rewind.NEVER for world in revealing)

@@ -1,0 +1,75 @@
+"""The commands that a client sends, and a place to interfere with one of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pymongo import MongoClient
+from pymongo.monitoring import CommandFailedEvent, CommandListener, CommandStartedEvent, CommandSucceededEvent
+
+from tests.fixtures.process import PATIENCE_SECONDS
+
+_OF_THE_DRIVER = {"hello", "endSessions"}
+
+
+class CommandRecorder(CommandListener):
+    """
+    Records a client's commands, holds the first thread that starts the awaited one, and runs something before others.
+
+    Args:
+        observer: another client, for tests that look at the server meanwhile.
+
+    Attributes:
+        sent: each command with its database, in order.
+        meanwhile: what is run before the n-th command, by its number.
+        failures: set once a command has failed.
+        reached: set once the awaited command is about to be sent.
+        go: set by the test, to have it sent.
+    """
+
+    def __init__(self, observer: MongoClient[dict[str, Any]] | None = None) -> None:
+        self.observer = observer
+        self.sent: list[tuple[str, Mapping[str, Any]]] = []
+        self.meanwhile: dict[int, Callable[[], Any]] = {}
+        self.failures = threading.Event()
+        self.reached = threading.Event()
+        self.go = threading.Event()
+        self._awaited: tuple[str, object] | None = None
+        self._passing = 0
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the commands, in order, without those by which the driver keeps its connections."""
+        return [name for name in (next(iter(command)) for _, command in self.sent) if name not in _OF_THE_DRIVER]
+
+    def of(self, name: str) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return all commands of a name, with their databases."""
+        return [(database, command) for database, command in self.sent if next(iter(command)) == name]
+
+    def hold(self, command: str, value: object, *, after: int = 0) -> None:
+        """Hold the next command of this name and first value, such as a collection, after so many others of them."""
+        self._awaited, self._passing = (command, value), after
+
+    def named(self, name: str) -> list[Mapping[str, Any]]:
+        """Return all commands of a name."""
+        return [command for _, command in self.of(name)]
+
+    def started(self, event: CommandStartedEvent) -> None:
+        """Record it; then run what is to come in between, or wait."""
+        self.sent.append((event.database_name, event.command))
+        self.meanwhile.pop(len(self.sent), bool)()
+        if self._awaited == (event.command_name, event.command.get(event.command_name)):
+            self._passing -= 1
+            if self._passing < 0:
+                self._awaited = None
+                self.reached.set()
+                assert self.go.wait(PATIENCE_SECONDS)
+
+    def succeeded(self, event: CommandSucceededEvent) -> None:
+        """Do nothing."""
+
+    def failed(self, event: CommandFailedEvent) -> None:  # noqa: ARG002 - the listener's signature
+        """Note that one has failed."""
+        self.failures.set()

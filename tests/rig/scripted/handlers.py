@@ -1,0 +1,123 @@
+"""The handlers: one collection each, all with the same body, registered with different options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from mongo_celery import Change, Changes
+from mongo_celery.bridge.worker.execution import current
+from mongo_celery.errors import StaleFencingTokenError
+from tests.rig.scripted.acts import WantedError, perform
+from tests.rig.scripted.application import DATA, bridge
+from tests.rig.scripted.recording import record, record_start
+
+_CHOSEN = set(filter(None, os.environ.get("SCRIPTED_HANDLERS", "").split(",")))
+"""The handlers of this test; a bridge leads each of them, so fewer are quicker."""
+
+Fact = dict[str, Any]
+Effect = Callable[[Change, Fact], None]
+
+
+def _take_effect(change: Change, fact: Fact) -> None:
+    """Keep one document for each handler, partition and partitioning, with the effects in the order of acceptance."""
+    sink = f"{fact['handler']}-{fact['partition']}-{fact['partitioning']}"
+    push = {"$push": {"effects": fact}}
+    if change.session is not None:
+        bridge.client[DATA]["sink"].update_one({"_id": sink}, push, upsert=True, session=change.session)
+        return
+    try:
+        change.fenced(f"{DATA}.sink").update_one({"_id": sink}, push, upsert=True)
+    except StaleFencingTokenError:
+        record("refused", **fact)
+        raise
+
+
+def add_handler(name: str, effect: Effect = _take_effect, **options: Any) -> None:
+    """Register a handler of the collection of its name, if the test has chosen it."""
+    if _CHOSEN and name not in _CHOSEN:
+        return
+
+    def handle(task: Any, change: Change) -> None:
+        _handle(task, name, change, effect)
+
+    handle.__name__ = name
+    handle.__qualname__ = name
+    bridge.on_change(f"{DATA}.{name}", name=name, bind=True, **options)(handle)
+
+
+def _handle(task: Any, name: str, change: Change, effect: Effect = _take_effect) -> None:
+    document = change.full_document
+    if document is None:  # a delete is of no interest here
+        return
+    execution = current.get()
+    assert execution is not None, "a handler runs in an execution"
+    fact = {
+        "handler": name,
+        "key": document["_id"],
+        "n": document["n"],
+        "partition": change.partition,
+        "partitioning": execution.subject.run.partitioning,
+        "seq": change.seq,
+        "fence": change.fencing_token,
+    }
+    more = {"retries": task.request.retries, "crashes": execution.claim.crashes, "replayed": change.replayed}
+    start = record_start(fact, **more)
+    perform(task, document, start, after=False)
+    effect(change, fact)
+    perform(task, document, start, after=True)
+    record("end", **fact, replayed=change.replayed)
+
+
+def _list_handler(name: str, *, tells: bool, **options: Any) -> None:
+    """A handler of lists, each of whose changes is handled like those of the others; it may say which has failed."""
+    if _CHOSEN and name not in _CHOSEN:
+        return
+
+    def handle(task: Any, changes: Changes) -> None:
+        record("list", handler=name, count=len(changes), retries=task.request.retries)
+        for change in changes:
+            try:
+                _handle(task, name, change)
+            except WantedError as error:
+                if tells:
+                    raise changes.failed_at(change) from error
+                raise
+
+    handle.__name__ = name
+    handle.__qualname__ = name
+    bridge.on_changes(f"{DATA}.{name}", name=name, bind=True, batch_size=8, **options)(handle)
+
+
+add_handler("plain")
+add_handler("other")
+add_handler("grouped", group=os.environ.get("SCRIPTED_GROUP") or None)
+add_handler("limited", rate_limit="4/s")
+add_handler("auto", autoretry_for=(WantedError,), retry_backoff=True, retry_jitter=True, max_retries=2)
+add_handler("letters", failure_policy="dead_letter", max_retries=2, default_retry_delay=0.2)
+add_handler("halting", failure_policy="halt", max_retries=1)
+add_handler("skipping", failure_policy="skip")
+add_handler("discarding", failure_policy="discard")
+# Longer than a busy machine holds up a change that takes no time.
+add_handler("soft", soft_time_limit=3, failure_policy="dead_letter")
+add_handler("hard", time_limit=3, failure_policy="dead_letter")
+add_handler("together", transactional=True, failure_policy="dead_letter")
+add_handler(
+    "together_auto",
+    transactional=True,
+    autoretry_for=(Exception,),
+    retry_kwargs={"countdown": 0.1},
+    max_retries=3,
+)
+_list_handler(
+    "listed",
+    tells=True,
+    failure_policy="dead_letter",
+    autoretry_for=(WantedError,),
+    retry_kwargs={"countdown": 0.1},
+    max_retries=1,
+)
+_list_handler("listed_together", tells=False, transactional=True, failure_policy="dead_letter")
+for _number in range(int(os.environ.get("SCRIPTED_MANY", "0"))):
+    add_handler(f"many_{_number}")
