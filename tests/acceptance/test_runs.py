@@ -59,10 +59,10 @@ def _filled(chain: Deployment, handler: str, **do: Any) -> tuple[list[Due], Due]
 
 @pytest.mark.parametrize(("count", "killed_at"), [(400, 300), pytest.param(1000, 700, marks=pytest.mark.slow)])
 def test_sigkill_in_the_middle_of_a_run_repeats_what_was_done_in_the_last_moments(
-    chain: Deployment, count: int, killed_at: int
+    deployment: MakeDeployment, count: int, killed_at: int
 ) -> None:
     """P2, P6: those of its changes that are recorded are not started again, and none is charged for good."""
-    chain.worker()
+    chain = deployment("plain", options=LARGE, start="both")
     chain.wait_started(chain.write("plain", "first", 1, gate="first"))
     stops = {killed_at + 1: {"gate": "middle"}}
     items = [chain.write("plain", f"k{n % 10}", n, **stops.get(n, {})) for n in range(1, count + 1)]
