@@ -186,7 +186,7 @@ class Scene:
                 last, until = now, time.monotonic() + _STALL_SECONDS_MAX
             if time.monotonic() > until:
                 logs = " / ".join(f"{process.name}: {process.last_words}" for process in self._processes.started)
-                raise BenchError(f"{self.setting.name} waited in vain for {what}. {logs}")
+                raise BenchError(f"{self.setting.name} waited too long for {what}. {logs}")
             pause(_LOOK_SECONDS)
 
     def check(self) -> None:

@@ -160,7 +160,7 @@ class LocalTransactions:
                 return f"participant {part} does not meet {dict(part.require)!r}"
             for other, seen in found:
                 if part.namespace == other.namespace and same_bson(met["_id"], seen):
-                    return f"participants {other} and {part} are one document, and it does not let both be changed"
+                    return f"participants {other} and {part} are the same document, and their changes conflict"
             found.append((part, met["_id"]))
         return None
 

@@ -264,8 +264,8 @@ def test_watch_repeats_one_object_a_line_until_it_is_interrupted(shop: Shop, pro
         ("slow", "", "shop.0,shop.1,shop.slow.0,shop.slow.1"),
         ("slow", "--group slow", "shop.slow.0,shop.slow.1"),
         ("slow", "--without-group --with-default", "shop.0,shop.1,celery"),
-        (None, "--group slow", "no handler is in group 'slow': none has one."),
-        ("slow", "--group slwo", "no handler is in group 'slwo': the groups are slow."),
+        (None, "--group slow", "No handler is in group 'slow'. No handler has a group."),
+        ("slow", "--group slwo", "No handler is in group 'slwo'. The groups are slow."),
     ],
 )
 def test_queues_are_printed_for_q(shop: Shop, group: str | None, arguments: str, printed: str) -> None:

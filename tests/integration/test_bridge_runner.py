@@ -200,7 +200,7 @@ def test_a_fault_that_had_no_occasion_fails_the_test(shop: Shop, run: Run) -> No
         with pytest.raises(AssertionError, match="'called'"):
             runner.deliver()
         runner.stall()
-        with pytest.raises(AssertionError, match="stands still"):
+        with pytest.raises(AssertionError, match="was frozen"):
             runner.deliver()
         shop.orders.insert_one({"_id": 1})
         assert len(runner.deliver().calls) == 1

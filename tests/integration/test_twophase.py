@@ -321,7 +321,7 @@ def test_participants_in_another_cluster_are_found_by_alias(
         (Participant("db.c", 1, {"$inc": {"transactionFence": 1}}), "transactionFence"),
         (Participant("db.c", 1, {"$rename": {"a": "_id"}}, {"$set": {"a": 1}}), "_id"),
         (Participant("c", 1, {"$inc": {"a": 1}}), "collection"),
-        ("A", "no Participant"),
+        ("A", "not a participant"),
     ],
 )
 def test_a_participant_that_cannot_work_is_refused_at_the_beginning(
@@ -362,7 +362,7 @@ def test_cancel_rolls_back_what_is_pending_and_refuses_what_is_applied(
     with pytest.raises(TransactionStateError, match="compensate"):
         bank.cancel(done)
     assert balances(database) == {"A": 900, "B": 1100}
-    with pytest.raises(TransactionStateError, match="only one that is done"):
+    with pytest.raises(TransactionStateError, match="Only a transaction that is done"):
         bank.compensate(waiting)
 
 

@@ -183,7 +183,10 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             with pymongo.timeout(READ_SECONDS):
                 plan = self.make_plan(make_operations(request, form.get("bridge", "")), action, form, reason)
             if "confirmed" in form and form.get("seen", "") != plan.seen:
-                raise CommandRefusedError("This has changed since you saw it. Look again, then repeat the action.")
+                raise CommandRefusedError(
+                    "The state has changed since you opened this page, so nothing was done. Check it, then repeat "
+                    "the action."
+                )
         except Exception as error:  # noqa: BLE001
             messages.error(request, to_line(to_sentence(error)))
             return HttpResponseRedirect(self._list_url(request))
