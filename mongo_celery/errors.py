@@ -172,7 +172,7 @@ class HandlerUsageError(MongoCeleryError):
 
 
 class CommandRefusedError(MongoCeleryError):
-    """The state has changed since the command read it, or does not allow the command. Check it, then repeat the command."""
+    """The state has changed since the command read it, or does not allow this. Check it, then repeat the command."""
 
 
 class OutboxRefusedError(MongoCeleryError):
