@@ -46,8 +46,8 @@ class Stage:
     The servers of a run. A context manager.
 
     Args:
-        mongo_url: the URL of a given replica set; an embedded one by default.
-        redis_url: the URL of a given Redis; an embedded one by default.
+        mongo_url: the URL of a replica set. By default an embedded one starts.
+        redis_url: the URL of a Redis. By default an embedded one starts.
 
     Attributes:
         server_pids: process ids of embedded servers, by name. The CPU time of other servers is unknown.

@@ -37,7 +37,7 @@ class Verdict(Enum):
     LOGIN = "the login was refused"
     ACCESS = "a right is missing"
     TOPOLOGY = "this kind of server cannot do this"
-    HISTORY_LOST = "the oplog no longer reaches back"
+    HISTORY_LOST = "the oplog no longer reaches the position"
     TOKEN_NOT_FOUND = "a resume token was not found"  # noqa: S105 - a verdict
     TOO_LARGE = "a document would be larger than 16 MB"
     IMAGE_MISSING = "a required image of a changed document is missing"

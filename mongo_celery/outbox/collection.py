@@ -1,5 +1,5 @@
 """
-An outbox without documents of its own: tasks and events belong to a transaction.
+An outbox without its own documents: tasks and events belong to a transaction.
 
 ::
 

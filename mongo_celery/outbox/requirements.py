@@ -104,7 +104,9 @@ def judge_kind(name: str, about: Mapping[str, Any] | None) -> Finding:
         about: the answer of `listCollections`. None if it does not exist.
     """
     if about is None:
-        return degraded("collection", f"{name} does not exist yet. The first document creates it. Check the name.")
+        return degraded(
+            "collection", f"{name} does not exist yet. If the name is correct, the first document creates it."
+        )
     kind, options = about.get("type", "collection"), about.get("options", {})
     if kind != "collection":
         return failing("collection", f"{name} is of type {kind}, which an outbox cannot use. Use a plain collection.")

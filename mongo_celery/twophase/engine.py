@@ -193,7 +193,7 @@ class Engine:
                 return now
             if time.monotonic() >= deadline:
                 raise TransactionTimeoutError(
-                    f"Transaction {now.id!r} is {now.state}, because other processes kept changing it or its "
+                    f"Transaction {now.id!r} is still {now.state}, because other processes kept changing it or its "
                     "participants. If it was started and stays unfinished, recovery finishes it.",
                     id=now.id,
                     outcome="unknown",

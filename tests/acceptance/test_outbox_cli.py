@@ -263,8 +263,8 @@ def test_a_missing_right_names_the_outbox_its_collections_and_the_cure(
     assert (done.returncode, done.stdout) == (1, "")
     warnings = [line for line in done.stderr.splitlines() if not line.startswith("Error: ")]
     said, *others = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert all("the index pendingEvents" in each for each in warnings)
-    assert f"lacks a right on the outbox's collection {shop.names}_data.orders" in said
+    assert all("index pendingEvents" in each for each in warnings)
+    assert f"may not use the outbox's collection {shop.names}_data.orders" in said
     assert f"find, insert, update and remove on {shop.names}_state.outbox_dead_letters" in said
     assert "state database" not in said
     assert [f"{shop.names}_data.parcels" in each for each in others] == ([True] if command == ["sweep"] else [])

@@ -188,7 +188,7 @@ def test_a_handler_that_feeds_itself_ends_with_a_sentence(shop: Shop, run: Run) 
     for _ in range(2):
         with run(shop) as runner:
             shop.orders.insert_one({})
-            with pytest.raises(AssertionError, match="more than 5 calls"):
+            with pytest.raises(AssertionError, match="more than 5 times"):
                 runner.deliver(limit=5)
 
 
@@ -397,7 +397,7 @@ def test_draining_waits_for_whoever_works(database: Database[Document], mongo_ur
         drain(shop.bridge, timeout=60)
         assert len(shop.seen) == 20
     shop.orders.insert_one({"_id": 20})
-    with pytest.raises(TimeoutError, match="note behind"):
+    with pytest.raises(TimeoutError, match="Not finished: note"):
         drain(shop.bridge, timeout=0.1)
     shop.bridge.client.close()
 

@@ -390,7 +390,7 @@ def test_the_listener_ends_once_nothing_is_left_to_lead(make: Make) -> None:
     assert bridge.go_on("halt") is None
     assert bridge.look() is None
     led.window.complete(led.partitions[0].queue, ROLLED_LATER.data)
-    with pytest.raises(HistoryLostError, match="no longer reaches back"):
+    with pytest.raises(HistoryLostError, match="no longer reaches"):
         bridge.look()
 
 

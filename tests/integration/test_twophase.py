@@ -565,13 +565,19 @@ def test_foreign_states_and_shapes_are_refused_and_do_not_stop_recovery(
         ]
     )
 
-    for identity, said in [(1, "unknown state"), (2, "shape"), (3, "shape"), (4, "shape"), (99, "no transaction")]:
+    for identity, said in [
+        (1, "unknown state"),
+        (2, "is damaged"),
+        (3, "is damaged"),
+        (4, "is damaged"),
+        (99, "no transaction"),
+    ]:
         with pytest.raises(TransactionStateError, match=said):
             bank.run(identity)
     report = {each.id: each for each in bank.recover()}
     assert set(report) == {2, 3, 4, 5}
     assert report[5].after == "done"
-    assert all("shape" in (report[identity].error or "") for identity in (2, 3, 4))
+    assert all("is damaged" in (report[identity].error or "") for identity in (2, 3, 4))
     assert state_of(bank, 1) == "frozen"
 
 

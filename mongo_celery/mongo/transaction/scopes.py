@@ -11,7 +11,7 @@ A *scope* is a transaction that `transactional` runs, over all its attempts. The
 Only `current` decides if a client's transaction is open here. It refuses a transaction of another client of the same
 cluster: writes outside it would repeat with each attempt.
 
-A scope that ends in another context than it began in cannot be removed from the first one. So it is marked as closed.
+A scope that ends in another context than it began in cannot be removed from the first one. It is marked as closed.
 Nothing joins a closed scope.
 """
 

@@ -140,11 +140,11 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
     """Address field of a details page. A list does not have it."""
 
     def has_add_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002 - Django's
-        """Return False: nobody can add anything here, not even a superuser."""
+        """Return False. Not even a superuser can add anything here."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Return False: nobody can delete rows here."""
+        """Return False. Rows cannot be deleted here."""
         return False
 
     def may_see_contents(self, request: HttpRequest) -> bool:
