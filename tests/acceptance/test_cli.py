@@ -410,5 +410,5 @@ def test_celery_help_shows_the_commands_without_importing_pymongo() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=_COMMAND_SECONDS_MAX, check=True
     )
     assert re.search(r"listener +Listen to MongoDB", done.stdout)
-    assert re.search(r"changes +Show and steer", done.stdout)
+    assert re.search(r"changes +Show and control", done.stdout)
     assert done.stdout.splitlines()[-1] == "['mongo_celery.cli.changes']"
