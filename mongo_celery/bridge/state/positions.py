@@ -7,7 +7,7 @@ refused by its fencing token. `pass_gap` takes no term, because a listener may l
 includes its audit record.
 
 A rewind is one transaction, so a kill leaves no intermediate state. A search of schedules found its rules
-(`tests/property/spill_faults.py`, `snapshot_faults.py`). It has a broken variant for each of them:
+(`tests/property/spill_model.py`, `snapshot_model.py`). It has a broken variant for each of them:
 
 1. Backwards, partitions and watermark move to the smaller of the place and their own position. Positions before the
    place do not move. With two writes instead of a transaction, either order loses changes.
