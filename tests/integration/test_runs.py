@@ -1,10 +1,10 @@
-"""Runs of several changes on a real replica set: what is recorded when, and which change is charged."""
+"""Runs of several changes, and lists, on a real replica set: what is recorded when, and which change is charged."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -213,44 +213,24 @@ def test_a_signal_that_always_comes_is_counted_at_last(begin: Begin) -> None:
 # -- lists, and coalescing -------------------------------------------------------------------------
 
 
-@pytest.fixture
-def begin_list(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Begin]:
-    """Give what makes a partition with nothing done and a worker, whose handler has these options; once a test."""
-    options = {"single": False, "failure_policy": "dead_letter"}
-    with worker_with(mongo_client, mongo_url, state_database, **options) as begin_list:
-        yield begin_list
-
-
 def letters_of(lists: WorkerRig) -> list[tuple[int, str]]:
     """Number and cause of each dead letter."""
     return [(number, cause) for _, number, cause in lists.letters]
 
 
-def numbers(calls: Sequence[Sequence[int]]) -> list[int]:
-    """All that was given, in order."""
-    return [each for call in calls for each in call]
-
-
-@contextmanager
-def ended(*errors: type[BaseException]) -> Iterator[None]:
-    """Something that ends with an outcome instead of a result."""
-    with pytest.raises(errors or (Ignore, WantedError)):
-        yield
-
-
-def test_every_change_is_done_or_has_a_letter_whichever_fail(begin_list: Begin) -> None:
+def test_every_change_is_done_or_has_a_letter_whichever_fail(begin: Begin) -> None:
     """P2: also the first and the last."""
-    lists = begin_list()
+    lists = begin(single=False)
     lists.handle = fail_at(1, 5, 6, 12)
     lists.flow(*"abcdefghijkl")
     assert [number for number, _ in letters_of(lists)] == [1, 5, 6, 12]
     assert lists.rig.image.committed == 12
-    assert {*numbers(lists.calls)} == {*range(1, 13)}
+    assert {number for call in lists.calls for number in call} == {*range(1, 13)}
 
 
-def test_what_is_finished_is_recorded_while_the_claim_goes_on(begin_list: Begin) -> None:
+def test_what_is_finished_is_recorded_while_the_claim_goes_on(begin: Begin) -> None:
     """P2: whatever becomes of the rest, also where the process ends: nothing of it runs again."""
-    lists = begin_list()
+    lists = begin(single=False)
     seen: list[tuple[int, int]] = []
 
     def handle(changes: Changes) -> None:
@@ -280,12 +260,12 @@ def test_what_is_finished_is_recorded_while_the_claim_goes_on(begin_list: Begin)
     ],
 )
 def test_each_policy_hits_the_failing_change(
-    begin_list: Begin, policy: str, state: str, committed: int, cause: str | None
+    begin: Begin, policy: str, state: str, committed: int, cause: str | None
 ) -> None:
     """P6: as it would hit one that is a run by itself."""
-    lists = begin_list(failure_policy=policy)
+    lists = begin(single=False, failure_policy=policy)
     lists.handle = fail_at(2, tells=True)
-    with ended(WantedError):
+    with pytest.raises(WantedError):
         lists.run(1, *"abc")
     image = lists.rig.image
     assert (image.state, image.committed) == (state, committed)
@@ -296,15 +276,15 @@ def test_each_policy_hits_the_failing_change(
         assert lists.rig.document["halted"]["resumeToken"] == token(2)
 
 
-def test_an_outage_is_nobodys_and_the_list_is_not_split_for_it(begin_list: Begin) -> None:
+def test_an_outage_is_nobodys_and_the_list_is_not_split_for_it(begin: Begin) -> None:
     """P6: all of it waits, uncharged; then its first change goes ahead alone."""
-    lists = begin_list()
+    lists = begin(single=False)
 
     def away(_changes: Changes) -> None:
         raise AutoReconnect("no primary")
 
     lists.handle = away
-    with ended(Ignore):
+    with pytest.raises(Ignore):
         lists.run(1, *"abcd")
     assert lists.calls == [[1, 2, 3, 4]]
     image = lists.rig.image
@@ -316,16 +296,16 @@ def test_an_outage_is_nobodys_and_the_list_is_not_split_for_it(begin_list: Begin
     assert lists.calls[1:] == [[1], [2, 3, 4]]
 
 
-def test_time_that_a_list_has_used_up_is_charged_to_no_change(begin_list: Begin) -> None:
+def test_time_that_a_list_has_used_up_is_charged_to_no_change(begin: Begin) -> None:
     """P6: each gets the whole time limit, as a run of its own."""
-    lists = begin_list()
+    lists = begin(single=False)
 
     def handle(changes: Changes) -> None:
         if any(number_of(change) == 3 for change in changes):
             raise SoftTimeLimitExceeded
 
     lists.handle = handle
-    with ended(Ignore):
+    with pytest.raises(Ignore):
         lists.run(1, *"abcd")
     image = lists.rig.image
     assert (image.committed, image.one_by_one_until, image.claim, image.crashes) == (0, 4, None, 0)
@@ -334,9 +314,9 @@ def test_time_that_a_list_has_used_up_is_charged_to_no_change(begin_list: Begin)
     assert lists.calls[1:] == [[1], [2], [3], [4]]
 
 
-def test_a_list_that_crashed_runs_change_by_change(begin_list: Begin) -> None:
+def test_a_list_that_crashed_runs_change_by_change(begin: Begin) -> None:
     """P6: a worker that was killed charges its first change alone."""
-    lists = begin_list()
+    lists = begin(single=False)
     lists.rig.claim(1, 4, owner="dead")
     lists.rig.lapse()
     lists.run(1, *"abcd")
@@ -344,13 +324,13 @@ def test_a_list_that_crashed_runs_change_by_change(begin_list: Begin) -> None:
     assert lists.rig.document["handled"]["last"] == 1
 
 
-def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin_list: Begin) -> None:
+def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin: Begin) -> None:
     """P6: what it fails with says which it is; what is before it is given, and the others are not asked for it."""
-    lists = begin_list()
+    lists = begin(single=False)
     lists.handle = lambda changes: [number_of(change) for change in changes]
     raws = [bson.encode(event_of_key(number, key)) for number, key in enumerate("abcdefgh", 1)]
     raws[4] = raws[4].replace(b"insert", b"ins\xffrt")
-    with ended(InvalidBSON):
+    with pytest.raises(InvalidBSON):
         lists.run(1, *"abcdefgh", changes=tuple(raws))
     assert lists.calls[-1:] == [[1, 2, 3, 4]]
     assert len(lists.calls) <= 2
@@ -360,9 +340,9 @@ def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin_list: Be
 
 
 @pytest.mark.parametrize("chained", [True, False])
-def test_the_error_that_was_being_handled_is_the_one_that_counts(begin_list: Begin, chained: bool) -> None:
+def test_the_error_that_was_being_handled_is_the_one_that_counts(begin: Begin, chained: bool) -> None:
     """P6: a `from` that was forgotten makes an outage no failure of the change."""
-    lists = begin_list()
+    lists = begin(single=False)
 
     def handle(changes: Changes) -> None:
         try:
@@ -373,7 +353,7 @@ def test_the_error_that_was_being_handled_is_the_one_that_counts(begin_list: Beg
             raise changes.failed_at(1)  # noqa: B904 - a `from` that was forgotten
 
     lists.handle = handle
-    with ended(Ignore):
+    with pytest.raises(Ignore):
         lists.run(1, *"abc")
     image = lists.rig.image
     assert image.waiting is not None
@@ -384,10 +364,10 @@ def test_the_error_that_was_being_handled_is_the_one_that_counts(begin_list: Beg
 
 
 def test_the_writes_of_a_list_bear_its_token(
-    begin_list: Begin, mongo_client: MongoClient[Document], state_database: str
+    begin: Begin, mongo_client: MongoClient[Document], state_database: str
 ) -> None:
     """P3: each operation is judged by its document's own stamp."""
-    lists = begin_list()
+    lists = begin(single=False)
     copies = mongo_client[state_database]["copies"]
 
     def copy(changes: Changes) -> None:
@@ -408,11 +388,11 @@ def test_the_writes_of_a_list_bear_its_token(
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_dead_letter_names_what_its_change_stood_for(begin_list: Begin, tells: bool) -> None:
+def test_a_dead_letter_names_what_its_change_stood_for(begin: Begin, tells: bool) -> None:
     """P9: nothing vanishes in silence."""
-    lists = begin_list(coalesce=True)
+    lists = begin(single=False, coalesce=True)
     lists.handle = fail_at(3, tells=tells)
-    with ended(WantedError):
+    with pytest.raises(WantedError):
         lists.run(1, *"aaab")
     assert lists.calls[0] == [3, 4]
     assert (letters_of(lists), lists.rig.image.committed) == ([(3, "failed")], 3)
@@ -420,15 +400,15 @@ def test_a_dead_letter_names_what_its_change_stood_for(begin_list: Begin, tells:
     assert (letter.passed, letter.passed_over) == (2, [token(1)["_data"], token(2)["_data"]])
 
 
-def test_what_a_change_stood_for_is_named_after_a_halt_too(begin_list: Begin) -> None:
+def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None:
     """P9: by the policy as by the command, and over a `retry`."""
-    lists = begin_list(coalesce=True, failure_policy="halt")
+    lists = begin(single=False, coalesce=True, failure_policy="halt")
     lists.handle = fail_at(2)
-    with ended(WantedError):
+    with pytest.raises(WantedError):
         lists.run(1, *"aa")
     assert lists.rig.image.state == "halted"
     assert lists.rig.partitions.retry(lists.rig.image)
-    with ended(WantedError):
+    with pytest.raises(WantedError):
         lists.run(2, *"aa")
     assert lists.calls == [[2], [2]], "it is given itself: no later one takes its place, and loses the names"
     assert lists.bridge.operations.skip(HANDLER, 0).run().fields["parts"][0]["result"] == "done"
@@ -436,16 +416,16 @@ def test_what_a_change_stood_for_is_named_after_a_halt_too(begin_list: Begin) ->
     assert (letter.passed, letter.passed_over) == (1, [token(1)["_data"]])
 
 
-def test_single_changes_are_coalesced_within_a_run(begin_list: Begin) -> None:
+def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
     """P2: of a handler of single changes; what fails behind others has its outcome under the same claim."""
-    lists = begin_list(single=True, coalesce=True)
+    lists = begin(coalesce=True)
     lists.run(1, *"abab")
     assert lists.calls == [[3], [4]]
     assert lists.rig.document["handled"]["last"] == 4
     lists.rig.claims.commit(lists.rig.where)
     lists.calls.clear()
     lists.handle = fail_at(6)
-    with ended(WantedError):
+    with pytest.raises(WantedError):
         lists.run(5, *"abac")
     assert lists.calls == [[6], [5]], "what a later change stood for is given, where that one is not any more"
     assert (lists.rig.image.committed, letters_of(lists)) == (6, [(6, "failed")])
@@ -455,11 +435,11 @@ def test_single_changes_are_coalesced_within_a_run(begin_list: Begin) -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, 60.0], ids=["recorded", "not yet"])
 def test_a_crash_of_a_coalesced_run_repeats_what_could_not_be_recorded_alone(
-    begin_list: Begin, monkeypatch: pytest.MonkeyPatch, seconds: float
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """P2, P6: the position follows as far as no document is left behind it."""
     monkeypatch.setattr(execution, "_PROGRESS_SECONDS", seconds)
-    lists = begin_list(single=True, coalesce=True)
+    lists = begin(coalesce=True)
     seen: list[int] = []
 
     def handle(changes: Changes) -> None:

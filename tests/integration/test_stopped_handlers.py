@@ -1,4 +1,4 @@
-"""A handler whose layout is by a rule that no handler has any more is stopped, and nothing is looked up by its name."""
+"""Handlers that are stopped alone: one whose layout is by a rule that is gone, one whose `match` the server refuses."""
 
 from __future__ import annotations
 
