@@ -51,8 +51,8 @@ def check_app(app: object) -> None:
 
     if not isinstance(app, Celery):
         raise ConfigurationError(
-            f"the app has to be a Celery app, not {type(app).__name__}: that of a Flask app is what "
-            "celery_init_app(app) returns; a URL is given as url='...'.",
+            f"The app must be a Celery app, not {type(app).__name__}. For a Flask app, pass the result of "
+            "celery_init_app(app). Pass a URL as url='...'.",
         )
 
 
@@ -123,7 +123,9 @@ class Registry(Generic[T]):
         """
         if name is not None and name in {other for other, _ in _get_state(app).things.get(self.kind, ())}:
             article = "an" if self.kind[0] in "aeiou" else "a"
-            raise ConfigurationError(f"the app already has {article} {self.kind} named {name!r}; {self.rename}.")
+            raise ConfigurationError(
+                f"The app already has {article} {self.kind} named {name!r}. To fix this, {self.rename}."
+            )
 
     def of(self, app: Celery) -> list[T]:
         """Return all things of an app, in order of creation."""
@@ -143,16 +145,14 @@ class Registry(Generic[T]):
         found = self.of(app)
         if not found:
             raise ConfigurationError(
-                f"this app has no {self.kind}: create one with {self.create}, and name the app with -A."
+                f"This app has no {self.kind}. Create one with {self.create}, and name the app with -A."
             )
         if not names:
             return found
         by_name = {thing.name: thing for thing in found}
         for name in names:
             if name not in by_name:
-                raise ConfigurationError(
-                    f"there is no {self.kind} {name!r}; this app has {', '.join(sorted(by_name))}."
-                )
+                raise ConfigurationError(f"This app has no {self.kind} {name!r}. It has {', '.join(sorted(by_name))}.")
         return [by_name[name] for name in names]
 
 

@@ -57,7 +57,7 @@ def check_texts(**given: object) -> None:
     """Refuse values that are not text, and empty texts."""
     for name, value in given.items():
         if not isinstance(value, str) or not value:
-            raise ConfigurationError(f"{name}={value!r} must be a text.")
+            raise ConfigurationError(f"{name}={value!r} must be a text that is not empty.")
 
 
 def positive(value: Duration, name: str) -> float:
@@ -72,14 +72,14 @@ def not_negative(value: Duration, name: str) -> float:
     """Return a duration of 0 or more in seconds. Other values raise ConfigurationError."""
     found = seconds(value, name)
     if found < 0:
-        raise ConfigurationError(f"{name}={value!r} must not be negative.")
+        raise ConfigurationError(f"{name}={value!r} must be 0 seconds or more.")
     return found
 
 
 def check_name(value: object, what: str) -> str:
     """Return a name for queues, task ids and document ids. Other values raise ConfigurationError."""
     if not isinstance(value, str) or not NAME.fullmatch(value):
-        raise ConfigurationError(f"{what} {value!r} must be 1 to 64 letters, digits, '_' or '-'.")
+        raise ConfigurationError(f"{what} {value!r} is not allowed. Use 1 to 64 letters, digits, '_' or '-'.")
     return value
 
 
@@ -87,7 +87,7 @@ def check_choice(name: str, value: T, choices: Sequence[object]) -> T:
     """Return one of the choices. Other values raise ConfigurationError, which names the nearest choice."""
     if value not in choices:
         raise ConfigurationError(
-            f"{name}={value!r} is unknown{nearest(str(value), [str(c) for c in choices])}; choose one of "
+            f"{name}={value!r} is unknown{nearest(str(value), [str(c) for c in choices])}. Choose one of "
             f"{', '.join(repr(choice) for choice in choices)}.",
         )
     return value

@@ -17,7 +17,7 @@ Every error that mongo_celery raises, in one tree.
      |    +-- UnreadableEventError     one event cannot be read
      +-- LeaseLostError                this process is no longer the listener
      +-- StaleFencingTokenError        a newer execution has taken over
-     +-- OutdatedChangeError           another partition has written what is newer
+     +-- OutdatedChangeError           another partition has written newer data
      +-- InvalidEnvelopeError          a message is forged, damaged or foreign
      +-- HandlerCrashedError           a change has killed its worker too often
      +-- RefusedChangeError            a change cannot be given to its handler
@@ -27,7 +27,7 @@ Every error that mongo_celery raises, in one tree.
      +-- TransactionError              a transaction did not succeed
      |    +-- TransactionRequiredError  a lock was asked for outside a transaction
      |    +-- DocumentLockedError       another transaction holds the document
-     |    +-- TransactionTimeoutError   the time for repeating it is used up
+     |    +-- TransactionTimeoutError   it could not be finished in time
      |    +-- TransactionCanceledError  a two-phase transaction was rolled back
      |    +-- TransactionStateError     its state does not allow this step
      +-- EmbeddedServerError           a development server did not start
@@ -74,7 +74,7 @@ class ForkedClientError(ConfigurationError):
 
 
 class DeploymentError(MongoCeleryError):
-    """MongoDB cannot serve a bridge as it is deployed. The message names what is missing."""
+    """MongoDB cannot serve a bridge as it is deployed. The message names the missing part."""
 
 
 class TopologyError(DeploymentError):
@@ -107,10 +107,9 @@ class StreamError(MongoCeleryError):
 
 class HistoryLostError(StreamError):
     """
-    The oplog no longer reaches back to the stored position: changes between it and the oldest
-    oplog entry cannot be read any more. Decide for each handler that has lost it with
-    `celery -A APP changes reset HANDLER --to oldest` (continue at the oldest entry) or `now`, or for all of them: start
-    the listener once with `--on-history-lost oldest` or `now`. Enlarge the oplog.
+    The oplog no longer reaches the stored position, so changes after it are lost. For each handler that lost them, run
+    `celery -A APP changes reset HANDLER --to oldest` (continue at the oldest oplog entry) or `--to now`. Or start the
+    listener once with `--on-history-lost oldest` or `now` for all handlers. Then enlarge the oplog.
     """
 
 
@@ -120,30 +119,30 @@ class StreamRefusedError(StreamError):
 
 class UnreadableEventError(StreamError):
     """
-    A change event cannot be read, not even without its documents: the server says it is larger than 16 MB, or that a
+    A change event cannot be read, even without its documents. The server says that it is larger than 16 MB, or that a
     required image is missing. If an image option is set (`full_document`, `full_document_before_change`), leave it out
     and start again. Otherwise move the handlers past it: `celery -A APP changes reset HANDLER --to now`.
     """
 
 
 class LeaseLostError(MongoCeleryError):
-    """Another listener holds the lease now. Nothing to do: this one stands by."""
+    """Another listener now leads this bridge. Nothing needs to be done: this one becomes a standby."""
 
     retryable = True
 
 
 class StaleFencingTokenError(MongoCeleryError):
     """
-    The target has been written under a newer fencing token: a newer execution has taken over.
-    Let the error pass. The execution ends quietly and the newer one decides.
+    A newer execution has already written to the target, so nothing was written. Do not catch this error: this execution
+    ends without a failure, and the newer one continues.
     """
 
 
 class OutdatedChangeError(MongoCeleryError):
     """
-    Another partition has handled a later change of this document, since its partition key has changed. This write would
-    put older data over newer data, so nothing was written. Skip the change, or catch the error if only the latest state
-    counts. To write it all the same, replay its dead letter with `--over-newer`.
+    Another partition has handled a later change of this document, because its partition key has changed. This write
+    would replace newer data by older data, so nothing was written. Skip the change, or catch the error if only the
+    latest state counts. To write the older data anyway, replay its dead letter with `--over-newer`.
     """
 
 
@@ -163,8 +162,8 @@ class HandlerCrashedError(MongoCeleryError):
 
 class RefusedChangeError(MongoCeleryError):
     """
-    This change was refused before its handler could be called. The message says why. Fix the cause if there is
-    one, restart the listener, then run `changes retry`. Or skip the change with `changes skip`.
+    This change was refused before its handler was called. The message says why. Fix the cause and restart the listener,
+    then run `celery -A APP changes retry HANDLER`. Or skip the change: `celery -A APP changes skip HANDLER`.
     """
 
 
@@ -173,14 +172,14 @@ class HandlerUsageError(MongoCeleryError):
 
 
 class CommandRefusedError(MongoCeleryError):
-    """The state has changed since the command read it, or does not allow it. Look at `status`, then repeat it."""
+    """The state has changed since the command read it, or does not allow this. Check it, then repeat the command."""
 
 
 class OutboxRefusedError(MongoCeleryError):
     """
-    The outbox refuses this write. Nothing was written, unless the message says what was. It names the reason: an
-    entry that cannot be encoded, a task made of an unknown `_id`, too many pending entries, a
-    document above 16 MB, entries that a delete could not deliver, or the outbox's own field in the update.
+    The outbox refused this write. Nothing was written, unless the message says otherwise. Possible reasons: an entry
+    that cannot be encoded, a task that needs an unknown `_id`, too many pending entries, a document above 16 MB, a
+    delete of a document with pending entries, or the outbox's own field in the update.
     """
 
 
@@ -203,9 +202,9 @@ class DocumentLockedError(TransactionError):
 
 class TransactionTimeoutError(TransactionError):
     """
-    The time of the transaction is used up. Pass session= to every operation of its body: a write without it waits for
-    its own transaction. Otherwise look for a holder that hangs, for contention, or for an
-    election. Then try again.
+    The transaction could not be finished in time. Pass session= to every operation of its body: a write without it
+    waits for its own transaction. Otherwise look for contention, an election, or another transaction that holds a
+    document. Then try again.
     """
 
     retryable = True
@@ -217,10 +216,10 @@ class TransactionCanceledError(TransactionError):
 
 class TransactionStateError(TransactionError):
     """
-    The transaction's state does not allow this: it is unknown, foreign, or too advanced. Look at it with
-    `celery -A APP transactions list ID`.
+    The transaction's state does not allow this call: the transaction is unknown, foreign, or too advanced. To see it,
+    run `celery -A APP transactions list ID`.
     """
 
 
 class EmbeddedServerError(MongoCeleryError):
-    """A development server did not start. The message says what is missing and how to get it."""
+    """A development server did not start. The message names the missing part and how to get it."""

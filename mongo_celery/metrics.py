@@ -20,7 +20,7 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise ImportError("metrics need prometheus-client: pip install 'mongo-celery[metrics]'") from error
+    raise ImportError("Metrics need prometheus-client. Install it: pip install 'mongo-celery[metrics]'") from error
 
 logger = logging.getLogger("mongo_celery.metrics")
 
@@ -120,4 +120,4 @@ class TableCollector(Collector):
 
 
 def _log_missing(name: str, error: Exception) -> None:
-    logger.warning("%s has no metrics now: %s", name, short(error), extra={"event": "metrics_missing"})
+    logger.warning("The metrics of %s cannot be read now: %s", name, short(error), extra={"event": "metrics_missing"})

@@ -86,7 +86,9 @@ def _report(error: BaseException) -> None:
     kind = type(error).__qualname__
     if kind not in _reported and len(_reported) < _REPORTS_MAX:
         _reported.add(kind)
-        logger.warning("tracing failed, and nothing else: %s", error_text(error), extra={"event": "tracing_failed"})
+        logger.warning(
+            "Tracing failed. Everything else continues: %s", error_text(error), extra={"event": "tracing_failed"}
+        )
 
 
 def _guard(call: Callable[[], T], otherwise: T) -> T:

@@ -22,17 +22,19 @@ from mongo_celery.errors import MongoCeleryError
 _PROCESSES = ("mongod", "worker_parent", "worker_children", "listener", "redis", "publisher")
 
 
-@click.command()
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Measurements of each mode.")
-@click.option("--only", multiple=True, type=click.Choice(list(MODES)), help="Measure this mode; repeatable.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.command(epilog="Example: mongo-celery bench --rounds 1")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=5, show_default=True, help="Number of measurements of each mode."
+)
+@click.option("--only", multiple=True, type=click.Choice(list(MODES)), help="Measure only this mode. May be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print only one JSON object.")
 @click.option("--changes", type=click.IntRange(min=2), default=500, hidden=True)
 def bench(rounds: int, only: Sequence[str], as_json: bool, changes: int) -> None:
     """
     Measure the bridge on this machine: changes per second and CPU time, beside plain Celery.
 
-    Starts MongoDB and Redis, and measures each mode in each round. With all modes and five rounds it takes about ten
-    minutes. Absolute figures depend on the machine and its other work, so compare the ratios.
+    It starts MongoDB and Redis, and measures each mode in each round. With all modes and five rounds it takes about ten
+    minutes. Absolute figures depend on the machine and its load, so compare the ratios.
     """
     began = time.monotonic()
     console = Console(stderr=True, quiet=as_json)
@@ -72,11 +74,11 @@ def _plain(figure: Figure, reference: Figure | None) -> dict[str, Any]:
 
 def _show(figures: Mapping[str, Figure], console: Console) -> None:
     """Print two tables of at most 80 columns."""
-    rates = _table("Changes per second, and processor time of all processes for one")
+    rates = _table("Changes per second, and processor time of all processes per change")
     for column in ("changes/s", "lowest", "highest", f"x {RAW_CHAIN}", "CPU us", "x by CPU"):
         rates.add_column(column, justify="right", no_wrap=True)
     processes = [name for name in _PROCESSES if any(name in figure.cpu_us for figure in figures.values())]
-    costs = _table("Processor time for one change by process, in us")
+    costs = _table("Processor time per change by process, in us")
     for name in processes:
         costs.add_column(name.replace("worker_children", "its pool").removesuffix("_parent"), justify="right")
     for name, figure in figures.items():

@@ -46,8 +46,8 @@ class Stage:
     The servers of a run. A context manager.
 
     Args:
-        mongo_url: the URL of a given replica set; an embedded one by default.
-        redis_url: the URL of a given Redis; an embedded one by default.
+        mongo_url: the URL of a replica set. By default an embedded one starts.
+        redis_url: the URL of a Redis. By default an embedded one starts.
 
     Attributes:
         server_pids: process ids of embedded servers, by name. The CPU time of other servers is unknown.
@@ -186,7 +186,7 @@ class Scene:
                 last, until = now, time.monotonic() + _STALL_SECONDS_MAX
             if time.monotonic() > until:
                 logs = " / ".join(f"{process.name}: {process.last_words}" for process in self._processes.started)
-                raise BenchError(f"{self.setting.name} waited in vain for {what}. {logs}")
+                raise BenchError(f"{self.setting.name} waited too long for {what}. {logs}")
             pause(_LOOK_SECONDS)
 
     def check(self) -> None:

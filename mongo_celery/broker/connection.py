@@ -43,12 +43,12 @@ def write_connection(app: Celery, **options: Any) -> Connection:
         return app.connection_for_write(**options)
     except ValueError:
         raise ConfigurationError(
-            "broker_url is not valid: its host or port cannot be read, often since a character of its password is not "
+            "broker_url is not valid: its host or port cannot be read. Often a character of its password is not "
             "escaped. Write the password as urllib.parse.quote(password, safe='')."
         ) from None
     except (KeyError, TypeError) as error:  # kombu does not know the URL's transport or an option
         raise ConfigurationError(
-            f"broker_url is refused by kombu: {short(error)}. Options of the connection go to broker_transport_options."
+            f"Kombu refuses broker_url: {short(error)}. Put options of the connection into broker_transport_options."
         ) from None
 
 

@@ -28,7 +28,7 @@ def check_broker(app: Celery) -> list[Finding]:
         with bounded_connection(app, BROKER_SECONDS) as connection:
             return [*check_server(connection)]
     except (ConfigurationError, KeyError, ImportError, ValueError) as failure:
-        return [failing("broker", f"Its URL is not usable ({short(failure)}); correct broker_url.")]
+        return [failing("broker", f"broker_url cannot be used ({short(failure)}). Correct it.")]
 
 
 def check_server(connection: Connection) -> Iterator[Finding]:
@@ -39,8 +39,8 @@ def check_server(connection: Connection) -> Iterator[Finding]:
     except Exception as failure:  # noqa: BLE001 - every transport raises its own
         yield failing(
             "broker",
-            f"No answer from {where} within {BROKER_SECONDS} s; check broker_url, the network and the server. "
-            f"Last error: {short(failure)}",
+            f"The broker at {where} did not answer within {BROKER_SECONDS} s. Check broker_url, the network and "
+            f"the server. Last error: {short(failure)}",
         )
         return
     yield ok("broker", f"{where} answers.")
@@ -54,7 +54,7 @@ def _check_redis(connection: Connection) -> Iterator[Finding]:
         info: Mapping[str, Any] = channel.client.info()
         snapshots = channel.client.config_get("save").get("save") if not info.get("aof_enabled") else None
     except Exception as failure:  # noqa: BLE001 - a restricted or managed Redis refuses in its own ways
-        yield degraded("redis", f"Its INFO or CONFIG cannot be read, so its settings are unknown: {short(failure)}")
+        yield degraded("redis", f"Redis refuses INFO or CONFIG, so its settings are unknown: {short(failure)}")
         return
     yield judge_eviction(info.get("maxmemory_policy"))
     yield judge_persistence(is_kept=bool(info.get("aof_enabled") or snapshots))
@@ -65,11 +65,11 @@ def judge_eviction(policy: object) -> Finding:
     if policy == _NEVER_EVICT:
         return ok("redis_eviction", "maxmemory-policy is noeviction.")
     if policy is None:
-        return degraded("redis_eviction", "maxmemory-policy cannot be read; make sure that it is noeviction.")
+        return degraded("redis_eviction", "maxmemory-policy cannot be read. Make sure that it is noeviction.")
     return failing(
         "redis_eviction",
-        f"maxmemory-policy is {policy}: under pressure Redis would throw queued tasks away. Set it to noeviction, and "
-        "use another Redis for caches.",
+        f"maxmemory-policy is {policy}. If memory runs out, Redis deletes queued tasks. Set it to noeviction, "
+        "and use another Redis for caches.",
     )
 
 
@@ -79,6 +79,6 @@ def judge_persistence(*, is_kept: bool) -> Finding:
         return ok("redis_persistence", "Redis keeps its queues on disk.")
     return degraded(
         "redis_persistence",
-        "Redis keeps nothing on disk: a restart loses all queued tasks. A bridge dispatches its changes again, other "
-        "tasks of this app are gone; set appendonly yes.",
+        "Redis keeps nothing on disk, so a restart loses all queued tasks. A bridge dispatches its changes "
+        "again, but other tasks of this app are lost. Set appendonly yes.",
     )

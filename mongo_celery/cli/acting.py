@@ -15,7 +15,7 @@ from mongo_celery.plan import Plan
 if TYPE_CHECKING:
     from mongo_celery.bridge.operations.operations import Operations
 
-JSON = click.option("--json", "as_json", is_flag=True, help="One JSON object on one line: the plan, or what was done.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object: the plan, or its result.")
 HANDLER = click.argument("handler")
 
 
@@ -32,7 +32,7 @@ class PartitionIndex(click.IntRange):
             app = ctx.find_root().params.get("app") if ctx is not None else None
             line = CommandLine(app) if isinstance(app, str) else CommandLine()
             listed = line.changes("status", "--all")
-            text = f"{value!r} is not a partition: they are numbered from 0. To see them, run: {listed}"
+            text = f"{value!r} is not a partition. Partitions are numbered from 0. To see them, run: {listed}"
             raise click.BadParameter(text, ctx, param) from None
 
 

@@ -57,15 +57,17 @@ def say(text: object, *, err: bool = False) -> None:
 
 def json_option(each: str) -> Callable[[Any], Any]:
     """Return the option `--json`. The help names the content of a line."""
-    return click.option("--json", "as_json", is_flag=True, help=f"One JSON object on one line for each {each}.")
+    return click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object on one line for each {each}.")
 
 
-BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
+BRIDGE = click.option("--bridge", metavar="NAME", help="The bridge, if the app has several.")
 JSON = json_option("bridge")
 YES = click.option("--yes", is_flag=True, help="Skip the confirmation prompt.")
-DRY_RUN = click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
-SOURCE = click.option("--source", metavar="DB.COLLECTION", help="That of the key, if the handler has several.")
-REASON = click.option("--reason", metavar="TEXT", help="Why, for the audit record in `changes history`.")
+DRY_RUN = click.option("--dry-run", is_flag=True, help="Show the plan, and change nothing.")
+SOURCE = click.option(
+    "--source", metavar="DB.COLLECTION", help="The collection of the key, if the handler has several."
+)
+REASON = click.option("--reason", metavar="TEXT", help="The reason, for the audit record in `changes history`.")
 
 
 def bridges_of(ctx: click.Context, name: str | None) -> list[Wiring]:
@@ -102,7 +104,7 @@ def app_of(ctx: click.Context, registry: Registry[Any]) -> Celery:
     app: Celery = ctx.obj.app
     if not ctx.find_root().params.get("app") and not registry.of(app):
         words = ctx.command_path.partition(" ")[2]  # as typed after `celery`, without options
-        raise click.ClickException(f"name your Celery app with -A: celery -A shop {words}")
+        raise click.ClickException(f"No Celery app is named. Name yours with -A: celery -A shop {words}")
     with one_sentence_errors():
         app.loader.import_default_modules()
         app.finalize()
@@ -122,7 +124,7 @@ def one_of(ctx: click.Context, registry: Registry[T], name: str | None, option: 
     found = all_of(ctx, registry, name)
     if len(found) > 1:
         names = ", ".join(sorted(each.name for each in found))
-        raise click.ClickException(f"this app has several {registry.kind}s: choose one of {names} with {option}.")
+        raise click.ClickException(f"This app has several {registry.kind}s. Choose one of {names} with {option}.")
     return found[0]
 
 
@@ -173,8 +175,8 @@ def sentence_for(error: BaseException | None, concern: Callable[[], ErrorContext
         if concern is not None and isinstance(error, OperationFailure):
             known = to_user_error(error, concern())
         else:
-            known = to_user_error(error, ErrorContext("what this command needs", "readWrite there"))
+            known = to_user_error(error, ErrorContext("the data of this command", "readWrite there"))
         if known is error:
-            return f"MongoDB refused: {short(error)}. Check the URL and the server."
+            return f"MongoDB refused the command: {short(error)}. Check the URL and the server."
         error = known
     return without_credentials(str(error)) if isinstance(error, MongoCeleryError) else None

@@ -14,11 +14,11 @@ from mongo_celery.cli.show import queues, show
 from mongo_celery.cli.status import check, status
 
 
-@click.group()
+@click.group(epilog="Example: celery -A shop changes status")
 @click.pass_context
 @handle_preload_options
 def changes(ctx: click.Context, **_: Any) -> None:
-    """Show and steer the change bridges of an app."""
+    """Show and control the bridges of an app."""
     del ctx
 
 

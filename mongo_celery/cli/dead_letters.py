@@ -28,7 +28,7 @@ def _parse_time(_ctx: click.Context, _option: click.Parameter, value: str | None
         moment = datetime.fromisoformat(value)
     except ValueError:
         raise click.BadParameter(
-            f"{value!r} is no time: give ISO 8601, such as 2026-11-23T06:30 (UTC) or 2026-11-23T06:30+01:00."
+            f"{value!r} is not a time. Give ISO 8601, such as 2026-11-23T06:30 (UTC) or 2026-11-23T06:30+01:00."
         ) from None
     return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
 
@@ -37,11 +37,21 @@ def _selecting(limit: int) -> Callable[[Callable[..., None]], Callable[..., None
     """Return the options that select dead letters."""
     options = (
         click.argument("handler", required=False),
-        click.option("--id", "ids", multiple=True, metavar="ID", help="This one: the beginning of its id is enough."),
-        click.option("--key", metavar="JSON|TEXT", help="Those of this document: its _id, as JSON or as text."),
-        click.option("--since", callback=_parse_time, metavar="TIME", help="Since this time (ISO 8601, UTC)."),
+        click.option(
+            "--id",
+            "ids",
+            multiple=True,
+            metavar="ID",
+            help="The dead letter with this id. The beginning of the id is enough.",
+        ),
+        click.option(
+            "--key", metavar="JSON|TEXT", help="The dead letters of the document with this _id, as JSON or text."
+        ),
+        click.option(
+            "--since", callback=_parse_time, metavar="TIME", help="Only dead letters since this time (ISO 8601, UTC)."
+        ),
         click.option("--until", callback=_parse_time, metavar="TIME", help="Before this time."),
-        click.option("--limit", type=click.IntRange(min=1), default=limit, show_default=True, help="N at most."),
+        click.option("--limit", type=click.IntRange(min=1), default=limit, show_default=True, help="At most N."),
     )
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -52,14 +62,14 @@ def _selecting(limit: int) -> Callable[[Callable[..., None]], Callable[..., None
     return decorate
 
 
-@click.group("dead-letters")
+@click.group("dead-letters", epilog="Example: celery -A shop changes dead-letters list")
 def dead_letters() -> None:
     """List, replay and discard changes that failed permanently."""
 
 
-@dead_letters.command("list")
+@dead_letters.command("list", epilog="Example: celery -A shop changes dead-letters list orders --limit 10")
 @_selecting(_LISTED)
-@click.option("--full", is_flag=True, help="Show them whole, with traceback and change, as those of --id.")
+@click.option("--full", is_flag=True, help="Show all details, with traceback and change, as --id does.")
 @BRIDGE
 @JSON
 @click.pass_context
@@ -67,8 +77,8 @@ def list_dead_letters(ctx: click.Context, /, *, bridge: str | None, as_json: boo
     """
     List dead letters by handler and stream order.
 
-    Without HANDLER it lists all. With --id it shows one in full, including the change's document, so mind who can see
-    it.
+    Without HANDLER it lists those of all handlers. With --id it shows one in full, including the document of the
+    change. Make sure that only authorized people see it.
     """
     from mongo_celery.bridge.operations.dead_letter_commands import change_of, find, plain
 
@@ -89,7 +99,7 @@ def list_dead_letters(ctx: click.Context, /, *, bridge: str | None, as_json: boo
     for line in lines if full else list_lines(wiring.name, found, letters):
         say(line)
     if full and found.count > len(letters):
-        say(f"and {found.count - len(letters)} more: --limit")
+        say(f"and {found.count - len(letters)} more. To see them, use --limit")
 
 
 def _checking_choice(command: Callable[..., None]) -> Callable[..., None]:
@@ -99,10 +109,13 @@ def _checking_choice(command: Callable[..., None]) -> Callable[..., None]:
     def checked(*, everything: bool, **given: Any) -> None:
         is_chosen = any(given[name] for name in ("handler", "ids", "key", "since", "until"))
         if is_chosen and everything:
-            raise click.UsageError("--all is every dead letter of the bridge: leave it out, or whatever else chooses.")
+            raise click.UsageError(
+                "--all chooses every dead letter of the bridge. Leave out --all, or leave out HANDLER and the other "
+                "options that choose."
+            )
         if not is_chosen and not everything:
             raise click.UsageError(
-                "choose dead letters by HANDLER, --id, --key, --since or --until, or all of them with --all."
+                "No dead letters are chosen. Use HANDLER, --id, --key, --since or --until, or --all for all of them."
             )
         command(**given)
 
@@ -110,16 +123,17 @@ def _checking_choice(command: Callable[..., None]) -> Callable[..., None]:
 
 
 ALL = click.option(
-    "--all", "everything", is_flag=True, help="All dead letters of the bridge. Required if nothing else selects some."
+    "--all", "everything", is_flag=True, help="All dead letters of the bridge. Needed if nothing else selects some."
 )
 
 
-@dead_letters.command()
+@dead_letters.command(epilog="Example: celery -A shop changes dead-letters replay orders --since 2026-11-23")
 @ALL
 @click.option(
     "--over-newer",
     is_flag=True,
-    help="Let them overwrite what newer changes have written through fenced(); without it that is refused.",
+    help="Let the replay overwrite newer changes that were written through fenced(). Otherwise such a write is "
+    "refused.",
 )
 @_selecting(_CHANGED)
 @_checking_choice
@@ -132,15 +146,14 @@ def replay(operations: Operations, **given: Any) -> Plan:
     handler succeeds, the dead letter is removed. If it fails, the dead letter stays with the new error, and
     `dead-letters list` shows it.
 
-    For a parked key, all waiting dead letters are replayed from the first one, whichever you name. Then the key is
-    released.
+    If the key is parked, all its waiting dead letters are replayed, the first one first. Then the key is released.
 
-    Ends with status 1 if one of them cannot be replayed.
+    The command ends with status 1 if a dead letter cannot be replayed.
     """
     return operations.replay_dead_letters(**given)
 
 
-@dead_letters.command()
+@dead_letters.command(epilog="Example: celery -A shop changes dead-letters discard orders --key 42")
 @ALL
 @_selecting(_CHANGED)
 @_checking_choice
@@ -149,9 +162,9 @@ def discard(operations: Operations, **given: Any) -> Plan:
     """
     Discard dead letters.
 
-    Their changes will never be handled. A requested replay that has not begun is cancelled. A dead letter whose replay
-    is running stays, and the command ends with status 1.
+    Their changes are never handled, and a requested replay is cancelled. If the replay is already running, the dead
+    letter stays and the command ends with status 1.
 
-    If you discard the first one of a parked key, the remaining ones after it are replayed.
+    If you discard the first dead letter of a parked key, the others of this key are replayed.
     """
     return operations.discard_dead_letters(**given)

@@ -32,18 +32,18 @@ def list_lines(bridge: str, found: Found, plain: Sequence[Mapping[str, Any]]) ->
         yield from (f"  {line}" for line in _wrap(each["error"]))
         again = describe_replay(each, leads=found.leads)
         if again is None and each["replays"]:
-            again = f"its last replay has failed ({number(each['replays'], 'start', 'starts')})"
+            again = f"the last replay failed ({number(each['replays'], 'start', 'starts')})"
         for line in (describe_passed(each), describe_parked(each), again):
             if line:
                 yield f"  {line}"
     if found.count > len(plain):
-        yield f"and {found.count - len(plain)} more: --limit"
+        yield f"and {found.count - len(plain)} more. To see them, use --limit"
 
 
 def describe_passed(plain: Mapping[str, Any]) -> str | None:
     """Describe the changes that it replaces, if its handler coalesces. None if it replaces none."""
     count = plain["passed"]
-    return f"stands for {number(count, 'earlier change', 'earlier changes')} of its document" if count else None
+    return f"includes {number(count, 'earlier change', 'earlier changes')} of the same document" if count else None
 
 
 def describe_parked(plain: Mapping[str, Any]) -> str | None:
@@ -51,11 +51,12 @@ def describe_parked(plain: Mapping[str, Any]) -> str | None:
     from mongo_celery.bridge.operations.dead_letter_commands import short_ids
 
     if plain["behind"] is not None:
-        return f"waits behind {short_ids([plain['behind']])[0]}"
+        return f"waits for {short_ids([plain['behind']])[0]}"
     if not plain["parked"]:
         return None
     count = plain["waiting"]
-    return "its key is parked" + (f", {number(count, 'change waits', 'changes wait')} behind it" if count else "")
+    waiting = f", and {number(count, 'later change waits', 'later changes wait')}" if count else ""
+    return f"the key is parked{waiting}"
 
 
 def describe_replay(plain: Mapping[str, Any], *, leads: bool) -> str | None:
@@ -64,9 +65,9 @@ def describe_replay(plain: Mapping[str, Any], *, leads: bool) -> str | None:
     if state is None:
         return None
     said = {
-        "requested": "its replay is asked for" + ("" if leads else ", and begins when a listener leads"),
-        "running": "it is being replayed",
-        "waiting": "its replay waits for its next try",
+        "requested": "a replay is requested" + ("" if leads else ", and begins when a listener leads"),
+        "running": "a replay is running",
+        "waiting": "a replay waits for its next attempt",
     }[state]
     return _cut(f"{said}: {plain['replay_error']}" if plain["replay_error"] else said)
 
@@ -87,12 +88,12 @@ def show_lines(plain: Mapping[str, Any], change: Mapping[str, Any], *, leads: bo
     if plain["traceback"]:
         yield from (f"    {line}" for line in plain["traceback"].rstrip().split("\n"))
     if change["event"] is not None:
-        yield f"  its change, {size(plain['bytes'])}:"
+        yield f"  the change, {size(plain['bytes'])}:"
         yield from json.dumps(change["event"], indent=2, ensure_ascii=False).split("\n")
     elif change["raw"] is not None:
-        yield "  its change cannot be read as a document; --json has its bytes in base64"
+        yield "  the change cannot be read as a document. --json shows its bytes in base64"
     else:
-        yield "  its change was too large to be kept"
+        yield "  the change was too large to be stored"
 
 
 def _wrap(text: str) -> list[str]:

@@ -11,12 +11,22 @@ from mongo_celery.cli.apps import all_of, json_option, one_sentence_errors, say
 _ROLES = ("listener", "worker", "operator", "viewer")  # as in operations.grants, which the help must not import
 
 
-@click.command()
-@click.option("--bridge", metavar="NAME", help="The bridge, where the app has several.")
-@click.option("--role", "roles", type=click.Choice(_ROLES), multiple=True, help="Of whom; may be repeated. All four.")
-@click.option("--user", metavar="NAME", help="Also the command that gives the roles to this user of admin.")
-@click.option("--update", is_flag=True, help="For roles that exist: after a handler, a source or an option has come.")
-@click.option("--without-optional", is_flag=True, help="Leave out what is marked as optional.")
+@click.command(epilog="Example: celery -A shop changes grants --role worker --user shop_worker")
+@click.option("--bridge", metavar="NAME", help="The bridge. Default: all bridges of the app.")
+@click.option(
+    "--role",
+    "roles",
+    type=click.Choice(_ROLES),
+    multiple=True,
+    help="Print this role only. May be repeated. Default: all four.",
+)
+@click.option("--user", metavar="NAME", help="Also print the command that grants the roles to this user of admin.")
+@click.option(
+    "--update",
+    is_flag=True,
+    help="Print commands for roles that exist, for example after you added a handler, a source or an option.",
+)
+@click.option("--without-optional", is_flag=True, help="Leave out rights that are marked as optional.")
 @json_option("role")
 @click.pass_context
 def grants(
@@ -31,12 +41,12 @@ def grants(
     """
     Print the minimal MongoDB roles for a bridge's users.
 
-    There is a role for listeners, for workers, for operators of `changes`, and for viewers, limited to the databases
-    and collections that the bridge uses. Paste the output into mongosh as a user who may create roles. The command does
-    not connect to MongoDB and changes nothing.
+    It prints one role each for listeners, workers, operators of `changes`, and viewers. A role is limited to the
+    databases and collections that the bridge uses. Paste the output into mongosh as a user who may create roles. The
+    command does not connect to MongoDB and changes nothing.
 
-    A process that does two things (`worker --listener`) needs both roles. Add the rights for your handlers' own reads
-    and writes.
+    A process with two purposes, such as `worker --listener`, needs both roles. Add the rights that your handlers need
+    for reads and writes.
     """
     from mongo_celery.bridge.operations.grants import ROLES, grant_command, list_rights, role_command
     from mongo_celery.bridge.wiring import BRIDGES
@@ -56,7 +66,7 @@ def grants(
                 continue
             say(f"// The {role} of bridge {each.name}: {ROLES[role]}.")
             for right in rights:
-                optional_note = f" Optional; without it {right.without}." if right.without else ""
+                optional_note = f" Optional. Without it {right.without}." if right.without else ""
                 say(f"// - {right.words}: {right.purpose}.{optional_note}")
             for command in commands:
                 for line in f"db.adminCommand({json.dumps(command, indent=2)})\n".split("\n"):

@@ -24,7 +24,7 @@ class _Start:
     reason: str | None
 
 
-@click.command(cls=CeleryDaemonCommand)
+@click.command(cls=CeleryDaemonCommand, epilog="Example: celery -A shop listener --http 8080")
 @click.option(
     "--bridge",
     "bridges",
@@ -39,22 +39,22 @@ class _Start:
     type=click.Choice(["halt", "oldest", "now"]),
     cls=CeleryOption,
     help_group="Listener Options",
-    help="For this start: what to do when the oplog no longer reaches back to the stored position.",
+    help="For this start: how to continue when the oplog no longer reaches the stored position.",
 )
 @click.option(
     "--take-over",
     is_flag=True,
     cls=CeleryOption,
     help_group="Listener Options",
-    help="For this start: lead even if the bridge's broker, database or app has changed. Never use it "
-    "for a second environment.",
+    help="For this start: lead even if the bridge's broker, database or app has changed. Never use it for a second "
+    "environment.",
 )
 @click.option(
     "--reason",
     metavar="TEXT",
     cls=CeleryOption,
     help_group="Listener Options",
-    help="Why, for the audit record of --take-over in `changes history`.",
+    help="The reason, for the audit record of --take-over in `changes history`.",
 )
 @click.option(
     "-l",
@@ -71,7 +71,8 @@ class _Start:
     metavar="[HOST:]PORT",
     cls=CeleryOption,
     help_group="Listener Options",
-    help="Serve probes, metrics and a page there; without HOST to this machine alone. By default nothing is served.",
+    help="Serve probes, metrics and a status page at this address. Without HOST only this machine can reach it. "
+    "Default: serve nothing.",
 )
 @click.option("--detach", is_flag=True, cls=CeleryOption, help_group="Listener Options", help="Run in the background.")
 @click.pass_context
@@ -95,8 +96,8 @@ def listener(
     """
     Listen to MongoDB and dispatch changes to the workers.
 
-    You may run several: one leads and the others are standbys. On SIGTERM the leader steps down immediately, even while
-    long handlers run, and the next listener adopts them.
+    You may run several listeners. One leads and the others are standbys. On SIGTERM the leader steps down immediately,
+    even while long handlers run. The next listener takes over the running handlers.
     """
     from celery.platforms import detached, maybe_drop_privileges
 

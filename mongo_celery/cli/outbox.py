@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _LIMIT = 50
 
-NAME = click.option("--name", metavar="NAME", help="The outbox, where the app has several.")
+NAME = click.option("--name", metavar="NAME", help="The outbox. Default: all outboxes of the app.")
 JSON = json_option("outbox or dead letter")
 IDS = click.argument("ids", metavar="[ID]...", nargs=-1)
 
@@ -30,19 +30,19 @@ def _outboxes(ctx: click.Context, name: str | None) -> list[BaseOutbox]:
     return all_of(ctx, OUTBOXES, name)
 
 
-@click.group()
+@click.group(epilog="Example: celery -A shop outbox status")
 @click.pass_context
 @handle_preload_options
 def outbox(ctx: click.Context, **_: Any) -> None:
-    """Show and steer the outboxes of an app."""
+    """Show and control the outboxes of an app."""
     del ctx
 
 
 # -- status ----------------------------------------------------------------------------------------
 
 
-@outbox.command()
-@click.option("--check", is_flag=True, help="Check everything that an outbox needs, for some seconds.")
+@outbox.command(epilog="Example: celery -A shop outbox status --check")
+@click.option("--check", is_flag=True, help="Also check rights, collection, validator and workers. Takes some seconds.")
 @NAME
 @JSON
 @click.pass_context
@@ -56,8 +56,7 @@ def status(ctx: click.Context, name: str | None, *, check: bool, as_json: bool) 
       1  degraded: it ends automatically, or can wait
       2  failing: blocked until a person acts, or not readable
 
-    With --check it takes some seconds longer, and also checks rights, collection, validator and workers. It changes
-    nothing.
+    The command changes nothing, also with --check.
     """  # noqa: D301 - \b is click's, and no part of the text
     from mongo_celery.cli.findings_view import findings_view
     from mongo_celery.cli.outbox_view import health_view, plain_health
@@ -79,20 +78,20 @@ def status(ctx: click.Context, name: str | None, *, check: bool, as_json: bool) 
 # -- sweep -----------------------------------------------------------------------------------------
 
 
-@outbox.command()
+@outbox.command(epilog="Example: celery -A shop outbox sweep --older-than 0")
 @click.option(
     "--older-than",
     type=FiniteRange(min=0),
     metavar="SECONDS",
-    help="How long the oldest entry of a document has waited; by default what the outbox says, 0 for everything.",
+    help="Deliver from documents whose oldest entry has waited this long. 0 for all. Default: the outbox's setting.",
 )
 @acting_on("name", NAME, _outboxes)
 def sweep(outboxes: list[BaseOutbox], **given: Any) -> Plan:
     """
     Deliver pending entries now.
 
-    It does the same as the sweep that beat starts, and both may run at the same time. Outboxes take turns. If MongoDB
-    does not answer for one, the others do not wait. Ends with status 1 if something could not be delivered.
+    The sweep that beat starts does the same, and both may run at the same time. If MongoDB does not answer for one
+    outbox, the others are still swept. The command ends with status 1 if an entry could not be delivered.
     """
     from mongo_celery.outbox.plans import plan_sweep
 
@@ -102,22 +101,28 @@ def sweep(outboxes: list[BaseOutbox], **given: Any) -> Plan:
 # -- dead letters ----------------------------------------------------------------------------------
 
 
-@outbox.group("dead-letters")
+@outbox.group("dead-letters", epilog="Example: celery -A shop outbox dead-letters list")
 def dead_letters() -> None:
-    """List, replay and discard entries that were never published."""
+    """List, replay and discard entries that failed permanently."""
 
 
-@dead_letters.command("list")
+@dead_letters.command("list", epilog="Example: celery -A shop outbox dead-letters list --limit 10")
 @IDS
-@click.option("--payload", is_flag=True, help="Also show their arguments, which may contain secrets.")
-@click.option("--limit", type=click.IntRange(min=1), default=_LIMIT, show_default=True, help="Of each outbox.")
+@click.option("--payload", is_flag=True, help="Also show the arguments, which may contain secrets.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=_LIMIT, show_default=True, help="Show at most N of each outbox."
+)
 @NAME
 @JSON
 @click.pass_context
 def list_dead_letters(
     ctx: click.Context, ids: Sequence[str], limit: int, name: str | None, *, payload: bool, as_json: bool
 ) -> None:
-    """List dead letters, the oldest first. With an ID it shows them in full, with traceback."""
+    """
+    List dead letters, the oldest first.
+
+    With an ID it shows that dead letter in full, with its traceback.
+    """
     from mongo_celery.cli.outbox_view import dead_letter_view, dead_letters_view
     from mongo_celery.outbox.plans import find_letters, reach_first
 
@@ -148,11 +153,11 @@ def _choose(outboxes: list[BaseOutbox], ids: Sequence[str], *, everything: bool)
     from mongo_celery.outbox.plans import find_letters
 
     if bool(ids) == everything:
-        raise click.UsageError("name dead letters by their ids, or all of them with --all.")
+        raise click.UsageError("No dead letters are chosen. Give their ids, or --all for all of them.")
     return find_letters(outboxes, ids)
 
 
-@dead_letters.command()
+@dead_letters.command(epilog="Example: celery -A shop outbox dead-letters replay --all")
 @IDS
 @ALL
 @click.option("--without-document", is_flag=True, help="Publish even if the document no longer exists.")
@@ -162,23 +167,24 @@ def replay(outboxes: list[BaseOutbox], ids: Sequence[str], *, everything: bool, 
     """
     Put dead letters back into their documents. Fix the cause first.
 
-    They go to the end, with no attempts counted, and the next sweep delivers them. If a document is gone, its dead
-    letter stays, and the command ends with status 1. The same happens if the outbox has not signed it. Use --sign with
-    its ID to vouch for it.
+    Each becomes the last entry of its document, with no attempts counted. The next sweep delivers it. If the document
+    no longer exists, or the outbox has not signed the entry, the dead letter stays and the command ends with status 1.
     """
     from mongo_celery.outbox.plans import plan_replay
 
     if everything and sign:
-        raise click.UsageError("--sign vouches for dead letters that you have looked at: name them by their ids.")
+        raise click.UsageError(
+            "--sign vouches for dead letters that you have checked, so --all is not allowed. Give their ids."
+        )
     return plan_replay(_choose(outboxes, ids, everything=everything), sign=sign, **given)
 
 
-@dead_letters.command()
+@dead_letters.command(epilog="Example: celery -A shop outbox dead-letters discard --all --dry-run")
 @IDS
 @ALL
 @acting_on("name", NAME, _outboxes)
 def discard(outboxes: list[BaseOutbox], ids: Sequence[str], *, everything: bool) -> Plan:
-    """Discard dead letters. Their tasks and events will never be published."""
+    """Discard dead letters. Their tasks and events are never published."""
     from mongo_celery.outbox.plans import plan_discard
 
     return plan_discard(_choose(outboxes, ids, everything=everything))

@@ -68,7 +68,7 @@ def dead_letters_view(outbox: str, found: Sequence[DeadLetter], count: int) -> R
         lines.append(_below(f"{each.entry.get('name', '?')} of document {each.document!r}"))
         lines.append(_below(each.error))
     if count > len(found):
-        lines.append(Text(f"and {count - len(found)} more: --limit"))
+        lines.append(Text(f"and {count - len(found)} more. To see them, use --limit"))
     return Group(*lines)
 
 
@@ -85,7 +85,7 @@ def dead_letter_view(outbox: str, found: DeadLetter, *, payload: bool) -> Render
         "name": entry.get("name", "?"),
         "arguments": entry.get("argsrepr", ""),
         "written": entry.get("at", "?"),
-        "set aside": _show_time(found),
+        "dead since": _show_time(found),
         "failed before": number(read_attempts(entry), "time", "times"),
         "error": found.error,
         **({"payload": entry.get("payload")} if payload else {}),

@@ -17,7 +17,7 @@ _PORT = click.IntRange(1, 65535)
 _NAMES: Mapping[str | None, str] = {"mongodb": "MongoDB", "redis": "Redis"}
 
 _EXAMPLE = """\
-To try it, put this into shop.py:
+To try it, write this into shop.py:
 
     from celery import Celery
     from mongo_celery import Bridge
@@ -29,33 +29,36 @@ To try it, put this into shop.py:
     def show(change):
         print(change.operation_type, change.full_document)
 
-and start, in the same directory, each in a terminal of its own:
+Start these in the same directory, each in another terminal:
 
     celery -A shop listener
     celery -A shop worker --loglevel INFO
 
-Then write something:
+Then write a document:
 
     python -c "import pymongo; pymongo.MongoClient('{mongo}').shop.orders.insert_one({{'customer': 'Ada'}})"
 """
 
 
-@click.command("services")
-@click.option("--mongo-port", type=_PORT, help="MongoDB's port; by default a free one.")
-@click.option("--redis-port", type=_PORT, help="Redis's port; by default a free one.")
+@click.command("services", epilog="Example: mongo-celery services --directory ./data")
+@click.option("--mongo-port", type=_PORT, help="The port of MongoDB. Default: a free port.")
+@click.option("--redis-port", type=_PORT, help="The port of Redis. Default: a free port.")
 @click.option(
     "--directory",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where to keep the data and the ports; by default a temporary directory that is removed in the end.",
+    help="Keep the data and the ports in this directory. Default: a temporary directory, removed at the end.",
 )
-@click.option("--only", type=click.Choice(["mongodb", "redis"]), help="Start this one: one that can be ended alone.")
+@click.option(
+    "--only", type=click.Choice(["mongodb", "redis"]), help="Start only this server. You can then stop it alone."
+)
 @click.option(
     "--oplog-mb",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Megabytes of MongoDB's oplog, and a checkpoint a second, so that it soon rolls over: for drills.",
+    help="Size of MongoDB's oplog in megabytes, with a checkpoint each second. A small oplog soon rolls over, for "
+    "drills.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object with the URLs, and nothing else.")
+@click.option("--json", "as_json", is_flag=True, help="Print only one JSON object, with the URLs.")
 def services(
     mongo_port: int | None,
     redis_port: int | None,
@@ -67,7 +70,7 @@ def services(
     """
     Start a MongoDB replica set and Redis, print their URLs, and end them on Ctrl-C.
 
-    They listen on 127.0.0.1 only, without passwords: for development, not for production.
+    The servers listen on 127.0.0.1 only, and have no passwords. Use them for development, not for production.
     """
     from contextlib import ExitStack, suppress
 

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 _SHOWN = 3
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes show orders --key 42")
 @HANDLER
 @PARTITION
-@click.option("--key", metavar="K", help="A document's _id, as text or JSON; with partition_by its key.")
+@click.option("--key", metavar="K", help="The document's _id, as text or JSON. With partition_by: its key.")
 @SOURCE
 @click.option(
     "--bytes",
@@ -32,7 +32,7 @@ _SHOWN = 3
     default=4096,
     show_default=True,
     metavar="N",
-    help="Maximum characters of the change to show; 0 for all of it. With --json it is whole.",
+    help="Characters of the change to show at most, 0 for all. --json always shows all.",
 )
 @BRIDGE
 @JSON
@@ -50,17 +50,17 @@ def show(
     """
     Show the change that blocks a partition, or find a document.
 
-    With PARTITION it shows the change that halted it, or the first stored change, with error, attempts and bytes as
-    extended JSON. This includes the document, so mind who can see it.
+    With PARTITION it shows the change that halted the partition, or the first stored change, with error, attempts and
+    bytes as extended JSON. This includes the document, so make sure that only authorized people see it.
 
-    With --key it shows how far that document has been handled: its partition, the partition's position, and which of
-    its changes are running, blocked, stored, parked or dead letters.
+    With --key it shows how far that document has been handled: its partition, the position of the partition, and which
+    changes of the document are running, blocked, stored, parked or dead letters.
     """
     from mongo_celery.bridge.operations.bridge_snapshot import to_plain
     from mongo_celery.bridge.operations.lookups import find_whereabouts, read_blocked_change
 
     if (partition is None) == (key is None):
-        raise click.UsageError("name a PARTITION, or a document with --key.")
+        raise click.UsageError("Give either PARTITION or --key, for example --key 42.")
     chosen = one_bridge(ctx, bridge)
     with one_sentence_errors():
         if partition is not None:
@@ -84,7 +84,7 @@ def describe_blocked_change(found: BlockedChange, most: int | None) -> Iterator[
         most: largest number of its event's characters. None for all.
     """
     status = found.status
-    change = found.key or "its change is not known here"
+    change = found.key or "the change is not known here"
     state = status.state.replace("_", " ")
     yield f"{found.handler}/{status.partition} is {state} at change {status.committed + 1}: {change}"
     if found.token is not None:
@@ -98,16 +98,16 @@ def describe_blocked_change(found: BlockedChange, most: int | None) -> Iterator[
         yield f"  {', '.join(facts)}"
     yield from (f"    {line}" for line in found.traceback.rstrip().splitlines())
     if found.bytes is None:
-        yield "  its bytes are not stored"
+        yield "  the bytes of the change are not stored"
         return
     yield f"  stored, {size(found.bytes)}:"
     if found.event is None:
-        yield "  these cannot be read as a document; --json has them in base64"
+        yield "  the bytes cannot be read as a document. --json shows them in base64"
         return
     text = json.dumps(found.event, indent=2, ensure_ascii=False)
     yield from text[:most].split("\n")
     if most is not None and len(text) > most:
-        yield f"... and {len(text) - most} characters more"
+        yield f"... and {len(text) - most} more characters. To see them, use --bytes 0"
 
 
 def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
@@ -119,7 +119,7 @@ def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
     if found.handled_until is None:
         yield f"No change of {name} is handled yet{':' if waits else '.'}"
     else:
-        yield f"All its changes that were written before {until} are handled{', except these:' if waits else '.'}"
+        yield f"All its changes written before {until} are handled{', except these:' if waits else '.'}"
     if found.running and status.claim is not None:
         numbers = f"{status.claim.first} to {status.claim.last}"
         yield f"  running: changes {numbers} of {name}, perhaps one of this key ({status.claim.process})"
@@ -129,12 +129,12 @@ def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
         yield f"    {line.changes('show', found.handler, str(status.partition))}"
     elif status.is_blocked:
         at = f" at {status.key}" if status.key else ""
-        yield f"  {name} is {state}{at}: later changes wait"
+        yield f"  {name} is {state}{at}, and later changes wait"
     if found.stored != 0:
-        count = "more changes are stored than were looked through"
+        count = "unknown, the partition has too many stored changes to search"
         yield f"  stored: {count if found.stored is None else number(found.stored, 'change', 'changes')}"
     if found.parked:
-        yield "  parked: its later changes become dead letters until you replay or discard these"
+        yield "  parked: later changes of this key become dead letters until you replay or discard these"
     for each in found.dead_letters[:_SHOWN]:
         yield f"  dead letter: {line.changes('dead-letters', 'list', found.handler, '--id', each)}"
     if more := found.dead_letters[_SHOWN:]:
@@ -144,8 +144,8 @@ def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
 @click.command()
 @BRIDGE
 @JSON
-@click.option("--group", "groups", multiple=True, metavar="NAME", help="Only those of this group. May be repeated.")
-@click.option("--without-group", is_flag=True, help="Only, or also, those of handlers without a group.")
+@click.option("--group", "groups", multiple=True, metavar="NAME", help="Only queues of this group. May be repeated.")
+@click.option("--without-group", is_flag=True, help="Queues of handlers without a group. With --group: these also.")
 @click.option("--with-default", is_flag=True, help="Add the app's default queue.")
 @click.pass_context
 def queues(
@@ -162,10 +162,10 @@ def queues(
     \b
     celery -A shop worker -Q "$(celery -A shop changes queues)"
 
-    A worker without -Q consumes these queues and the default queue, like a worker with the queues of --with-default.
-    Otherwise the default queue is left out, because -Q is for workers that separate changes from other tasks.
+    A worker without -Q consumes these queues and the default queue. A worker with -Q consumes only the queues that you
+    name. To include the default queue, use --with-default.
 
-    Handlers with group="slow" have their own queues, and can have their own workers:
+    Handlers with group="slow" have separate queues, and can have separate workers:
 
     \b
     celery -A shop worker -Q "$(celery -A shop changes queues --group slow)"
@@ -191,8 +191,8 @@ def _check_groups(bridges: Sequence[Wiring], groups: Collection[str | None]) -> 
     for group in groups:
         if group not in known:
             named = ", ".join(sorted(filter(None, known)))
-            asked = "no handler is without a group" if group is None else f"no handler is in group {group!r}"
-            raise click.ClickException(f"{asked}: {f'the groups are {named}' if named else 'none has one'}.")
+            asked = "No handler is without a group" if group is None else f"No handler is in group {group!r}"
+            raise click.ClickException(f"{asked}. {f'The groups are {named}' if named else 'No handler has a group'}.")
 
 
 def _queues_of(wiring: Wiring, groups: Collection[str | None]) -> list[str]:

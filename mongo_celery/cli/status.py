@@ -60,11 +60,11 @@ class failing_errors:  # noqa: N801 - a context manager that reads as a phrase
         raise UnreadableError(f"{''.join(traceback.format_exception(error))}{type(error).__name__}: {short(error)}")
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes status --watch")
 @BRIDGE
 @JSON
 @click.option("--all", "everything", is_flag=True, help="Show all handlers and partitions.")
-@click.option("--ask", is_flag=True, help="Also ask broker and workers. Takes some seconds.")
+@click.option("--ask", is_flag=True, help="Also ask the broker and the workers. Takes some seconds.")
 @click.option(
     "--watch",
     is_flag=False,
@@ -72,7 +72,7 @@ class failing_errors:  # noqa: N801 - a context manager that reads as a phrase
     default=None,
     type=FiniteRange(min=0.1),
     metavar="[SECONDS]",
-    help="Repeat until Ctrl-C, by default every 2 seconds.",
+    help="Repeat until Ctrl-C. Default: every 2 seconds.",
 )
 @click.pass_context
 def status(
@@ -88,7 +88,7 @@ def status(
       0  healthy
       1  degraded: it ends automatically, was requested, or can wait
       2  failing: blocked until a person acts, about to be lost, or not readable
-    With --watch it is 0.
+    With --watch the exit status is 0.
     """  # noqa: D301 - \b is click's, and no part of the text
     with failing_errors():
         bridges = _list_configured(ctx, bridge)
@@ -169,7 +169,7 @@ def _watch(
             return
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes check")
 @BRIDGE
 @JSON
 @click.pass_context
@@ -177,7 +177,7 @@ def check(ctx: click.Context, bridge: str | None, as_json: bool) -> None:
     """
     Check configuration, servers, workers and current state.
 
-    Takes some seconds and changes nothing. Problems come first. Exit status as in `status`.
+    It takes some seconds and changes nothing. Problems come first. The exit status is that of `status`.
     """
     from mongo_celery.bridge.operations.preflight import check as preflight
     from mongo_celery.findings import failing, worst_severity

@@ -84,7 +84,7 @@ def _figures(seen: BridgeSnapshot) -> Iterator[RenderableType]:
     backlog = seen.backlog
     if backlog is not None and (backlog.count != 0 or backlog.bytes):
         count = "? changes" if backlog.count is None else number(backlog.count, "change", "changes")
-        taken = "size not known without a listener"
+        taken = "size unknown without a listener"
         if backlog.share is not None:
             taken = f"{size(backlog.bytes)} of {size(backlog.limit)} ({backlog.share:.0%})"
         share = backlog.share or 0
@@ -93,7 +93,7 @@ def _figures(seen: BridgeSnapshot) -> Iterator[RenderableType]:
         yield _line(f"snapshot: {progress_line(asdict(each))}", _color(each.state))
     for handler in seen.handlers:
         for gap in handler.gaps:
-            yield _line(f"{handler.name} was not given the changes before {moment(gap.until)} ({gap.policy})", "red")
+            yield _line(f"{handler.name} did not receive the changes before {moment(gap.until)} ({gap.policy})", "red")
         if (new := handler.repartitioning) is not None:
             text = f"{handler.name} changes to {number(new.partitions, 'partition', 'partitions')} for"
             yield _line(f"{text} {ago(new.since, seen.at)}: {new.waits}", "yellow")
@@ -108,7 +108,7 @@ def _handlers(handlers: Sequence[HandlerStatus], *, everything: bool) -> Iterato
         yield Padding(_HandlerTable(shown), (0, 0, 0, 2), expand=False)
     if len(handlers) > len(shown):
         more = number(len(handlers) - len(shown), "more handler", "more handlers")
-        yield _line(f"and {more}; --all shows them", indent=4)
+        yield _line(f"and {more}. To see them, use --all", indent=4)
     if inline := [each.name for each in handlers if each.commit == "inline"]:
         more = f" and {len(inline) - _ROWS} more" if len(inline) > _ROWS else ""
         yield _line(f"commit inline: {', '.join(inline[:_ROWS])}{more}")

@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 ANY_HANDLER = click.argument("handler", required=False)
 SOURCES = click.option(
-    "--source", "sources", multiple=True, metavar="DB.COLLECTION", help="Only this collection; may be repeated."
+    "--source", "sources", multiple=True, metavar="DB.COLLECTION", help="Only this collection. May be repeated."
 )
-LIMIT = click.option("--limit", type=click.IntRange(min=1), default=50, show_default=True, help="Show at most N.")
+LIMIT = click.option(
+    "--limit", type=click.IntRange(min=1), default=50, show_default=True, help="Show at most N records."
+)
 
 
 # -- partitions ------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(epilog='Example: celery -A shop changes pause orders --reason "migration"')
 @ANY_HANDLER
 @PARTITION
 @acting
@@ -32,22 +34,22 @@ def pause(operations: Operations, **given: Any) -> Plan:
     """
     Start no new changes.
 
-    Running changes may finish, and nothing is lost: during a longer pause later changes are stored. Without HANDLER it
-    pauses the whole bridge.
+    Running changes may finish, and nothing is lost: the listener stores later changes until you resume. Without
+    HANDLER it pauses the whole bridge.
     """
     return operations.pause(**given)
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes resume orders")
 @ANY_HANDLER
 @PARTITION
 @acting
 def resume(operations: Operations, **given: Any) -> Plan:
-    """Continue paused partitions. Without HANDLER, continue the whole bridge."""
+    """Continue paused partitions. Without HANDLER it continues the whole bridge."""
     return operations.resume(**given)
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes retry orders 3")
 @ANY_HANDLER
 @PARTITION
 @acting
@@ -55,23 +57,23 @@ def retry(operations: Operations, **given: Any) -> Plan:
     """
     Run halted and retrying changes immediately.
 
-    Their attempts start again at zero. Without HANDLER it retries all halted and retrying partitions of this app's
-    handlers.
+    Their attempts start again at zero. Without HANDLER it retries the halted and retrying partitions of all handlers of
+    this app.
     """
     return operations.retry(**given)
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes skip orders 3")
 @HANDLER
 @PARTITION
-@click.option("--discard", is_flag=True, help="Keep nothing of the changes.")
+@click.option("--discard", is_flag=True, help="Delete the changes instead of keeping them as dead letters.")
 @acting
 def skip(operations: Operations, **given: Any) -> Plan:
     """
     Move halted changes to the dead letters.
 
-    Their partitions continue. `dead-letters` lists, replays and discards the changes. Without PARTITION it skips all
-    halted partitions of HANDLER.
+    Their partitions continue with the next changes. `dead-letters` lists, replays and discards the skipped ones.
+    Without PARTITION it skips the halted change of every halted partition of HANDLER.
     """
     return operations.skip(**given)
 
@@ -79,34 +81,38 @@ def skip(operations: Operations, **given: Any) -> Plan:
 # -- handlers --------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes reset orders --to 2026-11-23T06:30")
 @HANDLER
-@click.option("--to", metavar="oldest|now|TIME|TOKEN", required=True, help="The place: see above.")
-@click.option("--key", metavar="JSON|TEXT", help="A document's _id; with partition_by, what that gives.")
+@click.option("--to", metavar="oldest|now|TIME|TOKEN", required=True, help="The new position, as described above.")
+@click.option("--key", metavar="JSON|TEXT", help="The document's _id. With partition_by: its key.")
 @SOURCE
 @acting
 def reset(operations: Operations, **given: Any) -> Plan:
     """
     Move a handler to another position in the stream.
 
-    Everything after the position is handled again, in order. `oldest` is the beginning of the oplog. TIME is ISO 8601
-    (UTC without an offset) and begins with the changes of that second. TOKEN is a resume token and means its time:
-    its change and later ones. `now` moves forward: changes in between are not handled. Partitions that are before the
-    position do not move.
+    Every change after the position is handled again, in order:
 
-    With --key it moves only the partition of that key, with all its other keys.
+    \b
+      oldest  the beginning of the oplog
+      TIME    the changes since that second, in ISO 8601 (UTC without offset)
+      TOKEN   the change of that resume token, and later ones
+      now     the end. Changes in between are never handled
 
-    Stop all listeners first. Workers may run. Everything that handlers wrote, also through fenced(), is written again.
+    Partitions that are before the position do not move. With --key it moves only the partition of that key, with all
+    other keys of the partition.
 
-    If the oplog no longer reaches the position of HANDLER, `oldest` and `now` give up the lost changes. Stored changes
-    still run, and listeners may run meanwhile.
-    """
+    Stop all listeners first. Workers may run. The handlers write all their results again, also through fenced().
+
+    If the oplog no longer reaches the position of HANDLER, use `oldest` or `now` to give up the lost changes. Stored
+    changes still run. In this case you need not stop the listeners.
+    """  # noqa: D301 - \b is click's, and no part of the text
     return operations.reset(**given)
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes remove old_orders --dead-letters")
 @HANDLER
-@click.option("--dead-letters", is_flag=True, help="Remove its dead letters, too.")
+@click.option("--dead-letters", is_flag=True, help="Also remove its dead letters.")
 @click.option(
     "--stamps",
     multiple=True,
@@ -118,8 +124,8 @@ def remove(operations: Operations, **given: Any) -> Plan:
     """
     Remove the stored state of a deleted handler.
 
-    Its positions and stored changes are removed, and these changes will never be handled. If a handler with this name
-    returns, it is new. Listeners may run if their code does not have it. If the command is interrupted, repeat it.
+    It removes positions and stored changes. These changes are never handled. A later handler with this name starts as a
+    new one. Listeners may run if their code no longer has the handler. If the command is interrupted, repeat it.
     """
     return operations.remove(**given)
 
@@ -127,72 +133,78 @@ def remove(operations: Operations, **given: Any) -> Plan:
 # -- snapshots -------------------------------------------------------------------------------------
 
 
-@click.group()
+@click.group(epilog="Example: celery -A shop changes snapshot start orders")
 def snapshot() -> None:
-    """Give a handler the existing documents, between its changes."""
+    """Give a handler the existing documents."""
 
 
-@snapshot.command()
+@snapshot.command(epilog="Example: celery -A shop changes snapshot start orders --rate 500")
 @ANY_HANDLER
 @SOURCES
-@click.option("--match", metavar="JSON", help="Only documents whose event fulfils this expression, as `match=` does.")
-@click.option("--rate", type=FiniteRange(min=0.01), metavar="N", help="Documents a second at most.")
+@click.option(
+    "--match", metavar="JSON", help="Only documents whose event matches this expression. See `match=` of handlers."
+)
+@click.option("--rate", type=FiniteRange(min=0.01), metavar="N", help="Read at most N documents a second.")
 @acting
 def start(operations: Operations, **given: Any) -> Plan:
     """
     Start a snapshot of each collection of a handler.
 
-    Each document comes once, as operation type `snapshot`, exactly at its place: after the changes that it includes,
-    before later ones. A restart continues the snapshot. You may omit HANDLER if only one is possible.
+    The handler gets each document once, with operation type `snapshot`: after the changes that the document includes,
+    and before later ones. After a restart the snapshot continues. You may omit HANDLER if only one is possible.
 
-    The collections are those that the handler watches, or those of --source. The handler's `match` applies, and --match
-    narrows it further. `operations` and `fields` do not apply.
+    The snapshot reads the collections that the handler watches, or those of --source. The handler's `match` applies,
+    and --match narrows it further. `operations` and `fields` of the handler do not apply.
     """
     return operations.start_snapshot(**given)
 
 
-@snapshot.command()
+@snapshot.command(epilog="Example: celery -A shop changes snapshot stop orders")
 @HANDLER
 @SOURCES
 @acting
 def stop(operations: Operations, **given: Any) -> Plan:
-    """Stop the snapshots of a handler at their current place. `status` shows them."""
+    """Stop the snapshots of a handler. `snapshot resume` continues them at the same place."""
     return operations.stop_snapshot(**given)
 
 
-@snapshot.command("resume")
+@snapshot.command("resume", epilog="Example: celery -A shop changes snapshot resume orders")
 @HANDLER
 @SOURCES
 @acting
 def resume_snapshot(operations: Operations, **given: Any) -> Plan:
-    """Continue stopped or failed snapshots. Without --source it asks if one of them was stopped."""
+    """
+    Continue stopped or failed snapshots.
+
+    Without --source it continues all of them, and asks first if one was stopped.
+    """
     return operations.resume_snapshot(**given)
 
 
 # -- the bridge ------------------------------------------------------------------------------------
 
 
-@click.command("rotate-key")
+@click.command("rotate-key", epilog="Example: celery -A shop changes rotate-key --overlap 600")
 @click.option(
     "--overlap",
     type=FiniteRange(min=0),
     default=3600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long the old key is accepted afterwards; 0 if others may know it.",
+    help="How long workers accept the old key afterwards. Use 0 if others may know it.",
 )
 @acting
 def rotate_key(operations: Operations, **given: Any) -> Plan:
     """
     Replace the key that signs messages.
 
-    Nothing stalls: workers know the new key before it is used, and accept the old one during the overlap. Messages that
-    wait longer are dispatched again.
+    Handlers need not stop. Workers know the new key before listeners use it, and accept the old key during the overlap.
+    A message that waits longer is dispatched again.
     """
     return operations.rotate_key(**given)
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes history orders --limit 10")
 @ANY_HANDLER
 @LIMIT
 @BRIDGE
@@ -202,7 +214,8 @@ def history(ctx: click.Context, handler: str | None, limit: int, bridge: str | N
     """
     Show who changed a bridge, when, how and why.
 
-    There is one audit record for each command that changed something, for HANDLER or for all, the latest last.
+    It prints one audit record for each command that changed something, the latest last. Without HANDLER it prints the
+    records of all handlers.
     """
     from mongo_celery.bridge.operations.acts import effect_text, read_history
     from mongo_celery.quantities import moment
@@ -218,7 +231,7 @@ def history(ctx: click.Context, handler: str | None, limit: int, bridge: str | N
         for text in filter(None, (effect_text(each["effect"] or {}), each["reason"])):
             say(f"  {text}")
     if not found:
-        say(f"{wiring.name}: no command has changed anything")
+        say(f"{wiring.name} has no audit records: no command has changed it.")
 
 
 COMMANDS = (pause, resume, retry, skip, reset, remove, snapshot, rotate_key, history)

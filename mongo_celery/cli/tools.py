@@ -10,9 +10,9 @@ import click
 from mongo_celery.cli.apps import one_sentence_errors
 
 _COMMANDS = {
-    "bench": ("mongo_celery.bench.command:bench", "Measure this machine: changes per second, and processor time."),
+    "bench": ("mongo_celery.bench.command:bench", "Measure this machine: changes per second and processor time."),
     "demo": ("mongo_celery.demo.command:command", "Run an end-to-end demo with injected faults."),
-    "services": ("mongo_celery.cli.services:services", "Start a MongoDB replica set and Redis to develop with."),
+    "services": ("mongo_celery.cli.services:services", "Start a MongoDB replica set and Redis for development."),
 }
 """Module of each command, and its line in the help."""
 
@@ -40,11 +40,11 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
 
 
-@click.group(cls=LazyGroup)
+@click.group(cls=LazyGroup, epilog="Example: mongo-celery demo")
 @click.version_option(package_name="mongo-celery", message="%(package)s %(version)s")
 def main() -> None:
     """
-    MongoDB change streams as ordered, fenced Celery tasks: tools that need no app.
+    Measure, demonstrate and develop with mongo_celery. These commands need no app.
 
-    With an app: `celery -A app listener`, `celery -A app changes --help`.
+    For an app, see `celery -A shop listener --help` and `celery -A shop changes --help`.
     """

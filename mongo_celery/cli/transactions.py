@@ -33,21 +33,29 @@ def _chosen(ctx: click.Context, name: str | None) -> TwoPhaseCommit:
     return one_of(ctx, TWO_PHASE_COMMITS, name)
 
 
-ALL = click.option("--all", "any_application", is_flag=True, help="Also transactions of other apps than this one.")
+ALL = click.option("--all", "any_application", is_flag=True, help="Include transactions of other apps.")
 
 
-@click.group()
+@click.group(epilog="Example: celery -A shop transactions list")
 @click.pass_context
 @handle_preload_options
 def transactions(ctx: click.Context, **_: Any) -> None:
-    """Show, finish and take back two-phase transactions."""
+    """Show, finish, cancel and compensate two-phase transactions."""
     del ctx
 
 
-@transactions.command("list")
+@transactions.command("list", epilog="Example: celery -A shop transactions list --state pending")
 @click.argument("id", metavar="[ID]", required=False)
-@click.option("--state", "states", type=click.Choice(_STATES), multiple=True, help="Only these; may be repeated.")
-@click.option("--limit", type=click.IntRange(min=1), default=_LIMIT, show_default=True, help="Transactions at most.")
+@click.option(
+    "--state",
+    "states",
+    type=click.Choice(_STATES),
+    multiple=True,
+    help="Only transactions in this state. May be repeated.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=1), default=_LIMIT, show_default=True, help="Show at most N transactions."
+)
 @NAME
 @JSON
 @click.pass_context
@@ -60,9 +68,9 @@ def list_transactions(
     as_json: bool,
 ) -> None:
     """
-    List transactions, the one with the oldest step first. Without --state it lists all unfinished ones.
+    List transactions, the one with the oldest step first.
 
-    With ID it shows the stored transaction in Extended JSON.
+    Without --state it lists all unfinished ones. With ID it shows the stored transaction in Extended JSON.
     """
     wanted = list(states) or ["initial", "pending", "applied", "canceling"]
     from mongo_celery.twophase.plans import find_transaction, to_json
@@ -88,34 +96,40 @@ def list_transactions(
         console.print(f"No transaction is {' or '.join(wanted)}.")
 
 
-@transactions.command()
+@transactions.command(epilog="Example: celery -A shop transactions recover --older-than 60")
 @click.argument("id", metavar="[ID]", required=False)
 @click.option(
     "--older-than",
     type=FiniteRange(min=0),
     metavar="SECONDS",
-    help="Since the last step, by the server's clock; by default that of the TwoPhaseCommit, half an hour.",
+    help="Seconds since the last step, by the server's clock. Default: that of the TwoPhaseCommit, half an hour.",
 )
 @ALL
-@click.option("--limit", type=click.IntRange(min=1), default=_RECOVER_LIMIT, show_default=True, help="At most so many.")
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=_RECOVER_LIMIT,
+    show_default=True,
+    help="Finish at most N transactions.",
+)
 @acting_on("name", NAME, _chosen)
 def recover(chosen: TwoPhaseCommit, id: str | None, older_than: float | None, **given: Any) -> Plan:  # noqa: A002
     """
     Finish transactions that are pending, applied or canceling.
 
-    It does the same as the recovery that beat starts. With ID it completes that transaction here, even if it was only
-    stored. Ends with status 1 if one could not be finished.
+    The recovery that beat starts does the same. With ID it finishes that transaction, even if it was stored and never
+    started. The command ends with status 1 if a transaction could not be finished.
     """
     from mongo_celery.twophase.plans import plan_recover, plan_run
 
     return plan_recover(chosen, older_than, **given) if id is None else plan_run(chosen, id)
 
 
-@transactions.command()
+@transactions.command(epilog="Example: celery -A shop transactions cancel order-42 --compensate")
 @click.argument("id", metavar="ID")
-@click.option("--compensate", is_flag=True, help="If it is done, store and run the opposite transaction.")
+@click.option("--compensate", is_flag=True, help="If the transaction is done, store and run the opposite one.")
 @ALL
-@click.option("--reason", help="Kept with the transaction that is rolled back.")
+@click.option("--reason", help="The reason, stored with the transaction that is rolled back.")
 @acting_on("name", NAME, _chosen)
 def cancel(
     chosen: TwoPhaseCommit,
@@ -126,18 +140,18 @@ def cancel(
     any_application: bool,
 ) -> Plan:
     """
-    Roll a transaction back, or take back a finished one.
+    Roll a transaction back, or compensate a finished one.
 
-    Without --compensate it rolls back a transaction that is not applied yet. With it, it stores and runs the opposite
-    transaction. If that is interrupted, repeat it. Ends with status 1 if the opposite is rolled back, for example
-    because money is already spent.
+    Without --compensate it rolls back a transaction that is not applied yet. With --compensate it stores and runs the
+    opposite transaction. If the command is interrupted, repeat it. It ends with status 1 if the opposite transaction is
+    rolled back, for example because the money is already spent.
     """
     from mongo_celery.twophase.plans import plan_cancel, plan_compensate
 
     if not compensate:
         return plan_cancel(chosen, id, reason or "canceled on the command line", any_application=any_application)
     if reason or any_application:
-        raise click.UsageError("--reason and --all cannot be combined with --compensate.")
+        raise click.UsageError("--reason and --all do not work with --compensate. Leave them out.")
     return plan_compensate(chosen, id)
 
 
@@ -155,7 +169,7 @@ def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     if document.get("stoppedBy"):
         what = f"{what}; stopped: {document['stoppedBy']}"
     if document.get("state") == "initial" and "queuedAt" not in document:
-        what = f"{what}; nobody has begun it"
+        what = f"{what}; not started yet"
     modified = document.get("lastModified")
     when = moment(modified.isoformat()) if isinstance(modified, datetime) else "-"
     application = document.get("application")

@@ -52,12 +52,12 @@ def celery_init_app(app: Flask, *, base: type[Task[Any, Any]] = Task) -> Celery:
     """
     if EXTENSION in app.extensions:
         raise ConfigurationError(
-            f"the Flask app {app.name!r} has a Celery app already; use app.extensions[{EXTENSION!r}].",
+            f"The Flask app {app.name!r} already has a Celery app. Use app.extensions[{EXTENSION!r}].",
         )
     settings = app.config.get(_SETTINGS)
     if not isinstance(settings, Mapping):
         raise ConfigurationError(
-            f"the config of the Flask app {app.name!r} has no {_SETTINGS}; give Celery's settings there, such as "
+            f"The config of the Flask app {app.name!r} has no {_SETTINGS}. Put Celery's settings there, such as "
             f"app.config[{_SETTINGS!r}] = {{'broker_url': 'redis://localhost:6379/0'}}.",
         )
     url = app.config.get(_FLASK_PYMONGO_URL)

@@ -42,7 +42,7 @@ class PendingEventsField(BaseField):  # type: ignore[misc] # has no types
     def validate(self, value: object, clean: bool = True) -> None:  # noqa: ARG002 - as fields are asked
         """Accept only None. Any other value would be an attempt to write it."""
         if value is not None:
-            self.error("The field belongs to the outbox; give tasks= and events= to save().")
+            self.error("This field belongs to the outbox, so it cannot be set. Give tasks= and events= to save().")
 
 
 class OutboxMixin:
@@ -70,8 +70,7 @@ class OutboxMixin:
         own = cls.__mro__.index(OutboxMixin)
         if any("_save_create" in vars(each) for each in cls.__mro__[:own] if not issubclass(each, OutboxMixin)):
             raise ConfigurationError(
-                f"OutboxMixin of {cls.__name__} must stand before MongoEngine's class: "
-                f"class {cls.__name__}(OutboxMixin, Document).",
+                f"OutboxMixin must come before MongoEngine's class. Write class {cls.__name__}(OutboxMixin, Document).",
             )
 
     def save(
@@ -100,7 +99,9 @@ class OutboxMixin:
         if outbox is not None:
             self._check(outbox)
         elif tasks or events:
-            raise ConfigurationError("Tasks and events of a document need its outbox: save(outbox=..., tasks=...).")
+            raise ConfigurationError(
+                "Tasks and events need the outbox of the document. Write save(outbox=..., tasks=...)."
+            )
         # A receiver of MongoEngine's signals may save the document again, without the tasks of this call.
         before, self._followers = self._followers, None if outbox is None else (outbox, tasks, events)
         try:
@@ -114,7 +115,10 @@ class OutboxMixin:
     def _check(self, outbox: Outbox) -> None:
         mine, its = self._own("_get_collection")().full_name, outbox.collection.full_name
         if mine != its:
-            raise ConfigurationError(f"{type(self).__name__} is stored in {mine!r}, and this outbox is on {its!r}.")
+            raise ConfigurationError(
+                f"{type(self).__name__} is stored in {mine!r}, but this outbox is on {its!r}. Give the outbox of "
+                "that collection."
+            )
 
     def _own(self, name: str) -> Any:
         """Return an attribute of MongoEngine's classes, which have no types."""
@@ -159,8 +163,8 @@ class OutboxMixin:
         with set_write_concern(self._own("_get_collection")(), write_concern) as collection:
             if not collection.update_one(which, self._get_update_doc()).matched_count:
                 raise OutboxRefusedError(
-                    f"document {doc['_id']!r} of {collection.full_name} has been deleted, and nothing in it was to be "
-                    "changed; nothing was written. Save it with force_insert=True to have it again.",
+                    f"Document {doc['_id']!r} of {collection.full_name} was deleted before this save, so nothing "
+                    "was written. To create it again, save it with force_insert=True.",
                     document=doc["_id"],
                 )
         return doc["_id"], False

@@ -17,12 +17,12 @@ from mongo_celery.errors import ConfigurationError
 _FINDINGS_MAX = 10
 
 
-@click.command("demo")
+@click.command("demo", epilog="Example: mongo-celery demo --orders 1000")
 @click.option("--orders", type=click.IntRange(2, 100_000), default=240, show_default=True, help="Number of orders.")
 @click.option("--no-faults", is_flag=True, help="Kill nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-@click.option("--mongo-url", metavar="URL", help="A replica set of yours instead of an embedded one.")
-@click.option("--redis-url", metavar="URL", help="A Redis of yours instead of an embedded one.")
+@click.option("--json", "as_json", is_flag=True, help="Print only one JSON object.")
+@click.option("--mongo-url", metavar="URL", help="Use this replica set instead of an embedded one.")
+@click.option("--redis-url", metavar="URL", help="Use this Redis instead of an embedded one.")
 @click.pass_context
 def command(
     ctx: click.Context, orders: int, no_faults: bool, as_json: bool, mongo_url: str | None, redis_url: str | None
@@ -30,8 +30,8 @@ def command(
     """
     Run an end-to-end demo with kills and a verdict.
 
-    Starts MongoDB, Redis, two listeners and a worker, and writes orders. Kills the leading listener and a worker
-    process. Then counts the changes that took effect. The exit status is 0 if nothing was lost or out of order.
+    It starts MongoDB, Redis, two listeners and a worker, and writes orders. It kills the leading listener and a worker
+    process. Then it counts the changes that took effect. The exit status is 0 if nothing was lost or out of order.
     """
     console = Console(soft_wrap=True, quiet=as_json)
     with end_by_signals():
@@ -57,7 +57,9 @@ def _given_servers(mongo_url: str | None, redis_url: str | None) -> Servers | No
     if mongo_url is None and redis_url is None:
         return None
     if mongo_url is None or redis_url is None:
-        raise ConfigurationError("Give both --mongo-url and --redis-url, or neither for embedded servers.")
+        raise ConfigurationError(
+            "One of --mongo-url and --redis-url is missing. Give both, or neither for embedded servers."
+        )
     if not redis_url.startswith(("redis://", "rediss://")):
         raise ConfigurationError("--redis-url must begin with redis:// or rediss://, such as redis://127.0.0.1:6379/0.")
     return Servers(mongo_url, redis_url)
@@ -98,8 +100,8 @@ def _print(result: Result, console: Console) -> None:
         table.add_row("!", Text(finding, style="red"))
     console.print("", table, "", sep="\n")
     if result.passed:
-        console.print("PASSED: nothing lost, nothing out of order.", style="bold green")
+        console.print("PASSED: nothing was lost or out of order.", style="bold green")
     elif result.unfinished:
         console.print("FAILED: the demo did not finish.", style="bold red")
     else:
-        console.print("FAILED: see the findings above.", style="bold red")
+        console.print("FAILED: changes were lost or out of order. See the findings above.", style="bold red")

@@ -238,7 +238,9 @@ class _Demo:
             if now != last:
                 last, until = now, time.monotonic() + _STALL_SECONDS_MAX
             if time.monotonic() > until:
-                raise DemoFailedError(f"nothing moved for {_STALL_SECONDS_MAX:.0f} s while it waited for {what}.")
+                raise DemoFailedError(
+                    f"Nothing changed for {_STALL_SECONDS_MAX:.0f} s while the demo waited for {what}."
+                )
             leader = self._lease().get("pid", "none")
             self._show(f"written {now[0]}, handled {now[1]}, leading listener: pid {leader}")
             time.sleep(_POLL_SECONDS)

@@ -135,7 +135,7 @@ class MongoReplicaSet:
         **options: Unpack[MongoOptions],
     ) -> None:
         if members < 1:
-            raise ValueError(f"A replica set has at least one member, not {members}.")
+            raise ValueError(f"members={members} is too small. A replica set has at least one member.")
         self._directory = None if directory is None else Path(directory).absolute()
         self._has_data = False
         self.members = [
@@ -258,8 +258,8 @@ class MongoReplicaSet:
                 if primary is not None and (settled or not everyone):
                     return primary
         raise EmbeddedServerError(
-            f"The replica set had no primary within {PRIMARY_SECONDS_MAX:.0f} s: are most of its "
-            f"{len(self.members)} members running?"
+            f"The replica set had no primary within {PRIMARY_SECONDS_MAX:.0f} s. Check that most of its "
+            f"{len(self.members)} members are running."
         )
 
 

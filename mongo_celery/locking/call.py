@@ -142,7 +142,7 @@ def lock_call(
         or "\0" in field
         or any(not part or part.startswith("$") for part in field.split("."))
     ):
-        raise ConfigurationError(f"field={field!r} cannot be written; choose a plain name such as '_lock'.")
+        raise ConfigurationError(f"field={field!r} cannot be used for locks. Give a plain name such as '_lock'.")
     check_flags(nowait=nowait)
     return LockCall(collection=collection, session=session, filter=filter_, field=field, nowait=nowait)
 
@@ -169,7 +169,7 @@ def lock_many(call: LockCall, sort: Any, limit: int, projection: Any) -> Steps[l
     snapshot, so the write conflicts with every change after the read.
     """
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-        raise ConfigurationError(f"limit={limit!r} must be 0 for all, or a positive whole number.")
+        raise ConfigurationError(f"limit={limit!r} must be a whole number: 0 for all documents, or more.")
     shown = _with_id(projection)
     with _explaining_refusals(call):
         cursor = call.collection.find(
@@ -193,19 +193,19 @@ def lock_ids(call: LockCall, ids: Sequence[Any]) -> Steps[None]:
         done = yield call.collection.update_many({"_id": {"$in": ids}}, call.update, session=call.session)
     if done.matched_count < len(ids):
         raise ConfigurationError(
-            f"{len(ids)} documents of {call.collection.full_name} were read, and {done.matched_count} have the _ids "
-            "that were read. The collection's codec_options must decode and encode an _id without loss.",
+            f"{len(ids)} documents of {call.collection.full_name} were read, but only {done.matched_count} were "
+            "found again by _id. The collection's codec_options must decode and encode an _id without loss.",
         )
 
 
 def _with_id(projection: Any) -> Any:
     """Return a projection that includes the original `_id`."""
     if any(name.startswith("_id.") for name in projection or ()):
-        raise ConfigurationError("projection= shows parts of _id; leave them out, since _id is always returned whole.")
+        raise ConfigurationError("projection= selects parts of _id, but _id is always returned whole. Leave them out.")
     if not isinstance(projection, Mapping) or "_id" not in projection:
         return projection or None
     if projection["_id"] not in (0, 1):
-        raise ConfigurationError("projection= computes _id; leave that out, since _id is always returned as it is.")
+        raise ConfigurationError("projection= computes _id, but _id is always returned unchanged. Leave that out.")
     return {name: value for name, value in projection.items() if name != "_id" or value} or None
 
 
@@ -232,7 +232,7 @@ def _explain_lock(call: LockCall, error: OperationFailure) -> DocumentLockedErro
     text = repr(dict(call.filter))
     document = f"{call.collection.full_name} {text if len(text) <= _FILTER_CHARS else text[:_FILTER_CHARS] + '...'}"
     if error.code == Code.LockTimeout:
-        reason = "an operation such as createIndex has its collection, or waits for it"
+        reason = "an operation such as createIndex holds its collection, or waits for it"
     else:
         reason = "another transaction holds it, or has just changed it"
     return DocumentLockedError(
@@ -244,12 +244,12 @@ def _explain_lock(call: LockCall, error: OperationFailure) -> DocumentLockedErro
 def _unwritable(call: LockCall, error: OperationFailure) -> ConfigurationError:
     if error.code == Code.PathNotViable:
         return ConfigurationError(
-            f"The field {call.field!r} of a document of {call.collection.full_name} holds another value, so "
-            f"no lock can be written there: {server_words(error)}. Name another field with field=.",
+            f"The field {call.field!r} of a document of {call.collection.full_name} holds another value, so no "
+            f"lock can be written there. Choose another field with field=. The server said: {server_words(error)}",
         )
     return ConfigurationError(
-        f"The validator of {call.collection.full_name} refuses a document with the lock's field {call.field!r}, or has "
-        f"refused it before: {server_words(error)}. If it is the field, allow it there, as an object, or name one "
-        "that it allows with field=. If the document was invalid before, correct it, or set validationLevel to "
-        "moderate.",
+        f"The validator of {call.collection.full_name} refuses the document with the lock's field "
+        f"{call.field!r}. Allow this field as an object, or choose an allowed one with field=. If the document "
+        "was invalid before, correct it or set validationLevel to moderate. The server said: "
+        f"{server_words(error)}",
     )

@@ -65,8 +65,8 @@ def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) 
     session = current(client) if session is None else session
     if session is None:
         raise TransactionRequiredError(
-            "joined() found no transaction of Django's client that this thread is in: call it in a function of "
-            "`transactional(django_client)`, or give it the session of another thread's."
+            "joined() found no transaction of Django's client in this thread. Call it in a function of "
+            "`transactional(django_client)`, or pass the session of another thread."
         )
     if not session.in_transaction:
         raise TransactionRequiredError
@@ -76,15 +76,17 @@ def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) 
         return
     if connection.session is not None:
         raise ConfigurationError(
-            "Django is inside another transaction, and serves one at a time: let the `atomic` around `joined` go, or "
-            "call what has independent=True outside of the `joined` around."
+            "Django is inside another transaction, and can serve only one at a time. Remove the `atomic` around "
+            "`joined`, or call functions with independent=True outside of the outer `joined`."
         )
     if session.client is not client:
-        raise ConfigurationError("The session is not of Django's client. Use transactional(django_client).")
+        raise ConfigurationError(
+            "The session belongs to another client than Django's. Use transactional(django_client)."
+        )
     if not after_commit(_nothing, session):
         raise ConfigurationError(
-            "`transactional` does not run this session's transaction, so the callbacks of on_commit would not be "
-            "called. Give `joined` the session of transactional(django_client), or use Django's own atomic."
+            "`transactional` does not run this session's transaction, so on_commit callbacks would never be "
+            "called. Pass the session of transactional(django_client), or use Django's own atomic."
         )
     connection.session, connection.in_atomic_block_mongo, connection.run_on_commit = session, True, []
     try:
@@ -138,17 +140,19 @@ def select_for_update(
             `atomic` does not repeat it.
     """
     if not isinstance(queryset, QuerySet):
-        raise ConfigurationError(f"select_for_update takes a QuerySet of Django's, not {type(queryset).__name__}.")
+        raise ConfigurationError(f"select_for_update takes a Django QuerySet, not {type(queryset).__name__}.")
     connection = _mongo_connection(queryset.db)
     if connection.session is None:
         raise TransactionRequiredError(
-            "A queryset can only be locked inside a transaction: put `with joined():` around it, in a function "
-            "of `transactional(django_client)`."
+            "A queryset can only be locked inside a transaction. Write `with joined():` around it, in a "
+            "function of `transactional(django_client)`."
         )
     _check(queryset.model, of)
     instances = list(queryset.all())
     if any(not isinstance(each, Model) for each in instances):
-        raise ConfigurationError("select_for_update takes a queryset of instances, without values() and the like.")
+        raise ConfigurationError(
+            "select_for_update takes a queryset of instances. Leave out values() and similar methods."
+        )
     for collection, ids in _documents(instances, of, connection, queryset.db):
         call = lock_call(collection, {"_id": {"$in": ids}}, connection.session, ClientSession, **options)
         run_sync(lock_ids(call, ids))
@@ -162,8 +166,8 @@ def _documents(instances: Sequence[Any], of: Sequence[str], connection: Any, usi
     for each in _wanted(instances, of):
         if each._state.db != using:  # noqa: SLF001 - Django's public name
             raise ConfigurationError(
-                f"{type(each).__name__} is stored in the database {each._state.db!r}, and the transaction belongs to "  # noqa: SLF001
-                f"{using!r}. Leave it out of of=."
+                f"{type(each).__name__} is stored in the database {each._state.db!r}, "  # noqa: SLF001 - as above
+                f"but the transaction belongs to {using!r}. Leave it out of of=."
             )
         meta = each._meta  # noqa: SLF001 - Django's public name
         document_id = meta.pk.get_db_prep_save(each.pk, connection)
@@ -174,7 +178,7 @@ def _documents(instances: Sequence[Any], of: Sequence[str], connection: Any, usi
 def _mongo_connection(using: str) -> Any:
     connection = connections[using]
     if connection.vendor != "mongodb":
-        raise ConfigurationError(f"Django's database {using!r} is not on MongoDB; name one that is.")
+        raise ConfigurationError(f"Django's database {using!r} is not on MongoDB. Give the name of one that is.")
     return connection
 
 
@@ -182,14 +186,16 @@ def _check(model: type[Model], of: Sequence[str]) -> None:
     """Before any read, refuse an empty `of`, an unknown path, or a path to an embedded document."""
     if isinstance(of, str) or not of:
         raise ConfigurationError(
-            f"of={of!r} names nothing to lock: give a tuple of names, such as ('self', 'hall'), or leave it out."
+            f"of={of!r} names nothing to lock. Give a tuple of names, such as ('self', 'hall'), or leave it out."
         )
     for path in of:
         reached: Any = model
         for name in () if path == _SELF else path.split("__"):
             reached = _related(reached, name)
             if reached is None:
-                raise ConfigurationError(f"of={path!r} is no relation of {model.__name__}; name a ForeignKey of it.")
+                raise ConfigurationError(
+                    f"of={path!r} is not a relation of {model.__name__}. Give the name of one of its ForeignKeys."
+                )
 
 
 def _related(model: Any, name: str) -> Any:

@@ -53,8 +53,8 @@ def _answers(client: AnyClient) -> list[ServerDescription]:
     if not has_answers(client):
         if isinstance(client, AsyncMongoClient):
             raise ConfigurationError(
-                "An AsyncMongoClient has not connected yet, so its cluster is unknown. "
-                'Connect it at the start of the program: await client.admin.command("ping").'
+                "The AsyncMongoClient has not connected yet, so its cluster is unknown. Connect it at the start "
+                'of the program: await client.admin.command("ping").'
             )
         client.admin.command("ping", read_preference=ReadPreference.NEAREST)
     return client.topology_description.known_servers

@@ -113,16 +113,16 @@ class Indexes:
         except PyMongoError as error:
             if begun and error.timeout:
                 logger.warning(
-                    "the index %s on %s cannot be created while a transaction that has written there is open, "
-                    "or a member of the replica set is away, or reading the collection takes longer than %.0f s (then "
-                    "create it yourself). It is tried again after %.0f s. Until then %s.",
+                    "The index %s on %s could not be created. A transaction that wrote there is open, a member "
+                        "of the replica set is away, or the collection takes longer than %.0f s to read (then "
+                        "create the index yourself). The next attempt is in %.0f s. Until then %s.",
                     names, self._collection.full_name, seconds, AGAIN_SECONDS, self._otherwise,
                     extra={"event": "index_delayed"},
                 )  # fmt: skip
             if is_transient(error) or not isinstance(error, OperationFailure):
                 return False  # others log an outage
             logger.warning(
-                "the index %s on %s cannot be created (%s). Create it yourself: without it %s.",
+                "The index %s on %s cannot be created (%s). Without it %s. Create it yourself.",
                 names, self._collection.full_name, short(error), self._otherwise,
                 extra={"event": "index_refused"},
             )  # fmt: skip

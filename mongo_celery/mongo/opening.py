@@ -63,8 +63,8 @@ def resolve_collection(source: Source) -> Collection[Any]:
     found: Any = source if isinstance(source, Collection | AsyncCollection) else source()
     if isinstance(found, AsyncCollection):
         raise ConfigurationError(
-            f"{found.full_name} is a collection of an AsyncMongoClient, and its methods return coroutines that nobody "
-            "awaits here. Give a collection of a MongoClient.",
+            f"{found.full_name} belongs to an AsyncMongoClient, whose methods return coroutines. Give a "
+            "collection of a MongoClient.",
         )
     return cast("Collection[Any]", found)
 
@@ -86,7 +86,8 @@ def find_collection(client: MongoClient[dict[str, Any]], namespace: str) -> Coll
         return client[database][name] if dot else client.get_default_database()[namespace]
     except ClientConfigurationError:
         raise ConfigurationError(
-            f"{namespace!r} names no database, nor does the URL of MongoDB; write 'db.{namespace}'."
+            f"{namespace!r} has no database, and the URL of MongoDB has none either. Write 'db.{namespace}', "
+            f"such as 'shop.{namespace}'."
         ) from None
 
 
@@ -162,7 +163,7 @@ def to_user_error(error: PyMongoError, concern: ErrorContext) -> Exception:
     """Return our error for one that ends a command, or the original if there is no better text."""
     if is_unanswered(error):
         return ServerUnavailableError(
-            f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s; check its URL, the network and the servers. "
+            f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s. Check its URL, the network and the servers. "
             f"Last error: {short(error)}",
         )
     return explain_error(error, concern) or error

@@ -24,7 +24,7 @@ from mongo_celery.mongo.verdicts import Verdict, judge_error
 _TIME_BYTES = 9
 _TIMESTAMP_TYPE = 0x82
 _INITIATION = "initiating set"
-_NO_OPLOG = "There is no oplog to read here (a mongos has none): set start_from to 'now' or to a time."
+_NO_OPLOG = "This deployment has no readable oplog (a mongos has none). Set start_from to 'now' or to a time."
 _LARGE = ("locks", "metrics", "repl", "tcmalloc", "transactions", "wiredTiger")
 _STATUS: Mapping[str, Any] = {"serverStatus": 1, "oplog": 1, **dict.fromkeys(_LARGE, 0)}
 _WITHOUT_FIND: WeakValueDictionary[int, MongoClient[dict[str, Any]]] = WeakValueDictionary()
@@ -124,7 +124,7 @@ def read_oplog(client: MongoClient[dict[str, Any]]) -> Oplog:
     except OperationFailure as error:
         if judge_error(error) is Verdict.ACCESS:
             raise AccessError(
-                "The MongoDB user may not see how far the oplog reaches back, which start_from='oldest' needs: grant "
+                "start_from='oldest' needs the start of the oplog, which the MongoDB user may not read. Grant "
                 "the action serverStatus on the cluster, or set start_from to 'now' or to a time.",
             ) from error
         raise

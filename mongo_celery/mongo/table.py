@@ -160,7 +160,7 @@ class Table:
         if not answer["n"]:  # checked first, because a refusal has another time
             return None
         if not isinstance(answer.get("operationTime"), Timestamp):
-            raise OperationFailure("the server has given no operationTime", Code.Location51144, dict(answer))
+            raise OperationFailure("The server returned no operationTime", Code.Location51144, dict(answer))
         time: Timestamp = answer["operationTime"]
         return time
 

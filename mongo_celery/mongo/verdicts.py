@@ -33,17 +33,17 @@ from mongo_celery.mongo.rights import missing_right
 class Verdict(Enum):
     """The meaning of an error."""
 
-    TRANSIENT = "the same call may succeed when it is made again"
+    TRANSIENT = "the call may succeed if it is repeated"
     LOGIN = "the login was refused"
     ACCESS = "a right is missing"
-    TOPOLOGY = "not on this kind of server"
-    HISTORY_LOST = "the oplog no longer reaches back"
+    TOPOLOGY = "this kind of server cannot do this"
+    HISTORY_LOST = "the oplog no longer reaches the position"
     TOKEN_NOT_FOUND = "a resume token was not found"  # noqa: S105 - a verdict
     TOO_LARGE = "a document would be larger than 16 MB"
     IMAGE_MISSING = "a required image of a changed document is missing"
-    DUPLICATE_KEY = "a unique index has the key already"
+    DUPLICATE_KEY = "a unique index already has this key"
     REFUSED = "the command or its pipeline is wrong"
-    UNKNOWN = "nobody has met it yet"
+    UNKNOWN = "this error is not known"
 
 
 class Code(IntEnum):
@@ -286,8 +286,8 @@ def explain_error(error: BaseException, concern: ErrorContext) -> DeploymentErro
     if verdict is Verdict.ACCESS:
         right = missing_right(error)
         return AccessError(
-            f"The MongoDB user lacks a right on {concern.subject}: grant {concern.grant}. "
-            f"{f'Missing is {right}. ' if right else ''}The server said: {server_words(error)}",
+            f"The MongoDB user may not use {concern.subject}. Grant {concern.grant}. "
+            f"{f'The missing right is {right}. ' if right else ''}The server said: {server_words(error)}",
         )
     if verdict is Verdict.TOPOLOGY and "replica set" in str(error):  # IllegalOperation has other meanings
         return TopologyError(_explain_standalone(concern.subject, error))
@@ -315,8 +315,8 @@ def raise_if_final(error: Exception, concern: ErrorContext) -> None:
 def login_refused(error: BaseException) -> str:
     """Return the message of a refused login."""
     return (
-        "MongoDB refused the login; check user, password and authSource in the URL. "
-        f"It said ({error_name(error)}): {server_words(error)}"
+        "MongoDB refused the login. Check user, password and authSource in the URL. The server said "
+        f"({error_name(error)}): {server_words(error)}"
     )
 
 
@@ -332,7 +332,7 @@ def error_name(error: BaseException) -> str:
     if code is None:
         return type(error).__name__
     # Our name first: a server may use another name for an obsolete code.
-    return f"{_NAMES.get(code) or _error_details(error).get('codeName', 'of no name')}, code {code}"
+    return f"{_NAMES.get(code) or _error_details(error).get('codeName', 'an unnamed error')}, code {code}"
 
 
 def _error_details(error: BaseException) -> Mapping[str, Any]:
@@ -384,7 +384,7 @@ def error_text(error: BaseException | None) -> str:
     try:
         return storable(f"{name}: {_words(error)}"[:_ERROR_CHARS])
     except Exception as failure:  # noqa: BLE001 - whatever a user's __str__ raises
-        return storable(f"{name} (its text cannot be had: {type(failure).__name__})"[:_ERROR_CHARS])
+        return storable(f"{name} (its text cannot be read: {type(failure).__name__})"[:_ERROR_CHARS])
 
 
 def _words(error: BaseException | None) -> str:
@@ -399,7 +399,7 @@ def traceback_text(error: BaseException) -> str:
     try:
         return storable(format_traceback(error)[-_TRACEBACK_CHARS:])
     except Exception as failure:  # noqa: BLE001 - a user's __str__, __notes__ or attributes
-        return storable(f"{type(error).__name__} (its traceback cannot be had: {type(failure).__name__})")
+        return storable(f"{type(error).__name__} (its traceback cannot be read: {type(failure).__name__})")
 
 
 def storable(text: str) -> str:

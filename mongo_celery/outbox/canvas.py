@@ -77,8 +77,8 @@ def _capture_messages(app: Celery, signature: Signature) -> list[Signature]:
     """Send a canvas, and return the captured messages."""
     if app.conf.task_always_eager:
         raise OutboxRefusedError(
-            f"{signature.task} cannot be stored: with task_always_eager Celery runs a chain, a group, and a task with "
-            "a link or a time immediately, whatever happens to the write. Unset task_always_eager.",
+            f"{signature.task} cannot be stored. With task_always_eager, Celery runs a chain, a group, and a "
+            "task with a link or a time immediately, even if the write fails. Unset task_always_eager.",
             task=signature.task,
         )
     messages = _Messages()
@@ -90,11 +90,11 @@ def _capture_messages(app: Celery, signature: Signature) -> list[Signature]:
         raise
     except Exception as error:
         raise OutboxRefusedError(
-            f"{signature.task} cannot be stored: Celery cannot send it ({short(error)}).", task=signature.task
+            f"{signature.task} cannot be stored, because Celery cannot send it: {short(error)}.", task=signature.task
         ) from error
     if not messages:
         raise OutboxRefusedError(
-            f"{signature.task} sends nothing: give it at least one task.",
+            f"{signature.task} contains no task. Give it at least one.",
             task=signature.task,
         )
     return messages
@@ -111,7 +111,7 @@ def parse_signature(app: Celery, given: object) -> Signature:
         given = Signature.from_dict(dict(given), app=app)
     if not isinstance(given, Signature):
         raise OutboxRefusedError(
-            f"{type(given).__name__} is no Celery signature; pass task.s(...), or a chain or group of them."
+            f"{type(given).__name__} is not a Celery signature. Pass task.s(...), or a chain or group of them."
         )
     return given
 
@@ -132,7 +132,7 @@ def has_stored_id(canvas: Any) -> bool:
         return any(mentions_stored_id((leaf["args"], leaf["kwargs"])) for leaf in leaves(canvas))
     except RecursionError as error:
         raise OutboxRefusedError(
-            f"{canvas['task']} cannot be stored: an argument contains itself, or is nested too deep.",
+            f"{canvas['task']} cannot be stored: an argument contains itself, or is nested too deeply.",
             task=canvas["task"],
         ) from error
 
@@ -175,7 +175,7 @@ def leaves(canvas: Any) -> Iterator[dict[str, Any]]:
 def _nodes(canvas: Any) -> Iterator[dict[str, Any]]:
     """Yield all parts of a canvas as their original dicts, so that changes affect the canvas."""
     if not isinstance(canvas, Mapping):
-        raise OutboxRefusedError(f"{canvas!r} in a canvas is no signature; pass task.s(...).")
+        raise OutboxRefusedError(f"A canvas contains {canvas!r}, which is not a signature. Pass task.s(...).")
     whole: Any = canvas
     yield whole
     parts: list[Any] = [whole["options"].get(name) for name in _LINKS]
@@ -223,8 +223,8 @@ def encode_message(app: Celery, message: Signature) -> tuple[str, str, Any]:
     content_type, encoding, payload = _encode(dict(message), whole, str(message.task))
     if content_type not in (prepare_accept_content(app.conf.accept_content) or ()):
         raise OutboxRefusedError(
-            f"{message.task} is encoded as {content_type}, which this app does not accept: no relay could read it. "
-            "Add its serializer to accept_content.",
+            f"{message.task} is encoded as {content_type}, which this app does not accept, so it could not be "
+            "delivered. Add its serializer to accept_content.",
             task=message.task,
         )
     return content_type, encoding, payload

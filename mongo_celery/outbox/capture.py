@@ -182,13 +182,12 @@ def _refuse(name: str, call: Mapping[str, Any], options: Mapping[str, Any]) -> N
     """Refuse a message that a buffer cannot hold."""
     if call["connection"] is not None or call["router"] is not None:
         raise OutboxRefusedError(
-            f"{name} is sent with a connection or router of its own, which an outbox cannot keep; send it "
-            "after the commit.",
+            f"{name} is sent with a custom connection or router, which an outbox cannot store. Send it after the "
+            "commit.",
             task=name,
         )
     if options.get("chord") is not None:
         raise OutboxRefusedError(
-            f"{name} is part of a chord, for which Celery asks the result backend when it is sent; have a task start "
-            "the chord.",
+            f"{name} is part of a chord, which needs the result backend when it is sent. Let a task start the chord.",
             task=name,
         )

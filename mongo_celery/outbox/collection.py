@@ -1,5 +1,5 @@
 """
-An outbox without documents of its own: tasks and events belong to a transaction.
+An outbox without its own documents: tasks and events belong to a transaction.
 
 ::
 
@@ -94,8 +94,9 @@ class TransactionBuffer:
     def _refuse_if_closed(self, name: Any = "this") -> None:
         if self._is_closed:
             raise OutboxRefusedError(
-                f"{name} is sent by something that was started in a transaction's body and has outlived it, so it can "
-                "no longer go with the commit; wait for it inside the body, or start it in a context of its own.",
+                f"{name} is sent after the end of its transaction, so it cannot be stored with it. The sender "
+                "was started in the transaction's body. Wait for it inside the body, or start it in a new "
+                "context.",
             )
 
 
@@ -195,8 +196,8 @@ class OutboxCollection(BaseOutbox):
         chosen = key_text(key)
         if not session.in_transaction:
             raise TransactionRequiredError(
-                "collect stores what is sent inside with a transaction; pass the session of one in progress, such as "
-                "the one that transactional hands to the function."
+                "collect stores tasks and events with a transaction, but this session has none in progress. "
+                "Pass the session of one, such as the session that transactional passes to its function."
             )
         self.runtime.pending.indexes.ensure(patiently=False)
         outer = self._contents.get(session)
@@ -218,8 +219,8 @@ class OutboxCollection(BaseOutbox):
         if outer is None and any(contents.values()):
             if not session.in_transaction:
                 raise OutboxRefusedError(
-                    "the transaction was ended inside the block that gathers what goes with it; nothing of that was "
-                    "stored or sent. Let the block end first."
+                    "The transaction ended inside the block that collects its tasks. None of them was stored or "
+                    "sent. End the block before the transaction."
                 )
             self._write(contents, session)
 
@@ -250,7 +251,7 @@ class OutboxCollection(BaseOutbox):
             mentions_stored_id(getattr(event, "body", None)) for event in events
         ):
             raise OutboxRefusedError(
-                "STORED_ID stands for the _id of the document that a task is stored in, and here it is stored with a "
+                "STORED_ID means the _id of the document that stores the task, but this task is stored with a "
                 "transaction. Pass the id itself."
             )
         return self._make_entries(tasks, events, key)
@@ -289,7 +290,8 @@ def key_text(key: object) -> str | None:
         return None
     if isinstance(key, bool) or not isinstance(key, (str, int, ObjectId, UUID)):
         raise OutboxRefusedError(
-            f"key={key!r} must be text, a whole number, an ObjectId or a UUID: the id of what tasks are about."
+            f"key={key!r} must be text, a whole number, an ObjectId or a UUID, such as the id of the order that "
+            "the tasks handle."
         )
     text = str(key)
     try:
@@ -297,5 +299,5 @@ def key_text(key: object) -> str | None:
     except UnicodeEncodeError:  # half of a surrogate pair
         size = 0
     if not 0 < size <= _KEY_BYTES_MAX:
-        raise OutboxRefusedError(f"a key must be text of 1 to {_KEY_BYTES_MAX} bytes.")
+        raise OutboxRefusedError(f"The key must be text of 1 to {_KEY_BYTES_MAX} bytes.")
     return text

@@ -92,7 +92,7 @@ def iterate_bounded(documents: Iterable[_Thing]) -> Iterator[_Thing]:
 def log_undeliverable(outbox: str, document_id: object, error: BaseException) -> None:
     """Log that a document cannot be delivered, while others can."""
     logger.error(
-        "outbox %s: document %r cannot be delivered: %s",
+        "outbox %s: document %r cannot be delivered. Other documents continue: %s",
         outbox,
         document_id,
         short(error),

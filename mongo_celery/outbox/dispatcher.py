@@ -133,7 +133,9 @@ class AppDispatcher:
         """Note a successful publish."""
         if self._probes:
             self._probes = 0
-            logger.info("outbox: the broker answers again; what waits is delivered", extra={"event": "broker_back"})
+            logger.info(
+                "outbox: the broker answers again. Waiting entries are being delivered", extra={"event": "broker_back"}
+            )
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -271,7 +273,7 @@ class OutboxDispatcher:
         stored = [each for each in document_ids if _may_be_stored(each)]
         if len(stored) < len(document_ids):
             wrong = next(each for each in document_ids if not _may_be_stored(each))
-            self._report(ValueError(f"no document has such an _id: {wrong!r}"))
+            self._report(ValueError(f"No document can have the _id {wrong!r}"))
 
         def queue() -> None:
             self._enqueue(stored)
@@ -341,7 +343,7 @@ class OutboxDispatcher:
 
     def _report(self, error: BaseException) -> None:
         logger.warning(
-            "outbox %s: what was written is left to the sweep: %s",
+            "outbox %s: some entries are not delivered now. The sweep delivers them later: %s",
             self._name_safely(),
             short(error),
             extra={"event": "left_to_sweep"},

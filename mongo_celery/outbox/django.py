@@ -54,15 +54,16 @@ def mongodb_alias(using: str | None = None) -> str:
     if using is None and connections[DEFAULT_DB_ALIAS].vendor != _VENDOR:
         found = sorted(alias for alias in connections if connections[alias].vendor == _VENDOR)
         if len(found) != 1:
-            which = f"several, {', '.join(found)}" if found else "none"
+            which = f"several MongoDB databases, {', '.join(found)}" if found else "no MongoDB database"
             raise ConfigurationError(
-                f"Django's default database is {connections[DEFAULT_DB_ALIAS].display_name}'s, and of MongoDB's there "
-                f"is {which}: name the one that is meant with using=..."
+                f"Django's default database is on {connections[DEFAULT_DB_ALIAS].display_name}, and the project has "
+                f"{which}. Give the alias of the right one with using=..."
             )
         return str(found[0])
     alias = using or DEFAULT_DB_ALIAS
     if connections[alias].vendor != _VENDOR:
         raise ConfigurationError(
-            f"the database {alias!r} is {connections[alias].display_name}'s; name one of django-mongodb-backend."
+            f"The database {alias!r} is on {connections[alias].display_name}. Give the alias of a database of "
+            "django-mongodb-backend."
         )
     return alias

@@ -132,8 +132,8 @@ def make_task_entries(app: Celery, task: object, now: datetime, document_id: Any
     signature = parse_signature(app, task)
     if document_id is NO_ID and find_ids(signature):
         raise OutboxRefusedError(
-            f"{signature.task} has a task id of its own, and this write may go to several documents. Name the _id of "
-            "the document in the filter or by id=, or leave the task id to the outbox.",
+            f"{signature.task} has a fixed task id, but this write may go to several documents. Give the _id of "
+            "one document in the filter or by id=, or remove the task id.",
             task=signature.task,
         )
     first_id = str(uuid4())
@@ -170,7 +170,7 @@ def make_event_entry(event: object, now: datetime, *, source: str, document_id: 
         OutboxRefusedError: it is not an `Event`, or cannot be encoded.
     """
     if not isinstance(event, Event):
-        raise OutboxRefusedError(f"{type(event).__name__} is no event; pass mongo_celery.Event(routing_key, body).")
+        raise OutboxRefusedError(f"{type(event).__name__} is not an event. Pass mongo_celery.Event(routing_key, body).")
     id = str(uuid4())  # noqa: A001
     trace = trace_to_store()
     bind = placeholder(id) if document_id is NO_ID else ""
@@ -200,7 +200,7 @@ def list_given(given: Any) -> list[Any]:
         OutboxRefusedError: it is a single task or event, or cannot be iterated.
     """
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-        raise OutboxRefusedError("tasks and events are lists: tasks=[send_receipt.s(order_id)].")
+        raise OutboxRefusedError("tasks= and events= must be lists, such as tasks=[send_receipt.s(order_id)].")
     return list(given)
 
 

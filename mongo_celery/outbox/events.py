@@ -72,10 +72,12 @@ def cloud_event(
     """
     key = event.routing_key
     if not isinstance(key, str) or not key or len(key.encode()) > _KEY_BYTES_MAX:
-        raise OutboxRefusedError(f"routing key {key!r} must be text of 1 to {_KEY_BYTES_MAX} bytes.")
+        raise OutboxRefusedError(f"The routing key {key!r} must be text of 1 to {_KEY_BYTES_MAX} bytes.")
     for name in event.attributes:
         if not (isinstance(name, str) and name.isascii() and name.isalnum() and name.lower() == name) or name in _OWN:
-            raise OutboxRefusedError(f"attribute {name!r} must be lower-case letters and digits, and none of {_OWN}.")
+            raise OutboxRefusedError(
+                f"The attribute {name!r} must be lower-case letters and digits, and not one of {_OWN}."
+            )
     subject = event.subject or subject
     document = {
         "specversion": "1.0",
@@ -92,7 +94,7 @@ def cloud_event(
     try:
         return json.dumps(document, default=_plain, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise OutboxRefusedError(f"event {key!r} cannot be encoded as JSON: {short(error)}.") from error
+        raise OutboxRefusedError(f"The event {key!r} cannot be encoded as JSON: {short(error)}.") from error
 
 
 def with_document(payload: str, bind: str, document_id: object) -> tuple[str, str]:
@@ -136,4 +138,4 @@ def _plain(value: object) -> str:
         return value.isoformat()
     if isinstance(value, (ObjectId, UUID, Decimal, Decimal128)):
         return str(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
+    raise TypeError(f"{type(value).__name__} cannot be encoded as JSON")

@@ -146,7 +146,7 @@ class FailurePolicy:
             self._log_other_broker(document_id, error)
         elif verdict.kind is FailureKind.WAIT_FOR_BROKER:
             logger.warning(
-                "outbox: the broker took no message (%s); entries wait in MongoDB",
+                "outbox: the broker accepts no messages (%s). Entries wait in MongoDB until it does",
                 short(error),
                 extra={"event": "broker_refused"},
             )
@@ -154,13 +154,13 @@ class FailurePolicy:
             attempts = number(verdict.attempts, "attempt", "attempts")
             about = entry_id(entry), document_id, attempts, short(error)
             if verdict.kind is FailureKind.DEAD_LETTER:
-                text = "outbox: entry %s of document %r is a dead letter after %s: %s"
+                text = "outbox: entry %s of document %r was moved to the dead letters after %s: %s"
                 logger.error(text, *about, extra={"event": "entry_dead"})
             elif self.name == "halt" and verdict.attempts == self.max_attempts:
-                text = "outbox: entry %s of document %r is stuck after %s, and entries after it wait: %s"
+                text = "outbox: entry %s of document %r is stuck after %s, and later entries of the document wait: %s"
                 logger.error(text, *about, extra={"event": "entry_stuck"})
             else:
-                text = "outbox: entry %s of document %r failed (%s): %s"
+                text = "outbox: entry %s of document %r failed (%s) and will be tried again: %s"
                 logger.warning(text, *about, extra={"event": "entry_failed"})
 
     def _log_unsigned(self, document_id: object) -> None:
@@ -168,8 +168,9 @@ class FailurePolicy:
             self._unlogged += 1
             return
         logger.error(
-            "outbox: document %r has an entry that the outbox has not signed. It was not sent, and is a dead letter "
-            "(%d more since the last such record). Find out who writes to the outbox's field: %s",
+            "outbox: document %r has an entry that the outbox has not signed. It was not sent, and is now a "
+                "dead letter (%d more since the last such record). Find out which program writes to the outbox's "
+                "field: %s",
             document_id, self._unlogged, ANY_APP.celery("outbox", "dead-letters", "list"),
             extra={"event": "entry_unsigned"},
         )  # fmt: skip
@@ -180,8 +181,9 @@ class FailurePolicy:
             return
         self._other_logged_at = time.monotonic()
         logger.error(
-            "outbox: document %r waits for another app: %s. Later entries of the document also wait. Give apps that "
-            "share a collection the same broker_url, or separate collections. Until then run the sweep of each app.",
+            "outbox: document %r waits for another app: %s. Later entries of the document also wait. Give apps "
+                "that share a collection the same broker_url, or use separate collections. Until then run the sweep "
+                "of each app.",
             document_id, error,
             extra={"event": "other_broker"},
         )  # fmt: skip

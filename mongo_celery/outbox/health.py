@@ -68,7 +68,12 @@ def read_health(app: Celery, outboxes: Sequence[BaseOutbox], *, thorough: bool =
     answers = not any(each.code == "broker" and each.severity == "failing" for each in broker)
     shared = broker if thorough else [each for each in broker if each.code == "broker"]
     if thorough and app.conf.task_always_eager:
-        shared.append(failing("task_always_eager", "The process that delivers runs the tasks itself. Unset it."))
+        shared.append(
+            failing(
+                "task_always_eager",
+                "task_always_eager is set, so the process that delivers an entry also runs its task. Unset it.",
+            )
+        )
     if thorough and answers:
         shared += _check_workers(app)
     return [_read_one(each, shared, broker_answers=answers, thorough=thorough) for each in outboxes]
@@ -89,7 +94,7 @@ def _read_one(outbox: BaseOutbox, shared: Sequence[Finding], *, broker_answers: 
     def collect(part: Callable[[], Iterable[Finding]], context: ErrorContext) -> list[Finding]:
         return collect_findings("state_unreadable", part, context)
 
-    found = collect(check_mongodb, ErrorContext("what this command needs", "readWrite there"))
+    found = collect(check_mongodb, ErrorContext("the data of this command", "readWrite there"))
     if found[-1].severity == "failing":
         return OutboxHealth(_name_safely(outbox), [*found, *shared])
     context = error_context(outbox)
@@ -171,42 +176,43 @@ def judge_state(
     is_late = status.oldest_seconds is not None and status.oldest_seconds > late
     explained = status.failing + status.other_brokers + sum(each.documents for each in unknown)
     if not is_late:
-        yield ok("late", f"{number(status.pending, 'entry is', 'entries are')} pending, none for long.")
+        yield ok("late", f"{number(status.pending, 'entry is', 'entries are')} pending, none for too long.")
     elif broker_answers and sweeping.has_swept and explained < status.documents:
         yield failing(
             "late",
             f"{number(status.pending, 'entry waits', 'entries wait')}, the oldest for "
-            f"{duration(status.oldest_seconds or 0.0)}. A sweep should take them after {sweeping.after:g} s. Look "
-            "for `outbox` in the worker's log. This delivers them now:",
+            f"{duration(status.oldest_seconds or 0.0)}. A sweep should deliver them after {sweeping.after:g} s. "
+            "Search the worker's log for `outbox`. To deliver them now, run:",
             line.celery("outbox", "sweep"),
         )
     if sweeping.has_swept:
-        yield ok("sweep", "Somebody sweeps it.")
+        yield ok("sweep", "Sweeps of this outbox run.")
     elif broker_answers:
         since = "yet" if sweeping.seconds is None else f"for {duration(sweeping.seconds)}"
-        beat = "" if sweeping.every is not None else "Its app does not ask beat for it: give it sweep_every. "
+        beat = "" if sweeping.every is not None else "The app has no beat entry for the sweep: set sweep_every. "
         yield failing(
             "sweep",
-            f"Nobody has swept it {since}: tasks that a crash or an outage leaves are never sent. {beat}Run beat, or "
-            "the listener of a bridge, and a worker on the queue of the sweep, each with the module that makes the "
-            "outbox.",
+            f"No sweep of this outbox has run {since}. Entries that a crash or an outage leaves behind are never "
+            f"sent. {beat}Run beat or the listener of a bridge, and a worker on the queue of the sweep. Each "
+            "must import the module that makes the outbox.",
             line.celery("beat"),
         )
     if unknown:
         report = failing if max(each.seconds for each in unknown) > late else degraded
         yield report(
             "unknown_tasks",
-            f"{number(sum(each.documents for each in unknown), 'document waits', 'documents wait')} for a process that "
-            f"knows {list_some([each.name for each in unknown])}, which this app does not. During a deploy that ends "
-            "automatically. Else import the module where workers run, for example with include=[...]. Tasks of another "
-            "app go as an Event.",
+            f"{number(sum(each.documents for each in unknown), 'document waits', 'documents wait')} for a "
+            f"process that knows {list_some([each.name for each in unknown])}. This app does not. During a "
+            "deploy this ends automatically. Otherwise import the module of the task in workers, for example "
+            "with include=[...]. To call another app, send an Event.",
         )
     if status.other_brokers:
         yield failing(
             "other_broker",
-            f"{number(status.other_brokers, 'document waits', 'documents wait')} for another app, which publishes to "
-            "another broker. Give apps that share a collection the same broker_url, or a collection each. Until then "
-            "run the sweep of each app. The worker's log names both (`other_broker`).",
+            f"{number(status.other_brokers, 'document waits', 'documents wait')} for another app, which "
+            "publishes to another broker. Give apps that share a collection the same broker_url, or use "
+            "separate collections. Until then run the sweep of each app. The worker's log names both brokers "
+            "(`other_broker`).",
         )
     yield from _judge_failures(status, line)
 
@@ -216,23 +222,24 @@ def _judge_failures(status: OutboxStatus, line: CommandLine) -> Iterator[Finding
     if status.stuck:
         yield failing(
             "stuck",
-            f"{number(status.stuck, 'document is', 'documents are')} stuck behind an entry that fails again and again "
-            "through its own fault. The worker's log has the reason. Fix the cause, or move such entries to the dead "
-            "letters with failure_policy='dead_letter'.",
+            f"{number(status.stuck, 'document is', 'documents are')} stuck: the next entry fails again and "
+            "again, and later entries wait. The worker's log has the reason. Fix the cause, or move such "
+            "entries to the dead letters with failure_policy='dead_letter'.",
         )
     failed = status.failing - status.stuck
     if failed > 0:
         yield degraded(
             "failing",
-            f"{number(failed, 'document holds', 'documents hold')} an entry that could not be published. The worker's "
-            "log says why. It is tried again, with growing pauses.",
+            f"{number(failed, 'document holds', 'documents hold')} an entry that could not be published. The "
+            "sweep tries again, with growing pauses. The worker's log has the reason.",
         )
     if status.unsigned:
         yield failing(
             "unsigned",
-            f"{number(status.unsigned, 'dead letter was', 'dead letters were')} not signed by the outbox, and not "
-            "sent. Somebody else writes to its field, its signing key was lost, or its writers have another option "
-            "database. Find out who wrote them, and discard them or replay them with --sign:",
+            f"{number(status.unsigned, 'dead letter was', 'dead letters were')} not signed by the outbox, and "
+            "not sent. Another program writes to the outbox's field, the signing key was lost, or the writers "
+            "use another option database. Find the writer, then discard the dead letters or replay them with "
+            "--sign:",
             letters,
         )
     if status.dead_letters:
@@ -253,24 +260,25 @@ def judge_indexes(name: str, indexes: Iterable[Mapping[str, Any]], pending: int)
     indexes = list(indexes)
     fits = [each for each in indexes if is_index(each, PENDING_INDEX)]
     if fits:
-        yield ok("index", f"{fits[0]['name']} leads the sweep to what is pending.")
+        yield ok("index", f"The sweep finds pending entries by the index {fits[0]['name']}.")
     elif not pending:
-        yield ok("index", "The first delivery creates it.")
+        yield ok("index", "The first delivery creates the index.")
     else:
         options = {**PENDING_INDEX.document}
         keys = dict(options.pop("key"))
         yield degraded(
             "index",
-            "It is missing: each sweep reads the whole collection. The first delivery creates it, unless the user may "
-            "not or a transaction stays open. With many documents create it in advance:",
+            "The index is missing, so each sweep reads the whole collection. The first delivery creates it, if "
+            "the user may create indexes and no transaction stays open. If there are many documents, create it "
+            "now:",
             f"db.{name}.createIndex({json.dumps(keys)}, {json.dumps(options)})",
         )
     for each in indexes:
         if "expireAfterSeconds" in each:
             yield degraded(
                 "expiry",
-                f"The index {each['name']} removes documents by their age, with what is pending in them. Let them live "
-                "longer than any outage of the broker.",
+                f"The index {each['name']} removes old documents together with their pending entries. Increase "
+                "expireAfterSeconds to more than the longest outage of the broker.",
             )
 
 
@@ -286,7 +294,7 @@ def _check_workers(app: Celery) -> Iterable[Finding]:
     try:
         return judge_workers(find_sweep_queue(app), ask_workers(app, INSPECT_SECONDS))
     except Exception as failure:  # noqa: BLE001 - every transport raises its own; some have no remote control
-        return [degraded("workers", f"They cannot be asked over this broker: {short(failure)}")]
+        return [degraded("workers", f"The workers cannot be queried over this broker: {short(failure)}")]
 
 
 def find_sweep_queue(app: Celery) -> str:
@@ -307,6 +315,6 @@ def judge_workers(queue: str, said: WorkerReplies) -> Iterator[Finding]:
         if queue in queues and worker in said.tasks and SWEEP_TASK not in said.tasks[worker]:
             yield failing(
                 "sweep_task",
-                f"Worker {worker} consumes the queue {queue} and lacks {SWEEP_TASK}: it drops the sweeps that it gets. "
-                "Let it import the module that makes the outbox, or route that task to a queue of its own.",
+                f"Worker {worker} consumes the queue {queue} but does not know {SWEEP_TASK}, so it drops sweeps. "
+                "Let it import the module that makes the outbox, or route that task to another queue.",
             )

@@ -198,7 +198,7 @@ def renew_claim(
                         return
             except Exception as error:  # noqa: BLE001 - the user's callable, too; without this thread the claim lapses
                 logger.warning(
-                    "renewal of the claim of %s failed, trying again: %s",
+                    "The claim of %s could not be renewed. The renewal is tried again: %s",
                     describe_identity(identity),
                     short(error),
                     extra={"event": "mark_renewal_failed"},

@@ -112,7 +112,7 @@ def once(
     """
     kept, claimed = positive(keep, "keep"), positive(claim_ttl, "claim_ttl")
     if not isinstance(collection, Collection) and not callable(collection):
-        raise ConfigurationError(f"{collection!r} is no PyMongo collection and no callable that returns one.")
+        raise ConfigurationError(f"{collection!r} is neither a PyMongo collection nor a callable that returns one.")
     if key is not None and not callable(key):
         raise ConfigurationError(
             f"key={key!r} must be a function of the task's arguments, such as lambda order: order."
@@ -123,8 +123,8 @@ def once(
         _refuse(function)
         if outbox is not None and "session" not in inspect.signature(function).parameters:
             raise ConfigurationError(
-                f"once(outbox=...) stores what is sent with a transaction; {function.__name__} must take session=, and "
-                "pass it to every operation.",
+                f"once(outbox=...) stores tasks with a transaction, so {function.__name__} must take session= "
+                "and pass it to every operation.",
             )
         return _guard(function, store, key, outbox)
 
@@ -133,12 +133,12 @@ def once(
 
 def _refuse(function: Callable[..., Any]) -> None:
     if hasattr(function, "apply_async"):
-        raise ConfigurationError("once stands on a Celery task; put it below @app.task(...), on the function.")
+        raise ConfigurationError("once is above @app.task(...). Put it below, directly on the function.")
     if not callable(function) or isinstance(function, type):
         raise ConfigurationError(f"once needs a function, not {type(function).__name__}.")
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
     if any(is_kind(function) for is_kind in kinds):
-        raise ConfigurationError("once runs plain functions; neither coroutines nor generators.")
+        raise ConfigurationError("once runs plain functions, not coroutines or generators.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,10 @@ def _guard(
             return run()
         if joined is not None and joined.client is not store.client:
             raise ConfigurationError(
-                f"{this.name} is called inside a transaction of another client: its idempotency record would stay if "
-                "that is aborted, and its effect would be lost. Call it after the commit, with after_commit, or give "
-                "once a collection of the transaction's client: session.client, in a handler bridge.client."
+                f"{this.name} is called inside a transaction of another client. If that is aborted, the "
+                "idempotency record would stay and the effect would be lost. Call it after the commit, with "
+                "after_commit. Or give once a collection of the transaction's client: session.client, or "
+                "bridge.client in a handler."
             )
         if takes_session:
             return _run_in_transaction(this, store, transaction, joined, lambda session: run(session=session))
@@ -246,7 +247,7 @@ def _run_claimed(this: _Call, store: IdempotencyStore, run: Callable[[], Any]) -
             raise
         except Exception as error:  # noqa: BLE001 - a failure would be repeated, and with it the effects
             logger.warning(
-                "%s has run, and its idempotency record cannot be written, so a duplicate would run again: %s",
+                "%s has run, but its idempotency record could not be written, so a duplicate would run it again: %s",
                 describe_identity(this.identity),
                 short(error),
                 extra={"event": "mark_unwritten"},
@@ -257,7 +258,7 @@ def _run_claimed(this: _Call, store: IdempotencyStore, run: Callable[[], Any]) -
 def _log_if_lost(this: _Call, *, is_mine: bool) -> None:
     if not is_mine:
         logger.warning(
-            "%s may have run twice: this process was frozen, and its claim lapsed",
+            "%s may have run twice, because this process was frozen and lost its claim",
             describe_identity(this.identity),
             extra={"event": "mark_lost"},
         )
@@ -276,15 +277,15 @@ def _duplicate(this: _Call, claim: IdempotencyClaim) -> Any:
         with suppress(ValueError):  # the type may not be registered here
             return loads(claim.result)
     if this.is_own:
-        raise Ignore(f"{describe_identity(this.identity)} has run, and its result was not kept")
+        raise Ignore(f"{describe_identity(this.identity)} has already run, and its result was not stored")
     return None
 
 
 def _send_again(this: _Call, wait: float) -> NoReturn:
     """Return later, not by `Task.retry`: waiting must neither reach nor use up its limit for failures."""
-    said = f"{describe_identity(this.identity)} is running elsewhere"
+    said = f"{describe_identity(this.identity)} is running in another process"
     if not _is_run_by_a_worker():
-        raise ConfigurationError(f"{said}, and a direct call cannot be sent again.")
+        raise ConfigurationError(f"{said}. A direct call cannot wait for it. Call the task with delay() instead.")
     request = current_task.request
     if request.is_eager:
         raise current_task.retry(countdown=wait)
@@ -313,12 +314,12 @@ def _encode_result(this: _Call, result: object) -> str | None:
     else:
         if len(text) <= _RESULT_SIZE_MAX:
             return text
-        reason = f"it has more than {_RESULT_SIZE_MAX} characters"
+        reason = f"its result has more than {_RESULT_SIZE_MAX} characters"
     if this.name not in _unkept:
         _unkept.add(this.name)
         logger.warning(
-            "once does not keep the results of %s, so duplicates return None or end their task: %s. Return what JSON "
-            "can have, or nothing",
+            "once cannot store the results of %s (%s). Duplicates return None or end their task. Return a small "
+            "JSON value, or nothing",
             this.name,
             reason,
             extra={"event": "result_not_kept"},
@@ -347,20 +348,20 @@ def _identify(
             bson.encode({"_id": identity}, codec_options=store.types)
         except Exception as error:
             raise ConfigurationError(
-                f"The key of {name} cannot be stored ({short(error)}); let key= return a text, a number or an ObjectId."
+                f"The key of {name} cannot be stored ({short(error)}). Let key= return a text, a number or an ObjectId."
             ) from error
         return _Call(name, identity, is_own and is_run)
     if task is None or not is_run:
         return _Call(name, None, is_own=False)
     if getattr(task, "shares_messages", False):
         raise ConfigurationError(
-            f"Several changes may come with one message of {task.name}, so its id is none of theirs; give once a key, "
-            "such as key=lambda change: change.resume_token.",
+            f"One message of {task.name} may contain several changes, so its id cannot identify a change. Give "
+            "once a key, such as key=lambda change: change.resume_token.",
         )
     if not is_own:
         raise ConfigurationError(
-            f"{name} is a step of {task.name}, whose id is the same at each call: only the first call would run. Give "
-            "once a key of the step's arguments, such as key=lambda order: order.",
+            f"{name} is a step of {task.name}. All its calls have the same task id, so only the first one would "
+            "run. Give once a key made of the step's arguments, such as key=lambda order: order.",
         )
     return _Call(name, task.request.id, is_own=True)
 

@@ -83,11 +83,12 @@ class OutboxOptions:
         check_flags(at_once=self.at_once)
         if self.failure_policy not in FAILURE_POLICIES:
             raise ConfigurationError(
-                f"failure_policy={self.failure_policy!r} is none of {' and '.join(map(repr, FAILURE_POLICIES))}.",
+                f"failure_policy={self.failure_policy!r} is unknown. Choose "
+                f"{' or '.join(map(repr, FAILURE_POLICIES))}.",
             )
         if self.claim_ttl < _CLAIM_SECONDS_MIN:
             raise ConfigurationError(
-                f"claim_ttl={self.claim_ttl!r} leaves no time to publish in; give it at least 1 s."
+                f"claim_ttl={self.claim_ttl!r} is too short to publish an entry. Give at least 1 s."
             )
 
 

@@ -53,8 +53,8 @@ class EntryOrigin:
         """
         if entry.app != self.app and entry.broker != self.broker and (entry.app or entry.broker):
             raise OtherBrokerError(
-                f"app {entry.app or 'without a name'} has written it for {entry.broker or 'another broker'}, and app "
-                f"{self.app or 'without a name'} publishes to {self.broker or 'another'}"
+                f"app {entry.app or 'without a name'} wrote the entry for {entry.broker or 'another broker'}, "
+                f"but app {self.app or 'without a name'} publishes to {self.broker or 'another'}"
             )
 
     def match_other(self) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class Outbox(BaseOutbox):
         carried = [self._values.of_document(document, tasks, events) for document in documents]
         ids = [document["_id"] for document in documents]
         try:
-            with self._explain("documents before it may have been inserted"):
+            with self._explain("earlier documents of the list may have been inserted"):
                 self.collection.insert_many(carried, session=session, **options)
         finally:
             if tasks or events:
@@ -197,7 +197,7 @@ class Outbox(BaseOutbox):
         """
         known = _find_id(filter, options)
         carried = self._values.of_update(update, tasks, events, known, filter if upsert else {})
-        with self._explain("documents before it may have been written"):
+        with self._explain("earlier documents may have been changed"):
             result = self.collection.update_many(filter, carried, upsert=upsert, session=session, **options)
         self._dispatch_updated(result, known, tasks, events, session)
         return result
@@ -252,8 +252,8 @@ class Outbox(BaseOutbox):
             if found is not None:
                 self.runtime.dispatch([found["_id"]], session)
                 raise OutboxRefusedError(
-                    f"document {found['_id']!r} of {self.collection.full_name} has pending entries; it was not "
-                    "deleted. Try again when they are dispatched.",
+                    f"Document {found['_id']!r} of {self.collection.full_name} has pending entries, so it was "
+                    "not deleted. Try again when they have been dispatched.",
                     document=found["_id"],
                     retryable=True,
                 )

@@ -136,14 +136,14 @@ def refuse_in_update(update: Modifications) -> None:
     for name in (name for stage in update for name in stage):
         if name not in _PATH_STAGES:
             raise OutboxRefusedError(
-                f"the pipeline stage {name} could drop {FIELD}; use $set and $unset, or a replacement.",
+                f"The pipeline stage {name} could remove {FIELD}. Use $set and $unset, or a replacement.",
             )
     _refuse(Pipeline(update))
 
 
 def _refuse(body: Body) -> None:
     if body.find_name(FIELD) is not None:
-        raise OutboxRefusedError(f"{FIELD} belongs to the outbox; leave it out of the update or document.")
+        raise OutboxRefusedError(f"{FIELD} belongs to the outbox. Leave it out of the update or document.")
 
 
 @contextmanager
@@ -154,12 +154,13 @@ def explain_refusals(namespace: str, otherwise: str = "nothing was written") -> 
     except Exception as error:
         if is_too_large(error):
             raise OutboxRefusedError(
-                f"the document with its entries would be larger than 16 MB; {otherwise} to {namespace}. Pass ids "
-                "instead of values to the tasks, or keep less in the document.",
+                f"The document with its entries would be larger than 16 MB, so {otherwise} to {namespace}. Pass "
+                "ids instead of values to the tasks, or store less in the document.",
             ) from error
         if isinstance(error, OperationFailure) and error.code == Code.PathNotViable and FIELD in str(error):
             raise OutboxRefusedError(
-                f"{FIELD} of a document of {namespace} is no document, as where an ODM has written null; {otherwise}. "
-                f'Remove it there: update_many({{"{FIELD}": {{"$type": "null"}}}}, {{"$unset": {{"{FIELD}": 1}}}}).',
+                f"{FIELD} of a document of {namespace} is not a document, perhaps because an ODM wrote null, so "
+                f'{otherwise}. Remove the value: update_many({{"{FIELD}": {{"$type": "null"}}}}, '
+                f'{{"$unset": {{"{FIELD}": 1}}}}).',
             ) from error
         raise

@@ -59,25 +59,28 @@ class PlainValues:
         if isinstance(what, (InsertOne, UpdateOne, UpdateMany, ReplaceOne, DeleteOne, DeleteMany)):
             if id is not NO_ID:
                 raise OutboxRefusedError(
-                    f"id= is for operators and pipelines; {type(what).__name__} says itself what it writes."
+                    f"id= is only for operators and pipelines. {type(what).__name__} already selects its "
+                    "documents, so leave id= out."
                 )
             return self.of_request(what, tasks, events)
         if isinstance(what, list):
             return self.of_update(what, tasks, events, id)
         if not isinstance(what, Mapping):
             raise OutboxRefusedError(
-                f"{type(what).__name__} can carry no tasks; pass a document, update operators, a pipeline or a request "
-                "of a bulk write (of a model: its to_mongo() or model_dump())."
+                f"{type(what).__name__} cannot carry tasks. Pass a document, update operators, a pipeline or a "
+                "request of a bulk write. Of a model, pass its to_mongo() or model_dump()."
             )
         operators = [str(name).startswith("$") for name in what]
         if not any(operators):
             known = what.get("_id", id)
             if id is not NO_ID and not same_bson(known, id):
-                raise OutboxRefusedError(f"id={id!r} is not the _id of the document, {known!r}; leave one of them out.")
+                raise OutboxRefusedError(
+                    f"id={id!r} differs from the _id of the document, {known!r}. Leave one of them out."
+                )
             return self.of_document({**what, "_id": ObjectId() if known is NO_ID else known}, tasks, events)
         if not all(operators):
             raise OutboxRefusedError(
-                "operators and fields stand side by side: neither a document to insert nor an update; pass one of them."
+                "The value has both operators and fields, so it is neither a document nor an update. Pass one of them."
             )
         return self.of_update(what, tasks, events, id)
 
@@ -120,8 +123,8 @@ class PlainValues:
         if isinstance(request, (DeleteOne, DeleteMany)):
             if tasks or events:
                 raise OutboxRefusedError(
-                    f"{type(request).__name__} carries no tasks: with the document its entries would be gone; use an "
-                    "OutboxCollection for what is to follow a delete."
+                    f"{type(request).__name__} cannot carry tasks, because its entries would be deleted with the "
+                    "document. To send tasks after a delete, use an OutboxCollection."
                 )
             return request
         facts = BulkRequest.of(request)

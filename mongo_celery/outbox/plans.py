@@ -53,7 +53,7 @@ def find_letters(outboxes: Sequence[BaseOutbox], ids: Sequence[str]) -> Letters:
         if id_ not in found:
             names = ", ".join(each.name for each in outboxes)
             line = CommandLine.of(outboxes[0].app).celery("outbox", "dead-letters", "list")
-            raise CommandRefusedError(f"There is no dead letter {id_!r} in {names}; see `{line}`.")
+            raise CommandRefusedError(f"There is no dead letter {id_!r} in {names}. To see them, run `{line}`.")
     return [found[id_] for id_ in ids] if ids else list(found.values())
 
 
@@ -84,7 +84,8 @@ def plan_sweep(outboxes: Sequence[BaseOutbox], older_than: float | None) -> Plan
     return Plan(
         command="sweep",
         lines=[
-            f"{name}: entries that have waited for {seconds:g} s would be delivered" for name, seconds in waits.items()
+            f"{name}: the sweep would deliver entries that have waited for {seconds:g} s"
+            for name, seconds in waits.items()
         ],
         fields={"outboxes": [{"outbox": name, "older_than": seconds} for name, seconds in waits.items()]},
         act=run,
@@ -130,7 +131,7 @@ def plan_replay(letters: Letters, *, without_document: bool = False, sign: bool 
         if entry is None:
             line, result = f"{letter.id}: published without its document.", "published"
         else:
-            line, result = f"{letter.id}: pending again as {entry}; the next sweep delivers it.", "pending"
+            line, result = f"{letter.id}: pending again as {entry}. The next sweep delivers it.", "pending"
         return line, {"id": letter.id, "result": result, "entry": entry}
 
     return _plan("replay", letters, do, None)
@@ -141,7 +142,7 @@ def plan_discard(letters: Letters) -> Plan:
 
     def do(outbox: BaseOutbox, letter: DeadLetter) -> tuple[str, dict[str, Any]]:
         gone = outbox.runtime.dead_letters.remove(letter.id)
-        said = "discarded" if gone else "somebody else has replayed or discarded it"
+        said = "discarded" if gone else "already replayed or discarded by another command"
         return f"{letter.id}: {said}", {"id": letter.id, "result": "discarded" if gone else "gone"}
 
     return _plan("discard", letters, do, f"Discard {number(len(letters), 'dead letter', 'dead letters')}?")

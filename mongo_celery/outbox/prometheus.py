@@ -31,21 +31,24 @@ class OutboxCollector(TableCollector):
     prefix = "mongo_celery_outbox_"
     label = "outbox"
     gauges: ClassVar[Table] = {
-        "up": ("Whether MongoDB answered for this outbox.", ""),
-        "documents": ("Documents with something pending.", ""),
+        "up": ("1 if MongoDB answered for this outbox, otherwise 0.", ""),
+        "documents": ("Documents with pending entries.", ""),
         "pending": ("Entries that wait to be dispatched.", ""),
-        "failing_documents": ("Documents whose next entry could not be published through its own fault.", ""),
+        "failing_documents": ("Documents whose next entry could not be published, although the broker answers.", ""),
         "stuck_documents": ("Documents whose next entry has failed max_attempts times.", ""),
-        "oldest_age_seconds": ("Age of the oldest pending entry; 0 when nothing waits.", ""),
+        "oldest_age_seconds": ("Age in seconds of the oldest pending entry. 0 if none is pending.", ""),
         "dead_letters": ("Entries that were moved to the dead letters.", ""),
-        "queued_documents": ("Documents in the queue of this process's dispatcher.", ""),
-        "broker_down": ("Whether this process's dispatcher waits for the broker to come back.", ""),
+        "queued_documents": ("Documents in the dispatcher's queue of this process.", ""),
+        "broker_down": ("1 while the dispatcher of this process waits for the broker, otherwise 0.", ""),
     }
     counters: ClassVar[Table] = {
         "dispatched": ("Entries that this process has published.", ""),
-        "unsigned": ("Dead letters that this process has made of entries which the outbox had not signed.", ""),
-        "failures": ("Publishes of this process that failed, broker outages included.", ""),
-        "passed_over": ("Documents that this process left to the sweep: its queue was full, or the broker down.", ""),
+        "unsigned": ("Unsigned entries that this process has moved to the dead letters.", ""),
+        "failures": ("Failed publishes of this process, including those of broker outages.", ""),
+        "passed_over": (
+            "Documents that this process left to the sweep, because its queue was full or the broker was down.",
+            "",
+        ),
     }
 
     def read(self, thing: BaseOutbox) -> Iterable[Sample]:

@@ -204,7 +204,7 @@ class Publisher:
         signature["args"] = tuple(signature["args"])  # monitors show them as for `delay`
         for leaf in leaves(signature):
             if leaf["task"] not in self.app.tasks:
-                raise UnknownTaskError(f"Task {leaf['task']!r} is not registered in this process: import its module.")
+                raise UnknownTaskError(f"Task {leaf['task']!r} is not registered in this process. Import its module.")
         return signature
 
     @property
@@ -271,7 +271,7 @@ def _connect(app: Celery) -> Any:
     try:
         connection = bounded_connection(app, _BROKER_SECONDS, confirm=True)
     except (ConfigurationError, KeyError, ImportError, ValueError) as error:
-        raise BrokerUnavailableError(f"the broker's URL of this app is not usable: {short(error)}") from None
+        raise BrokerUnavailableError(f"broker_url of this app cannot be used: {short(error)}") from None
     connection.transport_options = {**(connection.transport_options or {}), **_retry_policy(connection)}
     return ProducerPool(connection.Pool(_PRODUCERS_MAX), limit=_PRODUCERS_MAX, Producer=app.amqp.Producer)
 

@@ -109,7 +109,7 @@ class BaseOutbox:
 OUTBOXES: Registry[BaseOutbox] = Registry(
     "outbox",
     create="mongo_celery.Outbox(app, client.shop.orders) where the app or its tasks are made",
-    rename="use it, or give this one name='...'",
+    rename="use that one, or give the new one another name with name='...'",
 )
 """The outboxes of all apps."""
 

@@ -299,12 +299,13 @@ class Relay:
         Make a dead letter of a field that is not a list of entries, and remove it. Another program has
         written it.
         """
-        error = ValueError(f"{FIELD} says that entries wait, and there are none")
+        error = ValueError(f"{FIELD} counts pending entries, but holds none")
         if events is not None and events != []:
             with limit_single_command():
                 self.dead_letters.add(document_id, {"events": events}, error)
         logger.error(
-            "document %r: %s says that entries wait, and there are none; put right",
+            "Document %r: %s counted pending entries, but held none. The field was removed. Find the program "
+            "that writes to it",
             document_id,
             FIELD,
             extra={"event": "count_repaired"},
@@ -388,9 +389,9 @@ class Relay:
         """Publish like `Publisher.publish`. Refuse an entry without a valid signature, or for another broker."""
         if not isinstance(entry, Entry):
             raise UnsignedEntryError(
-                f"The outbox has not signed this entry: somebody else writes to {FIELD}, its key was lost, or its "
-                "writer has another option database. Its name and arguments may be false: the payload shows what it "
-                "would run."
+                f"The outbox has not signed this entry. Another program writes to {FIELD}, the signing key was "
+                "lost, or the writer uses another option database. The name and arguments may be false. The "
+                "payload shows what it would run."
             )
         self.origin.check(entry)
         self.publisher.publish(entry, document_id, self.options.exchange)

@@ -123,7 +123,7 @@ class Removals:
         for gone in [] if self._is_own or len(found) == len(ids) else ids:
             if not any(each["_id"] == gone for each in found):
                 logger.warning(
-                    "document %r was deleted while its entries were delivered",
+                    "Document %r was deleted while its entries were delivered. Entries that were not sent are lost",
                     gone,
                     extra={"event": "document_deleted"},
                 )

@@ -71,11 +71,11 @@ def replay(
             return None
         if entry.id in there:
             raise CommandRefusedError(
-                f"Entry {id} is still in document {found.document!r}: the relay that moved it to the dead letters has "
-                "not removed it yet, or ended before. Try again in some seconds.",
+                f"Entry {id} is still in document {found.document!r}, because its move to the dead letters is "
+                "not finished. Try again in some seconds.",
             )
         if again.id not in there:
-            raise CommandRefusedError(f"Document {found.document!r} has just changed; try again.")
+            raise CommandRefusedError(f"Document {found.document!r} has just changed. Nothing was done. Try again.")
     outbox.runtime.dead_letters.remove(id)
     return again.id
 
@@ -113,15 +113,15 @@ def _read_ids(outbox: BaseOutbox, document_id: Any) -> list[Any] | None:
 def _publish_without_document(outbox: BaseOutbox, found: DeadLetter, entry: Entry, *, allowed: bool) -> None:
     if not allowed:
         raise CommandRefusedError(
-            f"Document {found.document!r} of dead letter {found.id} is gone, so there is nothing to put it back into. "
-            "Discard it, or publish it all the same with --without-document.",
+            f"Document {found.document!r} of dead letter {found.id} no longer exists, so the entry cannot be put "
+            "back. Discard it, or publish it with --without-document.",
         )
     try:
         outbox.runtime.origin.check(entry)
         outbox.runtime.publisher.publish(entry, found.document, outbox.runtime.options.exchange)
     except BrokerUnavailableError as error:
         raise CommandRefusedError(
-            f"The broker did not take {found.id}: {short(error)}. Nothing was changed."
+            f"The broker did not accept {found.id}: {short(error)}. Nothing was changed."
         ) from error
     except Exception as error:
         raise CommandRefusedError(f"{found.id} still cannot be published: {short(error)}.") from error
@@ -133,15 +133,15 @@ def _read_signed_entry(outbox: BaseOutbox, found: DeadLetter, *, sign: bool) -> 
         entry = Entry.from_document(found.entry)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CommandRefusedError(
-            f"Dead letter {found.id} cannot be read, so it can only be discarded: somebody else has written to it "
-            f"(missing or wrong: {short(error)}).",
+            f"Dead letter {found.id} cannot be read, because another program has changed it (missing or wrong: "
+            f"{short(error)}). You can only discard it.",
         ) from error
     if outbox.runtime.signer.is_signed(entry):
         return entry
     if not sign:
         line = CommandLine.of(outbox.app)
         raise CommandRefusedError(
-            f"Dead letter {found.id} is not signed by the outbox, so it stays. Look at what it would run: "
+            f"Dead letter {found.id} is not signed by the outbox, so it was not replayed. See what it would run: "
             f"{line.celery('outbox', 'dead-letters', 'list', str(found.id), '--payload')}. If that is right: "
             f"{line.celery('outbox', 'dead-letters', 'replay', str(found.id), '--sign')}."
         )

@@ -32,7 +32,7 @@ def reach(outbox: BaseOutbox) -> None:
     try:
         client = outbox.collection.database.client
     except ValueError as error:  # from the driver, for an invalid port
-        raise ConfigurationError(f"the collection of {outbox!r} cannot be opened: {short(error)}") from error
+        raise ConfigurationError(f"The collection of {outbox!r} cannot be opened: {short(error)}") from error
     ping(client)
 
 
@@ -51,9 +51,9 @@ def error_context(outbox: BaseOutbox) -> ErrorContext:
     rights = _list_rights(outbox)
     documents, letters, notes, keys = rights
     return ErrorContext(
-        f"the outbox's collection {documents}, its dead letters, {letters}, the notes of its sweeps, {notes}, or its "
-        f"signing keys, {keys}",
-        "; ".join(f"{', '.join(each[:-1])} and {each[-1]} on {namespace}" for namespace, each in rights.items()),
+        f"the outbox's collection {documents}, its dead letters {letters}, its sweep records {notes}, or its "
+        f"signing keys {keys}",
+        ", and ".join(f"{', '.join(each[:-1])} and {each[-1]} on {namespace}" for namespace, each in rights.items()),
     )
 
 
@@ -89,10 +89,10 @@ def judge_rights(may: Allowed, needed: Mapping[str, Sequence[str]]) -> Finding:
     first = next(iter(needed))
     database, _, name = first.partition(".")
     if missing:
-        return failing("rights", f"This user lacks {'; '.join(missing)}. Grant them to writers and workers.")
+        return failing("rights", f"This user lacks {' and '.join(missing)}. Grant these rights to writers and workers.")
     if not may.may("createIndex", {"db": database, "collection": name}):
-        return degraded("rights", f"This user lacks createIndex on {first}: create the index yourself.")
-    return ok("rights", "This user may do what writers and relays do.")
+        return degraded("rights", f"This user lacks createIndex on {first}. Create the index manually.")
+    return ok("rights", "This user has the rights that writers and relays need.")
 
 
 def judge_kind(name: str, about: Mapping[str, Any] | None) -> Finding:
@@ -104,13 +104,19 @@ def judge_kind(name: str, about: Mapping[str, Any] | None) -> Finding:
         about: the answer of `listCollections`. None if it does not exist.
     """
     if about is None:
-        return degraded("collection", f"{name} does not exist yet. Its first document creates it. Check the name.")
+        return degraded(
+            "collection", f"{name} does not exist yet. If the name is correct, the first document creates it."
+        )
     kind, options = about.get("type", "collection"), about.get("options", {})
     if kind != "collection":
-        return failing("collection", f"{name} is of type {kind}: write to its underlying collection.")
+        return failing("collection", f"{name} is of type {kind}, which an outbox cannot use. Use a plain collection.")
     if options.get("capped"):
-        return failing("collection", f"{name} is capped: it removes old documents with their pending entries.")
-    return ok("collection", f"{name} is there.")
+        return failing(
+            "collection",
+            f"{name} is capped, so it removes old documents with their pending entries. Use a collection that is not "
+            "capped.",
+        )
+    return ok("collection", f"{name} exists.")
 
 
 def judge_validator(options: Mapping[str, Any]) -> Iterator[Finding]:
@@ -120,11 +126,11 @@ def judge_validator(options: Mapping[str, Any]) -> Iterator[Finding]:
         return
     is_closed = schema.get("additionalProperties", True) is False and not schema.get("patternProperties")
     if not is_closed or FIELD in schema.get("properties", {}):
-        yield ok("validator", f"The schema of the collection's validator lets {FIELD} pass.")
+        yield ok("validator", f"The schema of the collection's validator allows {FIELD}.")
         return
     report = degraded if options.get("validationAction") == "warn" else failing
     yield report(
         "validator",
-        f"The collection's validator refuses, or logs, every write that has entries. Allow {FIELD} in its properties, "
+        f"The collection's validator refuses or logs every write with entries. Allow {FIELD} in its properties, "
         "as an object.",
     )

@@ -82,8 +82,9 @@ class OutboxRuntime:
     def __init__(self, app: Celery, source: Source, options: OutboxOptions, *, is_own: bool) -> None:
         if not isinstance(source, Collection) and (isinstance(source, type) or not callable(source)):
             raise ConfigurationError(
-                f"{source!r} is no PyMongo collection and no callable that returns one; pass client.db.collection, or "
-                "for a Django model lambda: connection.get_collection(Model._meta.db_table).",
+                f"{source!r} is neither a PyMongo collection nor a callable that returns one. Pass "
+                "client.db.collection, or for a Django model lambda: "
+                "connection.get_collection(Model._meta.db_table).",
             )
         self.app = app
         self.options = options

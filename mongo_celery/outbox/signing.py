@@ -138,8 +138,8 @@ class EntrySigner:
         keys = tuple(bytes(key) for key in found.get("keys") or () if isinstance(key, bytes) and key)
         if not keys:
             raise PyMongoError(
-                f"Document {self._this['_id']!r} of {self.full_name} holds no key, so no entry can be signed or sent. "
-                "Remove the document: the next process stores a new key."
+                f"Document {self._this['_id']!r} of {self.full_name} has no key, so no entry can be signed or "
+                "sent. Remove the document. The next process stores a new key."
             )
         self._keys, self._read_at = keys, time.monotonic()
 

@@ -34,7 +34,7 @@ class _StoredId:
         return "STORED_ID"
 
     def __str__(self) -> str:
-        raise TypeError("STORED_ID stands for a whole argument, and nothing is known of it yet; it cannot be formatted")
+        raise TypeError("STORED_ID cannot be formatted, because its value is not known yet. Use it as a whole argument")
 
     def __format__(self, spec: str) -> str:
         return str(self)

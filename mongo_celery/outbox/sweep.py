@@ -157,7 +157,7 @@ def _report_unknown_tasks(outbox: OutboxRuntime) -> None:
     unknown = [each for each in outbox.find_unknown_tasks() if each.seconds > _UNKNOWN_SECONDS]
     if unknown:
         logger.warning(
-            "outbox %s: entries wait for a process that knows %s. Import the module where workers run.",
+            "outbox %s: entries wait for a process that knows %s. Import the module of the task in workers.",
             outbox.name, list_some([each.name for each in unknown]),
             extra={"event": "task_unknown"},
         )  # fmt: skip
@@ -186,7 +186,9 @@ def sweep_all(outboxes: Iterable[OutboxRuntime]) -> dict[str, Any]:
                 sweep.outbox.sweeps.end(sweep.id)
             if sweep.failure is not None:
                 failed = sweep.outbox.name, short(sweep.failure)
-                logger.warning("outbox %s was not swept: %s", *failed, extra={"event": "sweep_failed"})
+                logger.warning(
+                    "outbox %s was not swept. The next sweep tries again: %s", *failed, extra={"event": "sweep_failed"}
+                )
     return {
         sweep.outbox.name: {
             "dispatched": sweep.total.dispatched,

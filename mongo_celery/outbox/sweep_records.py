@@ -61,7 +61,7 @@ class SweepRecords(PeriodicNotes):
         try:
             written = self.write(hold, None if sweep is None else is_held)
         except PyMongoError as error:
-            logger.debug("the sweep of an outbox is not noted: %s", short(error))
+            logger.debug("The sweep of an outbox could not be recorded: %s", short(error))
             return True
         if sweep is not None and written["sweep"] != sweep:
             return False
@@ -103,8 +103,8 @@ def make_sweep_watch(
 
     def report(since: str) -> None:
         logger.error(
-            "outbox %s: nobody has swept it %s, so tasks that a crash or an outage leaves in it are never sent. Run "
-            "`%s`, or the listener of a bridge, and a worker that import it. Then run `%s`.",
+            "outbox %s: no sweep has run %s. Tasks that a crash or an outage leaves behind are never sent. Run "
+                "`%s` or the listener of a bridge, and a worker. Both must import the outbox. To check, run `%s`.",
             name(), since, ANY_APP.celery("beat"), ANY_APP.celery("outbox", "status", "--check"),
             extra={"event": "nobody_sweeps"},
         )  # fmt: skip

@@ -122,8 +122,8 @@ class CallRecorder:
     def awaited(self) -> str | None:
         """Return the next fault that has not happened yet, as text. None if all have."""
         if self.stalls:
-            return f"stands still before {self.stalls[0] or 'its handler'}"
-        return f"is killed at {self.crashes[0].point!r}" if self.crashes else None
+            return f"was frozen before {self.stalls[0] or 'its handler'}"
+        return f"was killed at {self.crashes[0].point!r}" if self.crashes else None
 
     def forget(self) -> None:
         """Drop all faults that have not happened yet."""

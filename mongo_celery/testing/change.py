@@ -87,7 +87,7 @@ def updated(
     """
     if not fields and not removed:
         raise HandlerUsageError(
-            "An update that changes nothing makes no event: give fields={'path': value} or removed=."
+            "An update that changes nothing makes no event. Give fields={'path': value} or removed=."
         )
     description = {"updatedFields": dict(fields or {}), "removedFields": list(removed), "truncatedArrays": []}
     identity = {"_id": key} if document is None else document
@@ -118,9 +118,9 @@ def _build(
     operation: str, ns: str, identity: Mapping[str, Any], document: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> Change:
     if not all(ns.partition(".")[::2]):
-        raise HandlerUsageError(f"ns={ns!r} names no collection: write 'db.collection', as events have it.")
+        raise HandlerUsageError(f"ns={ns!r} is not a collection. Write 'db.collection', such as 'shop.orders'.")
     if "_id" not in identity:
-        raise HandlerUsageError(f"The document of a {operation} has an _id by the time of its event: give it one.")
+        raise HandlerUsageError(f"A document without _id makes no {operation} event. Give it an _id.")
     known = {"document_key": {"_id": identity["_id"]}, "full_document": document, "wallTime": datetime.now(UTC)}
     change = Change.build(operation, ns=ns, **{**known, **options})
     try:

@@ -170,7 +170,8 @@ def run_message(app: Celery, message: Any) -> None:
     task = app.tasks.get(name)
     if task is None:
         raise LookupError(
-            f"The message names the task {name}, which the app {app.main} has not: import the module that defines it."
+            f"The message names the task {name}, which the app {app.main} does not know. Import the module that "
+            "defines it."
         )
     message.accept = prepare_accept_content(app.conf.accept_content)
     made = symbol_by_name(task.Request)

@@ -34,7 +34,7 @@ def assert_once(marks: Source, key: Any, *, task: str | None = None, ran: bool =
     state = None if found is None else found["state"]
     if state == ("done" if ran else None):
         return
-    without = "has no idempotency record: it has not run, or has failed"
+    without = "has no idempotency record, so it has not run or has failed"
     said = {None: without, "done": "has run"}.get(state, "is running")
     raise AssertionError(f"{_describe_record(identity)} {said}, by {collection.full_name}.")
 

@@ -79,8 +79,8 @@ def pending_entries(outbox: BaseOutbox) -> list[PendingEntry]:
                 entries += _parts(outbox, Entry.from_document(stored), document["_id"], place)
         except (KeyError, TypeError) as error:
             raise ValueError(
-                f"{outbox.name}: what waits in document {document['_id']!r} cannot be read; did something other than "
-                f"the outbox write to {FIELD}?"
+                f"{outbox.name}: an entry in document {document['_id']!r} cannot be read. Check that only the "
+                f"outbox writes to {FIELD}."
             ) from error
     return entries
 
@@ -124,7 +124,9 @@ def assert_pending(
     count = sum(each.fits(name, args, kwargs) and place in (NO_ID, each.place) for each in waiting)
     if count != times:
         others = ", ".join(map(str, waiting[:_SHOWN])) or "nothing"
-        raise AssertionError(f"{name} waits {count} times in {outbox.name}, not {times}; what waits: {others}.")
+        raise AssertionError(
+            f"{name} is pending {count} times in {outbox.name}, not {times}. Pending entries: {others}."
+        )
 
 
 @contextlib.contextmanager

@@ -33,10 +33,12 @@ TRANSACTIONS = "mongo_celery.mongo.transaction"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of a suite's configuration."""
-    parser.addini(BRIDGE, "the bridges that bridge_runner runs, as module:name, with spaces between", default="")
-    parser.addini(MONGODB, f"of a replica set, {WORKER} for the xdist process; by default one is started", default="")
-    parser.addini(FENCE_TARGET, "what mongo_celery.testing.contract examines, as module:function", default="")
-    parser.addini(BROKER, f"of a broker for real workers, {WORKER} as above; by default a Redis is started", default="")
+    parser.addini(BRIDGE, "bridges for bridge_runner, as module:name, separated by spaces", default="")
+    parser.addini(MONGODB, f"URL of a replica set, with {WORKER} for the xdist process. Default: start one", default="")
+    parser.addini(FENCE_TARGET, "object that mongo_celery.testing.contract examines, as module:function", default="")
+    parser.addini(
+        BROKER, f"URL of a broker for real workers, with {WORKER} as above. Default: start a Redis", default=""
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,8 +85,8 @@ def mongo_celery_emptied(pytestconfig: pytest.Config, mongo_celery_client: Mongo
 
     if find_url(pytestconfig, MONGODB):
         raise pytest.UsageError(
-            f"mongo_celery_emptied removes all documents, and {MONGODB} names a server that may have others': empty "
-            "your collections yourself, or unset it.",
+            f"mongo_celery_emptied would remove all documents of the server in {MONGODB}, which may be used for "
+            f"other data. Empty your collections in the test, or unset {MONGODB}.",
         )
     empty(mongo_celery_client)
 
@@ -95,8 +97,8 @@ def mongo_celery_bridges(pytestconfig: pytest.Config) -> list[Bridge]:
     names = str(pytestconfig.getini(BRIDGE)).split()
     if not names:
         raise pytest.UsageError(
-            f"bridge_runner does not know the bridge: set {BRIDGE} = shop.celery:bridge in pytest's configuration, or "
-            "write a fixture mongo_celery_bridges that returns a list of them.",
+            f"bridge_runner does not know the bridge. Set {BRIDGE} = shop.celery:bridge in pytest's "
+            "configuration, or write a fixture mongo_celery_bridges that returns a list of bridges.",
         )
     return [_bridge_named(name) for name in names]
 
@@ -137,8 +139,8 @@ def find_url(config: pytest.Config, option: str) -> str:
     url, worker = str(config.getini(option)), getattr(config, "workerinput", None)
     if url and worker is not None and WORKER not in url:
         raise pytest.UsageError(
-            f"several processes of xdist would share the data behind {option}: write {WORKER} where each is to have "
-            "its own, such as the database's name, or unset it, so that each starts a server of its own.",
+            f"Several xdist processes would share the data of {option}. Write {WORKER} in a part that must "
+            "differ, such as the database's name. Or unset the option, so that each process starts a server.",
         )
     return url.replace(WORKER, worker["workerid"] if worker is not None else "main")
 
@@ -156,9 +158,9 @@ def _bridge_named(name: str) -> Bridge:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # an import of the module itself failed
         raise pytest.UsageError(
-            f"{BRIDGE} = {name}: there is no module {error.name}. Install the project, or set pythonpath = . in "
-            "pytest's configuration, which is the directory of the packages.",
+            f"{BRIDGE} = {name}: there is no module {error.name}. Install the project, or set pythonpath in "
+            "pytest's configuration to the directory of its packages, such as pythonpath = .",
         ) from None
     if not isinstance(found, Bridge):
-        raise pytest.UsageError(f"{BRIDGE} = {name} names no Bridge. Write module:name, such as shop.celery:bridge.")
+        raise pytest.UsageError(f"{BRIDGE} = {name} is not a Bridge. Write module:name, such as shop.celery:bridge.")
     return found

@@ -171,9 +171,9 @@ def wait_until_handled(bridge: Bridge, timeout: Duration, check: Callable[[], No
         check()
         if time.monotonic() > until:
             raise TimeoutError(
-                f"bridge {wiring.name} has not handled everything within {positive(timeout, 'timeout'):g} s: "
-                f"{', '.join(behind)} behind{_show_blocked(wiring)}. Check that a listener and a worker run on this "
-                "MongoDB: `celery -A APP changes status`.",
+                f"Bridge {wiring.name} has not handled all changes within {positive(timeout, 'timeout'):g} s. "
+                f"Not finished: {', '.join(behind)}{_show_blocked(wiring)}. Check that a listener and a worker "
+                "run on this MongoDB: `celery -A APP changes status`.",
             )
         time.sleep(_PAUSE_SECONDS)
 

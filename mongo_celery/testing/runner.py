@@ -96,7 +96,7 @@ class DeliveredChanges:
 
 def _check_handler(name: str | None, known: Sequence[str]) -> str | None:
     if name is not None and name not in known:
-        raise HandlerUsageError(f"no bridge of the runner has a handler {name!r}{nearest(name, known)}.")
+        raise HandlerUsageError(f"No bridge of the runner has a handler {name!r}{nearest(name, known)}.")
     return name
 
 
@@ -155,7 +155,9 @@ class BridgeRunner:
 
     def __enter__(self) -> Self:
         if not _TURN.acquire(blocking=False):
-            raise HandlerUsageError("A BridgeRunner runs in this process already; give it both bridges, or end it.")
+            raise HandlerUsageError(
+                "A BridgeRunner is already open in this process. Give it both bridges, or close it first."
+            )
         with contextlib.ExitStack() as stack:
             stack.callback(_TURN.release)
             stack.callback(self._terms.clear)
@@ -175,7 +177,7 @@ class BridgeRunner:
         self._recorder.forget()
         self._stack.close()
         if awaited is not None and kind is None:
-            raise AssertionError(f"no execution came that {awaited}: there was no deliver() behind what asked for it.")
+            raise AssertionError(f"No execution {awaited}, because deliver() was not called after the request for it.")
 
     def _place(self, wiring: Wiring, stack: contextlib.ExitStack) -> None:
         """Make a bridge use the test's MongoDB, and record its handlers' calls."""
@@ -183,7 +185,7 @@ class BridgeRunner:
         wiring.app.finalize(auto=True)
         if not wiring.handlers:
             raise ConfigurationError(
-                f"bridge {wiring.name} has no handlers: import the module with the @bridge.on_change functions, "
+                f"Bridge {wiring.name} has no handlers. Import the module with the @bridge.on_change functions, "
                 "for example with include=[...] of the Celery app.",
             )
         url, state = place_url(self._url, wiring), f"mongo_celery_test_{uuid4().hex[:12]}"
@@ -217,7 +219,7 @@ class BridgeRunner:
             HandlerUsageError: the point or the handler does not exist.
         """
         if at not in CRASH_POINTS:
-            raise HandlerUsageError(f"crash({at!r}): a process dies at one of {', '.join(map(repr, CRASH_POINTS))}.")
+            raise HandlerUsageError(f"crash({at!r}) is unknown. Choose one of {', '.join(map(repr, CRASH_POINTS))}.")
         name = _check_handler(handler, self._handlers)
         self._recorder.crashes += [PlannedCrash(at, name, 0 if number else after) for number in range(times)]
 
@@ -331,7 +333,7 @@ class BridgeRunner:
             time.sleep(_PAUSE_SECONDS)
         if count != times:
             others = ", ".join(map(str, self.sent()[:_SHOWN])) or "nothing"
-            raise AssertionError(f"{name} was sent {count} times, not {times}; what was sent: {others}.")
+            raise AssertionError(f"{name} was sent {count} times, not {times}. Sent messages: {others}.")
 
     def run_tasks(self, *, duplicates: bool = False, limit: int = 1000) -> list[SentTask]:
         """
@@ -354,7 +356,10 @@ class BridgeRunner:
                 message = self._broker.take(queues[0])
                 taken.append(SentTask.of(queues[0], message))
                 if len(taken) > limit:
-                    raise AssertionError(f"more than {limit} tasks were sent, the last of them {taken[-1]}.")
+                    raise AssertionError(
+                        f"More than {limit} tasks were sent, the last of them {taken[-1]}. Check that no task sends "
+                        "itself again without an end."
+                    )
                 app = next((each for each in apps if taken[-1].name in each.tasks), apps[0])
                 for _ in range(1 + duplicates):
                     run_message(app, message)
@@ -379,7 +384,8 @@ class BridgeRunner:
                 return
             if time.monotonic() - moved_at > _STILL_SECONDS:
                 raise AssertionError(
-                    f"nothing has moved for {_STILL_SECONDS:.0f} s, and not all is done; see the log of mongo_celery.",
+                    f"No change has moved for {_STILL_SECONDS:.0f} s, but some are not handled. See the log of "
+                    "mongo_celery.",
                 )
 
     def _has_moved(self) -> bool:
@@ -431,8 +437,9 @@ class BridgeRunner:
         count = len(self._recorder.calls) - self._began
         if count > self._limit:
             raise AssertionError(
-                f"more than {self._limit} calls of handlers, the last of them {self._recorder.calls[-1]!r}: does a "
-                "handler write to what it listens to, or retry without an end?",
+                f"Handlers were called more than {self._limit} times, the last time by "
+                f"{self._recorder.calls[-1]!r}. Check that no handler writes to its own source or retries "
+                "without an end.",
             )
 
     def _demand_faults(self) -> None:
@@ -440,7 +447,7 @@ class BridgeRunner:
         self._recorder.forget()
         if awaited is not None:
             raise AssertionError(
-                f"no execution came that {awaited}: was anything written that a handler is called for?"
+                f"No execution {awaited}. Check that the test has written a change for which a handler is called."
             )
 
 
@@ -471,7 +478,7 @@ def _begin_here(own: BridgeOptions) -> Callable[[BridgeOptions, Handler], Handle
 def _raise_failures(delivered: DeliveredChanges, standing: Sequence[str]) -> None:
     for call in delivered.failures:
         assert call.error is not None, "a failure has an error"
-        call.error.add_note(f"of {call!r}; {'; '.join(standing) or 'no partition stands'}")
+        call.error.add_note(f"In {call!r}. Blocked: {'; '.join(standing) or 'no partition'}.")
         raise handlers_part(call.error)
     if standing:
         raise AssertionError("; ".join(standing))

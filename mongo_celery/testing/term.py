@@ -144,7 +144,7 @@ class SteppedTerm:
         self._asked = {each.id for each in asked if each.state == RUNNING}
         for each in asked:
             if each.state not in (RUNNING, DONE):
-                raise AssertionError(f"the snapshot of {each.source} for {each.subscription} ended: {each.sentence}")
+                raise AssertionError(f"The snapshot of {each.source} for {each.subscription} ended: {each.sentence}")
         return bool(self._asked)
 
     def turn(self) -> None:
@@ -246,8 +246,8 @@ def _demand_servers(partition: Partition) -> None:
     if waiting.get("doubts") or waiting.get("count", 0) < _OUTAGES_MAX:
         return
     raise AssertionError(
-        f"a change of {partition.partition_id} has waited {_OUTAGES_MAX} times in a row: {waiting['cause']}. If a "
-        "server is away: has the handler a client of its own? Make it of mongo_celery_mongodb_url.",
+        f"A change of {partition.partition_id} has waited {_OUTAGES_MAX} times in a row: {waiting['cause']}. If "
+        "the handler makes a client, make it from mongo_celery_mongodb_url.",
     )
 
 

@@ -53,8 +53,8 @@ class Clusters:
         for part in parts:
             if part.cluster is not None and part.cluster not in self._others:
                 raise ConfigurationError(
-                    f"participant {part} is in the cluster {part.cluster!r}, which this process does not know: "
-                    f"TwoPhaseCommit(..., clients={{{part.cluster!r}: client}}).",
+                    f"Participant {part} is in the cluster {part.cluster!r}, which this process does not know. "
+                    f"Give its client: TwoPhaseCommit(..., clients={{{part.cluster!r}: client}}).",
                 )
 
     def client(self, cluster: str | None) -> MongoClient[Any]:
@@ -88,8 +88,8 @@ class Clusters:
             if given.get() is client:
                 return alias
         raise ConfigurationError(
-            "a participant's collection has a client that this process could not find again after a crash: use the "
-            "transactions' own client, name the collection as 'db.collection', or list its client in clients={...}.",
+            "Recovery could not find the client of a participant's collection after a crash. Use the client of "
+            "the transactions, write the collection as 'db.collection', or list its client in clients={...}.",
         )
 
 

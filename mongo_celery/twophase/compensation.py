@@ -35,7 +35,7 @@ def store_compensation(engine: Engine, identity: Any, deadline: float, session: 
     done = log.get(identity, session)
     if done.state is not State.DONE:
         raise TransactionStateError(
-            f"Transaction {identity!r} is {done.state}: only one that is done can be compensated.",
+            f"Transaction {identity!r} is {done.state}. Only a transaction that is done can be compensated.",
             id=identity,
             state=done.state,
         )
@@ -121,7 +121,8 @@ def _read_attempt(done: Transaction) -> int | None:
         return None
     if isinstance(noted, bool) or not isinstance(noted, int):
         raise TransactionStateError(
-            f"Transaction {done.id!r} names {noted!r} as its compensation, not an attempt. Correct the document.",
+            f"Transaction {done.id!r} names {noted!r} as its compensation, which is not an attempt. Correct the "
+            "document.",
             id=done.id,
         )
     return noted

@@ -26,8 +26,8 @@ from mongo_celery.twophase.transaction import State, Transaction
 
 Result = TypeVar("Result")
 
-FINISHED_BY_RECOVERY = "recovery will finish it"
-NOT_BEGUN = "run it again: it may not have started, and recovery finishes only started transactions, and those of delay"
+FINISHED_BY_RECOVERY = "Recovery will finish it"
+NOT_BEGUN = "Run it again, because recovery finishes only transactions that were started or sent by delay"
 _PAUSES = Pauses(first=0.01, longest=0.5, jitter=1.0)
 _POLLS = Pauses(first=0.01, longest=0.5)
 
@@ -89,7 +89,7 @@ class Engine:
             known = vars(error)
             if "id" not in fields or "id" in known:
                 raise
-            message = f"Transaction {fields['id']!r} did not get on: {hint}. {error}"
+            message = f"Transaction {fields['id']!r} could not be finished. {hint}. {error}"
             raise TransactionTimeoutError(message, outcome=known.get("outcome", "unknown"), **fields) from error
         except (PyMongoError, OvertakenError) as error:
             if not _is_repeatable(error):
@@ -98,13 +98,13 @@ class Engine:
                     raise
                 raise explained from error
             raise TransactionTimeoutError(
-                f"MongoDB did not finish in time: {short(error)}; {hint}.", outcome="unknown", **fields
+                f"MongoDB did not finish in time: {short(error)}. {hint}.", outcome="unknown", **fields
             ) from error
 
     def call(self, attempt: Callable[[], Result]) -> Result:
         """Make one call to the log's server, repeated while useful, within the timeout."""
         with self.limit_calls() as deadline:
-            return self.until_answered(attempt, deadline, hint="call it again")
+            return self.until_answered(attempt, deadline, hint="Repeat the call")
 
     # -- the two protocols ---------------------------------------------------------------------------
 
@@ -126,9 +126,9 @@ class Engine:
             return
         why = "protocol='documents'" if elsewhere is None else f"participant {elsewhere} in another cluster"
         raise ConfigurationError(
-            f"A transaction is open here, and this one, with {why}, cannot be a part of it. Nothing was changed. Store "
-            "it with run=False and call delay(id): Celery runs it after the commit. Or make the call after the commit, "
-            "with after_commit."
+            f"A transaction is open here, and this one cannot join it because of {why}. Nothing was changed. "
+            "Store it with run=False and call delay(id), and Celery runs it after the commit. Or make the call "
+            "after the commit, with after_commit."
         )
 
     def write_together(self, body: Callable[[ClientSession | None], Result], deadline: float) -> Result:
@@ -193,8 +193,8 @@ class Engine:
                 return now
             if time.monotonic() >= deadline:
                 raise TransactionTimeoutError(
-                    f"Transaction {now.id!r} is {now.state}, and others kept changing it or its participants. If they "
-                    "have begun it and do not finish it, recovery will.",
+                    f"Transaction {now.id!r} is still {now.state}, because other processes kept changing it or its "
+                    "participants. If it was started and stays unfinished, recovery finishes it.",
                     id=now.id,
                     outcome="unknown",
                 )
@@ -211,7 +211,7 @@ class Engine:
                 transaction = now
             self.log.note_stopped(transaction, str(error))
         return TransactionStateError(
-            f"Transaction {transaction.id!r} stays {transaction.state}: {error}. Put it right, then recover.",
+            f"Transaction {transaction.id!r} stays {transaction.state}: {error}. Fix the cause, then run the recovery.",
             id=transaction.id,
             state=transaction.state,
         )

@@ -123,8 +123,8 @@ class JoinedCalls:
         hook = self._find_commit_hook()
         if hook is None:
             raise ConfigurationError(
-                "Neither `transactional` nor Django runs the transaction of this session, so its commit is not noticed "
-                "here. Nothing was changed. Use transactional(client), or call delay after the commit."
+                "This session's transaction was not started by `transactional` or Django, so its commit cannot "
+                "be noticed. Nothing was changed. Use transactional(client), or call delay after the commit."
             )
         with self._joining():
             self._log.queue(identity, self._session)
@@ -190,8 +190,8 @@ class JoinedCalls:
     def _refuse_begun(seen: Transaction) -> None:
         if seen.state in UNFINISHED:
             raise TransactionStateError(
-                f"Transaction {seen.id!r} is {seen.state}: its coordinator works outside of the open transaction. "
-                "Nothing was changed. Make this call after the commit, with after_commit.",
+                f"Transaction {seen.id!r} is {seen.state}, so it cannot join the open transaction. Nothing was "
+                "changed. Make this call after the commit, with after_commit.",
                 id=seen.id,
                 state=seen.state,
             )
@@ -220,8 +220,8 @@ def find_session(client: MongoClient[Any], given: object) -> ClientSession | Non
     if given is not None:
         if not isinstance(given, ClientSession) or given.client is not client or not given.in_transaction:
             raise ConfigurationError(
-                "session= needs a session of the transactions' own client, with a transaction in progress. Nothing was "
-                "changed. Give the one that transactional(client) passes to its function."
+                "session= needs a session of the transactions' client, with a transaction in progress. Nothing "
+                "was changed. Give the session that transactional(client) passes to its function."
             )
         joined: ClientSession | None = given
     else:
@@ -231,9 +231,9 @@ def find_session(client: MongoClient[Any], given: object) -> ClientSession | Non
     # Inside another transaction beside the joined one, the call would repeat with each repetition of that one.
     if is_apart or (around is not None and around is not joined):
         raise ConfigurationError(
-            "The innermost transaction that is open around this call is of another client, thread or task, and the "
-            "call cannot be a part of it: it would stay when that one is aborted, and be made again with it. Nothing "
-            "was changed. Make the call after the commit, with after_commit. In another thread, give session=."
+            "The call cannot join the transaction that is open here, because that belongs to another client, "
+            "thread or task. The call would stay if that transaction is aborted. Nothing was changed. Make the "
+            "call after the commit, with after_commit. In another thread, give session=."
         )
     return joined
 
@@ -246,8 +246,8 @@ def _find_session_of_django(client: MongoClient[Any]) -> ClientSession | None:
             return session
         if is_same_cluster(session.client, client):
             raise ConfigurationError(
-                "A transaction of Django is open here, and this client cannot join it: the call would stay when "
-                "that one is aborted. Nothing was changed. Give TwoPhaseCommit a collection of Django's client: "
+                "A transaction of Django is open here, and this client cannot join it: the call would stay if "
+                "that is aborted. Nothing was changed. Give TwoPhaseCommit a collection of Django's client: "
                 "lambda: connection.get_collection('transactions')."
             )
     return None

@@ -1,7 +1,7 @@
 """
 Transactions within the log's cluster. One MongoDB transaction changes all participants and stores `done`.
 
-The documents contain no fields of ours, and nobody sees one participant changed before the other. Recovery is not
+The documents contain no additional fields, and no reader sees one participant changed before the other. Recovery is not
 needed: uncommitted changes did not happen. A concurrent cancel and run conflict on the log entry.
 
 In the caller's open transaction, the same writes join it. There, participants are checked before the change: a transfer
@@ -160,7 +160,7 @@ class LocalTransactions:
                 return f"participant {part} does not meet {dict(part.require)!r}"
             for other, seen in found:
                 if part.namespace == other.namespace and same_bson(met["_id"], seen):
-                    return f"participants {other} and {part} are one document, and it does not let both be changed"
+                    return f"participants {other} and {part} are the same document, and their changes conflict"
             found.append((part, met["_id"]))
         return None
 

@@ -58,7 +58,7 @@ class OvertakenError(Exception):
     """Another process has changed the transaction or a participant meanwhile. Read it again."""
 
     def __str__(self) -> str:
-        return "others kept changing it"
+        return "other processes kept changing it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +201,8 @@ class TransactionLog:
         late = self._deadline * _LATE_PART + 1  # an ObjectId has whole seconds
         if coordinator is not None and time.time() - coordinator.generation_time.timestamp() >= late:
             raise TransactionTimeoutError(
-                f"This process stood still for too long while it stored transaction {transaction_id!r}, so the outcome "
-                "is not known. Look at its participants before you ask for it again.",
+                f"This process was frozen too long while it stored transaction {transaction_id!r}, so the "
+                "outcome is unknown. Check its participants before you call it again.",
                 id=transaction_id,
                 outcome="unknown",
             )
@@ -290,7 +290,7 @@ class TransactionLog:
 
     def expire(self, seen: Transaction) -> Transaction:
         """Cancel a transaction that has not begun within the retention. OvertakenError if it began or was queued."""
-        reason = "nobody has begun it within its retention"
+        reason = "it was not started within its retention"
         return self.move(seen, State.CANCELED, condition={"queuedAt": None}, reason=reason)
 
     def prove(self, mine: Transaction) -> None:
@@ -351,7 +351,7 @@ class TransactionLog:
             seen = self.get(transaction_id, session)
             self.refuse_foreign(seen)
             raise TransactionStateError(
-                f"Transaction {transaction_id!r} is {seen.state}: nothing is left to do.",
+                f"Transaction {transaction_id!r} is {seen.state}. Nothing needs to be done.",
                 id=transaction_id,
                 state=seen.state,
             )

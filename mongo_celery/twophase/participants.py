@@ -92,9 +92,9 @@ def read_part(document: Mapping[str, Any]) -> Part:
     """
     cluster, namespace = document["cluster"], document["collection"]
     if not isinstance(namespace, str) or not all(namespace.partition(".")):
-        raise TypeError(f"collection {namespace!r} is no 'db.collection'")
+        raise TypeError(f"collection {namespace!r} is not of the form 'db.collection'")
     if cluster is not None and not isinstance(cluster, str):
-        raise TypeError(f"cluster {cluster!r} is no alias")
+        raise TypeError(f"cluster {cluster!r} is not an alias")
     return Part(
         cluster,
         namespace,
@@ -119,7 +119,9 @@ def check_participant(participant: object, alias: Callable[[MongoClient[Any]], s
         ConfigurationError: it cannot work. The message names the reason and the fix.
     """
     if not isinstance(participant, Participant):
-        raise ConfigurationError(f"{type(participant).__name__} is no Participant(collection, id, apply=...).")
+        raise ConfigurationError(
+            f"{type(participant).__name__} is not a participant. Give Participant(collection, id, apply=...)."
+        )
     collection = participant.collection
     if isinstance(collection, Collection):
         cluster, namespace = alias(collection.database.client), collection.full_name
@@ -127,7 +129,9 @@ def check_participant(participant: object, alias: Callable[[MongoClient[Any]], s
     elif isinstance(collection, str) and all(collection.partition(".")):
         cluster, namespace = None, collection
     else:
-        raise ConfigurationError(f"collection={collection!r} must be a PyMongo collection or 'db.collection'.")
+        raise ConfigurationError(
+            f"collection={collection!r} must be a PyMongo collection or text such as 'shop.accounts'."
+        )
     apply = _operators("apply", participant.apply, codec)
     revert = _negate(apply) if participant.revert is None else participant.revert
     rules = {"require": participant.require, "revert_require": participant.revert_require}
@@ -155,7 +159,7 @@ def refuse_repeated(parts: Sequence[Part]) -> None:
         where = (part.cluster, part.namespace)
         if any((other.cluster, other.namespace) == where and same_bson(other.id, part.id) for other in parts[:index]):
             raise ConfigurationError(
-                f"{part} takes part twice. Name two documents, or combine both changes in one participant."
+                f"{part} is given twice. Give two documents, or combine both changes in one participant."
             )
 
 
@@ -166,14 +170,14 @@ def increase(value: Any, sign: int = 1) -> dict[str, Any]:
 
 def _operators(name: str, update: object, codec: Codec) -> Mapping[str, Any]:
     if isinstance(update, Sequence) and not isinstance(update, str):
-        raise ConfigurationError(f"{name} is a pipeline; use update operators, which can be combined with the marker.")
+        raise ConfigurationError(f"{name} is a pipeline, which is not supported. Use update operators.")
     if not isinstance(update, Mapping) or not update:
         raise ConfigurationError(f"{name}={update!r} must be update operators, such as {{'$inc': {{'stock': -1}}}}.")
     for operator, change in update.items():
         if not str(operator).startswith("$") or not isinstance(change, Mapping) or not change:
-            raise ConfigurationError(f"{name}: {operator!r} is no update operator with fields.")
+            raise ConfigurationError(f"{name}: {operator!r} is not an update operator with fields.")
         if operator not in _KNOWN:
-            raise ConfigurationError(f"{name}: {operator!r} is none of {', '.join(sorted(_KNOWN))}.")
+            raise ConfigurationError(f"{name}: {operator!r} is not supported. Use one of {', '.join(sorted(_KNOWN))}.")
         renamed = map(str, change.values()) if operator == "$rename" else ()
         for path in (*change, *renamed):
             _check_path(name, str(path))
@@ -183,13 +187,13 @@ def _operators(name: str, update: object, codec: Codec) -> Mapping[str, Any]:
 def _check_path(name: str, path: str) -> None:
     segments = path.split(".")
     if segments[0] in _OWN:
-        raise ConfigurationError(f"{name} must leave {path!r} alone; the transaction needs it.")
+        raise ConfigurationError(f"{name} must not change {path!r}, because the transaction needs it.")
     # The server takes the position from the array that its filter matched last, the markers.
     if any(segment == "$" or (segment.startswith("$[") and segment != "$[]") for segment in segments):
         raise ConfigurationError(
-            f"{name}: {path!r} would change whatever element the transaction's own filter has met. Name the element by "
-            "its number ('items.1.left') and hold it there by require={'items.1.sku': ...}, or keep elements in a "
-            "document by key ('items.lamp.left').",
+            f"{name}: {path!r} would change the element that the transaction's own filter finds. Give the number "
+            "of the element ('items.1.left') and check it by require={'items.1.sku': ...}, or store the "
+            "elements by key ('items.lamp.left').",
         )
 
 
@@ -199,7 +203,7 @@ def _negate(apply: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {"$inc": {path: _minus(value) for path, value in apply["$inc"].items()}}
     except TypeError as error:
-        raise ConfigurationError(f"apply={dict(apply)!r}: $inc adds numbers.") from error
+        raise ConfigurationError(f"apply={dict(apply)!r} cannot be applied. $inc needs numbers.") from error
 
 
 def _minus(value: Any) -> Any:
@@ -211,5 +215,5 @@ def _minus(value: Any) -> Any:
 def _value(text: str) -> dict[str, Any]:
     value = from_text(text)
     if not isinstance(value, dict):
-        raise TypeError(f"{text} is no document")
+        raise TypeError(f"{text} is not a document")
     return value

@@ -40,7 +40,7 @@ def find_transaction(commit: TwoPhaseCommit, text: str) -> Mapping[str, Any]:
             if found is not None:
                 return found
     line = CommandLine.of(commit.app).celery("transactions", "list")
-    raise CommandRefusedError(f"There is no transaction {text}. `{line}` shows ids as they can be typed.")
+    raise CommandRefusedError(f"There is no transaction {text}. To see the ids, run `{line}`.")
 
 
 def plan_recover(commit: TwoPhaseCommit, older_than: float | None, *, any_application: bool, limit: int) -> Plan:
@@ -92,7 +92,7 @@ def plan_compensate(commit: TwoPhaseCommit, id_: str) -> Plan:
         return commit.read(commit.compensate(identity))
 
     compensated = plain_value(find_transaction(commit, id_)["_id"])
-    return _plan_one(commit, "compensate", id_, "Take this transaction back?", compensate, compensates=compensated)
+    return _plan_one(commit, "compensate", id_, "Compensate this transaction?", compensate, compensates=compensated)
 
 
 def _plan_one(

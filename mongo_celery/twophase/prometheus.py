@@ -35,12 +35,15 @@ class TransactionCollector(TableCollector):
     prefix = "mongo_celery_transactions_"
     label = "transactions"
     gauges: ClassVar[Table] = {
-        "up": ("1 if MongoDB answered for these.", ""),
-        "unfinished": ("Transactions that are not final.", "state"),
-        "abandoned": ("Transactions that recovery should have taken by now.", "state"),
-        "oldest_age_seconds": ("Seconds since the last step of the oldest of them, 0 without one.", "state"),
+        "up": ("1 if MongoDB answered for these transactions, otherwise 0.", ""),
+        "unfinished": ("Transactions that are not finished.", "state"),
+        "abandoned": ("Transactions that recovery should already have finished.", "state"),
+        "oldest_age_seconds": (
+            "Seconds since the last step of the oldest late transaction. 0 if none is late.",
+            "state",
+        ),
         "recovery_age_seconds": ("Seconds since the last recovery.", ""),
-        "stopped": ("Transactions that the last recovery could not get any further.", ""),
+        "stopped": ("Transactions that the last recovery could not finish.", ""),
         "silent_clusters": ("Clusters that did not answer the last recovery.", "cluster"),
     }
     counters: ClassVar[Table] = {"recovered": ("Transactions that recoveries have finished.", "outcome")}

@@ -198,7 +198,7 @@ class Coordinator:
                 if is_transient(error):
                     raise
                 self._log.prove(transaction)
-                why = f"a participant in {parts[0].namespace} refuses to be settled: {brief(error)}"
+                why = f"a participant in {parts[0].namespace} cannot be completed: {brief(error)}"
                 raise StuckError(why) from error
         return self._log.move(transaction, State.DONE)
 
@@ -234,14 +234,14 @@ class Coordinator:
         except OperationFailure as error:
             if is_transient(error):
                 raise
-            raise StuckError(f"participant {part} refuses to be undone: {brief(error)}") from error
+            raise StuckError(f"participant {part} cannot be undone: {brief(error)}") from error
         if outcome is Undone.REFUSED:
             raise StuckError(f"participant {part} cannot be undone: it does not meet {dict(part.revert_require)!r}")
         if outcome is Undone.REPLACED:
             raise _make_replaced_error(transaction, index)
         if outcome is Undone.GONE:
             logger.warning(
-                "transaction %r: participant %s is gone, so nothing is undone there",
+                "transaction %r: participant %s no longer exists, so its change is not undone",
                 transaction.id,
                 part,
                 extra={"event": "participant_gone"},
@@ -260,7 +260,7 @@ class Coordinator:
             if is_transient(error):
                 raise
             refusal = (
-                f"participant {part} refuses the field {PARTICIPANT_VERSION!r} ({short(error)}): allow it as an "
+                f"participant {part} refuses the field {PARTICIPANT_VERSION!r} ({short(error)}). Allow it as an "
                 f"object, and {MARKERS!r} as an array, in the collection's validator"
             )
             return View(exists=True, marked=False, participant_version=None, refusal=refusal)
@@ -275,10 +275,12 @@ class Coordinator:
                 clients = [self._open(each).database.client for each in (part, other)]
                 if not same_bson(view.id, seen.id) or not is_same_cluster(*clients):
                     continue
-                reason = f"participants {other} and {part} are one document. Combine both changes in one participant"
+                reason = (
+                    f"participants {other} and {part} are the same document. Combine both changes in one participant"
+                )
                 if view.marked:
                     # The applied one of the two changes is unknown: undoing the wrong one would lose data.
-                    raise StuckError(f"{reason}. One of them was applied, so put it right manually")
+                    raise StuckError(f"{reason}. One of the changes was applied, so correct the document manually")
                 return reason
         return None
 
@@ -298,7 +300,7 @@ def _judge_view(transaction: Transaction, index: int, view: View) -> tuple[bool,
     if view.refusal is not None:
         return False, view.refusal
     if recorded is None:  # it has never had a version, so nothing was ever applied there
-        return False, f"participant {part} did not exist, or took no version, when the transaction was begun"
+        return False, f"participant {part} did not exist, or had no version, when the transaction started"
     if recorded is not UNRECORDED and view.incarnation != recorded:
         raise _make_replaced_error(transaction, index)
     return None
@@ -312,14 +314,14 @@ def _find_incarnation(transaction: Transaction, index: int) -> Any:
 def _make_replaced_error(transaction: Transaction, index: int) -> StuckError:
     part = transaction.parts[index]
     logger.error(
-        "transaction %r: participant %s was replaced or made anew in the middle of it",
+        "transaction %r: participant %s was replaced or created again during the transaction",
         transaction.id,
         part,
         extra={"event": "participant_replaced"},
     )
     # A fix must not change the participant's version: another stopped transaction would continue with it.
     return StuckError(
-        f"participant {part} was written back as a whole, or deleted and made anew, in the middle of it, so nobody can "
-        f"know if it has its change. If it has, push {transaction.id!r} to its {MARKERS!r}. If it has not, set "
+        f"participant {part} was replaced, or deleted and created again, during the transaction, so it is "
+        f"unknown if it has its change. If it has, push {transaction.id!r} to its {MARKERS!r}. If not, set "
         f"'incarnations.{index}' of the transaction to null, which cancels it"
     )

@@ -117,12 +117,12 @@ class RecoveryRecords(PeriodicNotes):
             self.write(note)
         except PyMongoError as error:
             if judge_error(error) is not Verdict.ACCESS or self._is_refused:
-                logger.debug("a recovery of transactions is not noted: %s", short(error))
+                logger.debug("A recovery of transactions could not be recorded: %s", short(error))
                 return
             self._is_refused = True
             logger.warning(
-                "recoveries of transactions may not note themselves in %s (%s), so processes that begin transactions "
-                "will log that nobody recovers them. Grant find, insert and update there.",
+                "Recoveries cannot be recorded in %s (%s). Other processes will therefore log that no recovery "
+                "runs. Grant find, insert and update there.",
                 self.collection.full_name,
                 brief(error),
                 extra={"event": "recovery_unnoted"},
@@ -162,9 +162,9 @@ def recovery_watch(name: str, records: Callable[[], RecoveryRecords], patience: 
 
     def log_missing(since: str) -> None:
         logger.error(
-            "transactions %s: no recovery has run %s, so a crash or an outage may leave transactions incomplete. "
-            "Run `%s` (or the listener of a bridge) and a worker, both of which import them. Or run `%s`. "
-            "If a recovery runs already, grant it find, insert and update on %s.",
+            "Transactions %s: no recovery has run %s. A crash or an outage may leave transactions incomplete. "
+                "Run `%s` (or the listener of a bridge) and a worker. Both must import the TwoPhaseCommit. Or run "
+                "`%s`. If a recovery already runs, grant it find, insert and update on %s.",
             name, since, ANY_APP.celery("beat"), ANY_APP.celery("transactions", "recover"),
             records().collection.full_name,
             extra={"event": "nobody_recovers"},

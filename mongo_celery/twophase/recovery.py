@@ -143,7 +143,7 @@ class Recoverer:
         except Exception as error:  # noqa: BLE001 - whatever else it says, its transactions will report
             if _is_silence(error):
                 name = "the log's cluster" if cluster is None else f"cluster {cluster!r}"
-                self._silent[cluster] = f"not tried, since {name} does not answer: {short(error)}"
+                self._silent[cluster] = f"not tried, because {name} does not answer: {short(error)}"
 
     def _recover_one(self, document: Document) -> None:
         """Recover a transaction. If one of its clusters is silent, only undo it if it is in undo."""
@@ -228,7 +228,8 @@ class Recoverer:
         """Log once which transactions this process cannot recover with its configuration."""
         if self._unfit:
             logger.error(
-                "%s could not be recovered by this process, among them %s: %s",
+                "This process could not recover %s, among them %s. Processes with other clients or code may "
+                "finish them: %s",
                 number(len(self._unfit), "transaction", "transactions"),
                 ", ".join(list(self._unfit)[:_NAMED]),
                 short(next(iter(self._unfit.values()))),

@@ -117,7 +117,7 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
         state = _OTHER_SPELLINGS.get(state, state)
     if not isinstance(state, str) or state not in set(State):
         raise TransactionStateError(
-            f"Transaction {identity!r} has the unknown state {state!r}. It belongs to other code, or was damaged.",
+            f"Transaction {identity!r} has the unknown state {state!r}. It belongs to other code, or is damaged.",
             id=identity,
             state=state,
         )
@@ -128,8 +128,8 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
     except Exception as error:
         # Other code may have written anything here. One document must not prevent listing others.
         raise TransactionStateError(
-            f"Transaction {identity!r} has the shape of no transaction: it needs participants, or source, destination "
-            f"and value, and its version, if any, is an integer ({error}).",
+            f"Transaction {identity!r} is damaged. It needs participants, or source, destination and value. Its "
+            f"version, if any, must be an integer ({error}).",
             id=identity,
             state=state,
         ) from error
@@ -168,8 +168,8 @@ def refuse_other_request(stored: Mapping[str, Any], fields: Mapping[str, Any], c
     other = [name for name in _GIVEN if encode(name, stored) != encode(name, fields)]
     if other:
         raise TransactionStateError(
-            f"There is a transaction {stored['_id']!r} already, with another {', '.join(other)}. Nothing was changed. "
-            "Give each transaction an id of its own.",
+            f"Transaction {stored['_id']!r} already exists with another {', '.join(other)}. Nothing was changed. "
+            "Give each transaction a unique id.",
             id=stored["_id"],
         )
 
@@ -180,14 +180,14 @@ def _read_version(stored: object) -> int | None:
         return int(stored)  # mongosh writes doubles, and the server treats them as equal
     if stored is None or (isinstance(stored, int) and not isinstance(stored, bool)):
         return None if stored is None else int(stored)
-    raise TypeError(f"version {stored!r} is no integer")
+    raise TypeError(f"version {stored!r} is not an integer")
 
 
 def _read_incarnations(stored: object, count: int) -> tuple[Any, ...] | None:
     if stored is None:
         return None
     if not isinstance(stored, list) or len(stored) != count:
-        raise TypeError(f"incarnations {stored!r} are not one for each participant")
+        raise TypeError(f"incarnations {stored!r} do not match the participants")
     return tuple(stored)
 
 
@@ -197,10 +197,10 @@ def _read_parts(document: Mapping[str, Any], accounts: str) -> tuple[Part, ...]:
     value = check_amount(document["value"], may_be_zero=True)  # the tutorial's code may transfer nothing
     namespace = document.get("accounts", accounts)
     if not isinstance(namespace, str) or not all(namespace.partition(".")):
-        raise TypeError(f"accounts {namespace!r} is no 'db.collection'")
+        raise TypeError(f"accounts {namespace!r} is not of the form 'db.collection'")
     parts = transfer_parts(namespace, document["source"], document["destination"], value, document.get("require"))
     if same_bson(parts[0].id, parts[1].id):
-        raise ValueError("source and destination are the same")
+        raise ValueError("source and destination are the same account")
     return parts
 
 
@@ -231,5 +231,5 @@ def check_amount(value: object, *, may_be_zero: bool = False) -> Any:
     if isinstance(number, bool) or not isinstance(number, (int, float, Decimal)):
         raise ConfigurationError(f"value={value!r} must be a number.")
     if not math.isfinite(number) or number < 0 or (number == 0 and not may_be_zero):
-        raise ConfigurationError(f"value={value!r} must be a finite number of more than 0.")
+        raise ConfigurationError(f"value={value!r} must be a finite number greater than 0.")
     return value

@@ -47,7 +47,7 @@ _RECOVER_LIMIT = 1000
 TWO_PHASE_COMMITS: Registry[TwoPhaseCommit] = Registry(
     "TwoPhaseCommit",
     create="mongo_celery.TwoPhaseCommit(app, transactions) where the app is made",
-    rename="give this one name='...'",
+    rename="give the new one another name with name='...'",
 )
 """The instances of all apps."""
 
@@ -138,8 +138,8 @@ class TwoPhaseCommit:
         for option, seconds in (("deadline", self._deadline), ("timeout", self._timeout)):
             if self._retention is not None and self._retention < seconds:
                 raise ConfigurationError(
-                    f"retention={self._retention:g} is less than the {option} of {seconds:g} s: whoever got no answer "
-                    "may ask for the same transaction again, and it would be done twice. Give more."
+                    f"retention={self._retention:g} is less than the {option} of {seconds:g} s. A caller without "
+                    "an answer may repeat a transaction, and it would run twice. Give a longer retention."
                 )
         for option, source in (("transactions", transactions), ("accounts", accounts)):
             if source is not None and not isinstance(source, Collection) and not callable(source):
@@ -169,9 +169,9 @@ class TwoPhaseCommit:
         accounts = own.database["accounts"] if given is None else resolve_collection(given)
         if accounts.database.client != own.database.client:  # equal: the same hosts and replicaSet=
             raise ConfigurationError(
-                f"accounts {accounts.full_name} have a client with other hosts or another replicaSet= than the "
-                f"transactions {own.full_name}. Give a collection of the same client. For documents in other clusters, "
-                "use begin with clients={...}."
+                f"The client of accounts {accounts.full_name} has other hosts or another replicaSet= than that "
+                f"of the transactions {own.full_name}. Give a collection of the same client. For documents in "
+                "other clusters, use begin with clients={...}."
             )
         return open_collection(accounts)
 
@@ -223,7 +223,7 @@ class TwoPhaseCommit:
         codec = self.transactions.codec_options
         parts = [check_participant(each, self._clusters.find_alias, codec) for each in participants]
         if not parts:
-            raise ConfigurationError("a transaction needs at least one participant.")
+            raise ConfigurationError("A transaction needs at least one participant.")
         fields = {"participants": [part.to_document() for part in parts]}
         return self._begin(fields, parts, id, session, run=run)
 
@@ -322,7 +322,9 @@ class TwoPhaseCommit:
             ConfigurationError: there is no Celery app.
         """
         if self.app is None:
-            raise ConfigurationError("delay needs the Celery app: TwoPhaseCommit(app, transactions).")
+            raise ConfigurationError(
+                "delay needs the Celery app. Make the object with TwoPhaseCommit(app, transactions)."
+            )
         identity, task_id = plain_id("id", id, self.transactions.codec_options), uuid()
         publish = partial(publish_run, self.app, self.name, identity, task_id)
         if (joined := self._join(session)) is not None:
@@ -382,7 +384,7 @@ class TwoPhaseCommit:
                 return log.take_over(seen, coordinator.identity, any_application=all)
             return _check_canceled(seen)
 
-        hint = "it may be canceled or not: cancel it again"
+        hint = "It may be canceled. Cancel it again to be sure"
         with engine.limit_calls() as deadline:
             begun = engine.until_answered(attempt, deadline, hint=hint, id=id)
             return _check_canceled(engine.finish(begun, deadline, coordinator))
@@ -417,7 +419,7 @@ class TwoPhaseCommit:
             return identity
         with self._engine.limit_calls() as deadline:
             identity = self._engine.until_answered(
-                lambda: store_compensation(self._engine, id, deadline), deadline, hint="compensate it again", id=id
+                lambda: store_compensation(self._engine, id, deadline), deadline, hint="Compensate it again", id=id
             )
             if run:
                 _check_done(self._run(identity, deadline))
@@ -504,7 +506,7 @@ class TwoPhaseCommit:
             return identity
         with engine.limit_calls() as deadline:
             try:
-                if run and engine.until_answered(lambda: engine.is_local(parts), deadline, hint="nothing was stored"):
+                if run and engine.until_answered(lambda: engine.is_local(parts), deadline, hint="Nothing was stored"):
                     self._store_done(fields, parts, identity, deadline, storer)
                     return identity
                 self._store(fields, identity, deadline, storer)
@@ -528,7 +530,7 @@ class TwoPhaseCommit:
         reason = self._engine.until_answered(
             lambda: self._engine.local.store_done(fields, parts, identity, coordinator, deadline),
             deadline,
-            hint=f"transaction {identity!r} was stored and done if it is in the log, and else not at all",
+            hint=f"Transaction {identity!r} is done if it is in the log. Otherwise nothing was changed",
             id=identity,
         )
         if reason is not None:
@@ -545,7 +547,7 @@ class TwoPhaseCommit:
         state: State = State.INITIAL,
     ) -> None:
         """Store a new transaction. Raise KnownError if another call has stored one or begun this one."""
-        hint = f"transaction {identity!r} may be stored or not, but nothing was changed: run it, or begin anew"
+        hint = f"Transaction {identity!r} may be stored, but nothing was changed. Run it, or begin a new one"
         self._engine.until_answered(
             lambda: self._engine.log.insert(fields, identity, state=state, coordinator=storer),
             deadline,
@@ -560,7 +562,7 @@ class TwoPhaseCommit:
                 raise OvertakenError  # it is stored, but not yet by a majority
             refuse_other_request(stored, fields, self.transactions.codec_options)
 
-        self._engine.until_answered(attempt, deadline, hint="ask for it again", id=identity)
+        self._engine.until_answered(attempt, deadline, hint="Repeat the call", id=identity)
 
     def _run(self, identity: Any, deadline: float) -> Transaction:
         """Advance a transaction to its end, done or canceled. Take it over if another process has begun it."""
@@ -605,8 +607,8 @@ def _find_application(app: Celery | None) -> str:
     name = None if app is None else app_name(app)
     if name is None:
         raise ConfigurationError(
-            "These transactions need the name of their application, and no Celery app has a name. Without it recovery "
-            "cannot know which to take over. Name this application: TwoPhaseCommit(..., application='shop')."
+            "The name of this application is unknown, because no Celery app has a name. Recovery needs it to "
+            "find its transactions. Give the name: TwoPhaseCommit(..., application='shop')."
         )
     return name
 
@@ -628,8 +630,8 @@ def _check_canceled(transaction: Transaction) -> Transaction:
     """Return a transaction that is canceled. Raise TransactionStateError if that is no longer possible."""
     if transaction.state in {State.APPLIED, State.DONE}:
         raise TransactionStateError(
-            f"Transaction {transaction.id!r} is {transaction.state}: it can no longer be canceled. "
-            f"compensate({transaction.id!r}) takes it back.",
+            f"Transaction {transaction.id!r} is {transaction.state} and can no longer be canceled. To reverse "
+            f"it, use compensate({transaction.id!r}).",
             id=transaction.id,
             state=transaction.state,
         )
@@ -639,5 +641,7 @@ def _check_canceled(transaction: Transaction) -> Transaction:
 def _find(app: Celery, name: str) -> TwoPhaseCommit:
     found = TWO_PHASE_COMMITS.find(app, name)
     if found is None:
-        raise ConfigurationError(f"this worker's app has no TwoPhaseCommit named {name!r}.")
+        raise ConfigurationError(
+            f"This worker's app has no TwoPhaseCommit named {name!r}. Import the module that makes it."
+        )
     return found

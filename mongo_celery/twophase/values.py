@@ -51,8 +51,8 @@ def plain(name: str, value: Any, codec: Codec) -> Any:
         return bson.decode(bson.encode({"value": value}, codec_options=codec), codec_options=_PLAIN)["value"]
     except Exception as error:  # PyMongo raises many kinds: OverflowError, ValueError, InvalidDocument
         raise ConfigurationError(
-            f"{name} cannot be stored in MongoDB ({error}): use types of BSON, integers of at most 64 bits, and for a "
-            "uuid.UUID a client with uuidRepresentation='standard'.",
+            f"{name} cannot be stored in MongoDB ({error}). Use types of BSON and integers of at most 64 bits. "
+            "For a uuid.UUID use a client with uuidRepresentation='standard'.",
         ) from error
 
 
@@ -64,9 +64,11 @@ def plain_id(name: str, value: Any, codec: Codec) -> Any:
         ConfigurationError: no document can have it. It would be a condition, not an id.
     """
     if isinstance(value, (re.Pattern, Regex, list, tuple)):
-        raise ConfigurationError(f"{name}={value!r} can be no _id: pass the id itself, not a pattern or a list.")
+        raise ConfigurationError(f"{name}={value!r} cannot be an _id. Pass the id itself, not a pattern or a list.")
     if isinstance(value, Mapping) and any(str(key).startswith("$") for key in value):
-        raise ConfigurationError(f"{name}={value!r} can be no _id: its keys begin with $. Pass the id itself.")
+        raise ConfigurationError(
+            f"{name}={value!r} cannot be an _id, because its keys begin with $. Pass the id itself."
+        )
     return plain(name, value, codec)
 
 
@@ -111,8 +113,8 @@ def storable(name: str, value: Mapping[str, Any], codec: Codec) -> dict[str, Any
         survives = False
     if not survives:
         raise ConfigurationError(
-            f"{name}={value!r} would change when it is stored as Extended JSON, which has a meaning of its own for "
-            "names such as $regex, $date or $oid. Use values instead (re.compile('^L'), a datetime, an ObjectId), and "
-            "combine several conditions on one field with $and.",
+            f"{name}={value!r} would change when it is stored as Extended JSON, because names such as $regex, "
+            "$date or $oid are special there. Use values instead (re.compile('^L'), a datetime, an ObjectId), "
+            "and combine several conditions on one field with $and.",
         )
     return cast("dict[str, Any]", given)

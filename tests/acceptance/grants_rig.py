@@ -34,12 +34,12 @@ OPTIONS: Document = {
     "max_message_bytes": 2000,
 }
 SECONDS_MAX = PATIENCE_SECONDS
-_LACKING = re.compile(r"(?:Missing is|lacks) ([\w, ]+?) on ([\w.]+)")
+_LACKING = re.compile(r"(?:missing right is|lacks) ([\w, ]+?) on ([\w.]+)")
 _OPTIONAL = "gets no indexes"
 _SENTENCES = {
-    ("changeStream", f"{DATA}."): "grant the actions changeStream and find",
-    ("find", f"{DATA}."): "grant the actions changeStream and find",
-    ("serverStatus", "None."): "grant the action serverStatus on the cluster",
+    ("changeStream", f"{DATA}."): "the actions changeStream and find",
+    ("find", f"{DATA}."): "the actions changeStream and find",
+    ("serverStatus", "None."): "the action serverStatus on the cluster",
 }
 
 

@@ -149,7 +149,7 @@ class TwoBanks:
 
     def put_right(self) -> None:
         """Do what the errors of stopped transactions say."""
-        for stopped in self.log.find({"state": OPEN, "stoppedBy": {"$regex": "written back as a whole"}}):
+        for stopped in self.log.find({"state": OPEN, "stoppedBy": {"$regex": "was replaced, or deleted"}}):
             for index, (part, recorded) in enumerate(
                 zip(stopped["participants"], stopped["incarnations"], strict=True)
             ):

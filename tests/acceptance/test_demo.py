@@ -118,7 +118,7 @@ def test_ctrl_c_ends_everything_that_the_demo_started(
 @pytest.mark.parametrize(
     ("arguments", "environment", "words"),
     [
-        (["--mongo-url", "mongodb://127.0.0.1:1"], {}, "both --mongo-url and --redis-url"),
+        (["--mongo-url", "mongodb://127.0.0.1:1"], {}, "One of --mongo-url and --redis-url"),
         ([], {"MONGO_CELERY_REDIS_SERVER": "/nowhere/redis-server"}, "MONGO_CELERY_REDIS_SERVER"),
         (["--mongo-url", "mongodb://127.0.0.1", "--redis-url", "amqp://x"], {}, "redis://"),
     ],

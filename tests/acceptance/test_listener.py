@@ -250,10 +250,10 @@ def test_a_standalone_server_ends_with_one_sentence(scene: Scene, standalone_url
 @pytest.mark.parametrize(
     ("user", "words"),
     [
-        ("without_stream", "grant the actions changeStream and find"),
+        ("without_stream", "the actions changeStream and find"),
         ("without_oplog", "serverStatus on the cluster, or set start_from"),
         ("without_state", "readWrite"),
-        ("", "refused the login; check user, password and authSource"),
+        ("", "refused the login. Check user, password and authSource"),
     ],
 )
 def test_a_missing_right_and_a_refused_login_end_with_one_sentence(
@@ -266,7 +266,7 @@ def test_a_missing_right_and_a_refused_login_end_with_one_sentence(
     names = {"SCRIPTED_DATA": DATA, "SCRIPTED_STATE": STATE}
     listener = scene.run("listener", name="listener", SCRIPTED_MONGO=url, **names)
     refused(listener, words)
-    assert user or "lacks a right" not in listener.text
+    assert user or "may not use" not in listener.text
 
 
 def nowhere() -> str:

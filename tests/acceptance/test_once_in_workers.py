@@ -106,7 +106,7 @@ def test_a_chord_whose_parts_are_delivered_twice_gets_each_part_once(project: Sh
     wait_for(lambda: len(project.notes("part")) == 2)
     for index, (part, sent) in enumerate(zip(header, parts.children, strict=True)):
         part.apply_async(task_id=sent.id, group_id=parts.id, group_index=index, chord=total)
-    worker.wait_for_output("running elsewhere")
+    worker.wait_for_output("running in another process")
     wait_for(lambda: len(re.findall(r"part\[\S+\] succeeded", worker.text)) == 2)
     assert project.notes("total") == [], "the quick part has ended twice, which is not both parts"
     project.data["signs"].insert_one({})

@@ -28,7 +28,7 @@ def transactions(mongo_url: str, *arguments: str, names: str = NAMES, text: str 
 def test_a_missing_right_names_the_transactions_and_the_cure(guarded_url: UrlOf, command: list[str]) -> None:
     """Not the bridge's state, which this app does not have."""
     done = transactions(guarded_url("bridge"), *command)
-    one_sentence(done, "lacks a right", f"{NAMES}.transfers", "grant find")
+    one_sentence(done, "may not use", f"{NAMES}.transfers", "Grant find")
     assert "state database" not in done.stderr
 
 
@@ -45,7 +45,7 @@ def test_a_server_that_is_away_is_told_with_its_address() -> None:
 
 
 def test_what_recovery_would_take_is_listed_by_a_trial(database: Database[dict[str, Any]], mongo_url: str) -> None:
-    """And nothing is changed. The list says of what was only stored that nobody has begun it."""
+    """And nothing is changed. The list says of what was only stored that not started yet."""
     stored = {"source": "A", "destination": "B", "value": 1, "lastModified": datetime.now(UTC) - timedelta(hours=1)}
     collection = database["transfers"]
     collection.insert_many(
@@ -56,7 +56,7 @@ def test_what_recovery_would_take_is_listed_by_a_trial(database: Database[dict[s
         return transactions(mongo_url, *arguments, names=database.name)
 
     listed = typed("list", "--state", "initial")
-    assert "nobody has begun it" in listed.stdout
+    assert "not started yet" in listed.stdout
     listed_ids = {json.loads(each)["_id"] for each in typed("list", "--json").stdout.splitlines()}
     assert listed_ids == {"initial", "pending"}
     [found] = json.loads(typed("recover", "--dry-run", "--json").stdout)["transactions"]

@@ -510,7 +510,7 @@ def test_mongodb_that_does_not_answer_or_an_app_that_is_not_there_is_a_sentence(
         assert "No handlers" not in text, "an unknown state is not an empty one"
     with override_settings(MONGO_CELERY_APP="nowhere:app"):
         for address in (BRIDGES, LETTERS):
-            assert "no Celery app can be loaded" in operator().get(address).content.decode()
+            assert "No Celery app can be loaded" in operator().get(address).content.decode()
     monkeypatch.setattr(type(BRIDGES_OF), "of", lambda *_: [])
     for address in (BRIDGES, LETTERS):
         assert "has no bridge" in operator().get(address).content.decode().replace("&#x27;", "'")

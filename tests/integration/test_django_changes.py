@@ -296,13 +296,13 @@ def test_a_document_is_an_instance_as_a_query_would_read_it(
 
     refused = json.loads(ran.text.splitlines()[-1])
     assert refused["value"].startswith(
-        "document 1 has in 'total' a value of the type str, which Order.total, of the type DecimalField, cannot hold ("
+        "Document 1 cannot be loaded: the value of 'total' has the type str, but Order.total is a DecimalField ("
     )
     assert "secret" not in refused["value"]
-    assert f"Customer is stored in {database.name}.shop_customer, and this change is of" in refused["namespace"]
-    assert "a database of SQLite" in refused["relational"]
+    assert f"Customer is stored in {database.name}.shop_customer, but this change is of" in refused["namespace"]
+    assert "a SQLite database" in refused["relational"]
     assert "two collections" in refused["two collections"]
-    assert refused["no model"] == "int is no Django model with a collection; give the class of one."
+    assert refused["no model"] == "int is not a Django model with a collection. Give a model class, such as Order."
 
 
 def test_transactions_with_a_relational_default_database(

@@ -210,7 +210,7 @@ def test_a_validator_that_refuses_the_lock_is_named_with_the_cure(
     strict.insert_one({"_id": 1})
     lock = transactional(database.client)(select)
     with pytest.raises(
-        ConfigurationError, match=r"strict refuses .* field '_lock'.* allow it there.* field="
+        ConfigurationError, match=r"strict refuses .* field '_lock'.* Allow this field .* field="
     ) as caught:
         lock(strict, {"_id": 1})
     assert isinstance(caught.value.__cause__, OperationFailure)
@@ -222,7 +222,7 @@ def test_a_document_that_was_invalid_before_is_not_blamed_on_the_lock(database: 
     """The validator came later, and refuses whatever is written to it."""
     database["old"].insert_one({"_id": 1, "n": "one"})
     database.command("collMod", "old", validator={"n": {"$type": "int"}})
-    with pytest.raises(ConfigurationError, match=r"or has refused it before: .*validation.* correct it"):
+    with pytest.raises(ConfigurationError, match=r"correct it.*validation"):
         transactional(database.client)(select_for_update)(database["old"], {"_id": 1})
 
 

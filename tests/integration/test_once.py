@@ -229,7 +229,7 @@ def test_a_result_that_cannot_be_remembered_ends_a_duplicate_without_successors(
 
     running = {"state": "running", "owner": 1, "until": {"$add": ["$$NOW", 60_000]}}
     database["done"].update_one({"_id.k": 2}, [{"$set": running}])
-    with pytest.raises(ConfigurationError, match="for 2 is running elsewhere"):
+    with pytest.raises(ConfigurationError, match="for 2 is running in another process"):
         keyed(2)
 
 

@@ -82,9 +82,9 @@ def test_a_chain_is_sent_as_celery_sends_it(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("canvas", "said"),
     [
-        (lambda rig: object(), "no Celery signature"),  # noqa: ARG005
-        (lambda rig: rig.add, "no Celery signature"),
-        (lambda rig: group(), "at least one task"),  # noqa: ARG005
+        (lambda rig: object(), "not a Celery signature"),  # noqa: ARG005
+        (lambda rig: rig.add, "not a Celery signature"),
+        (lambda rig: group(), "at least one"),  # noqa: ARG005
         (lambda rig: chain(), "signature|at least one"),  # noqa: ARG005
         (lambda rig: chord([rig.add.s(1, 1)], rig.total.s()), "start the chord"),
         (lambda rig: chain(group(rig.add.s(1, 1), rig.add.s(1, 1)), rig.total.s()), "start the chord"),

@@ -175,7 +175,7 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
         wait_for(lambda: looked == [False])
 
     assert [getattr(each, "event", "") for each in caplog.records] == ["nobody_sweeps"]
-    assert "nobody has swept it yet" in caplog.text
+    assert "no sweep has run yet" in caplog.text
     outbox.sweep()
     assert outbox.runtime.sweeps.read_age() is not None
     assert make_sweep_watch(lambda: "orders", lambda: outbox.runtime.sweeps, 5.0, lambda: False).look() is True

@@ -310,7 +310,7 @@ def test_an_error_that_ends_a_transaction_passes_a_box_unchanged(rig: Rig) -> No
 
 WRONG: list[tuple[Any, str]] = [
     (lambda outbox, _: outbox.add("add"), "lists"),
-    (lambda outbox, _: outbox.add([object()]), "no Celery signature"),
+    (lambda outbox, _: outbox.add([object()]), "not a Celery signature"),
     (lambda outbox, add: outbox.add([add.s(STORED_ID, 1)]), "the id itself"),
     (lambda outbox, _: outbox.add(events=[Event("seat.booked", {"seat": STORED_ID})]), "the id itself"),
     (lambda outbox, add: outbox.add([add.s(1, "x" * 17_000_000)]), "16 MB"),

@@ -136,7 +136,7 @@ def test_a_removal_that_mongodb_does_not_answer_is_made_again(
     rig.drain()
     with failpoint(mode={"skip": 1}, failCommands=["update"], closeConnection=True, appName="dispatcher"):  # a claim
         outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
-        wait_for(lambda: "left to the sweep" in caplog.text)
+        wait_for(lambda: "left_to_sweep" in [getattr(each, "event", "") for each in caplog.records])
         assert rig.sent() == [[1, 0]]
         assert outbox.status().pending == 1
     wait_for(lambda: settled(outbox))

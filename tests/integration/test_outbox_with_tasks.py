@@ -188,12 +188,12 @@ def test_requests_of_a_bulk_write_carry_tasks_and_keep_their_kind(outbox: Outbox
 
 
 REFUSED: dict[str, tuple[str, Make]] = {
-    "both": ("side by side", lambda outbox, task: outbox.with_tasks({"a": 1, "$set": {"b": 1}}, [task])),
-    "a text": ("can carry no tasks", lambda outbox, task: outbox.with_tasks("x", [task])),
+    "both": ("both operators and fields", lambda outbox, task: outbox.with_tasks({"a": 1, "$set": {"b": 1}}, [task])),
+    "a text": ("cannot carry tasks", lambda outbox, task: outbox.with_tasks("x", [task])),
     "a document with the field": ("belongs to", lambda outbox, task: outbox.with_tasks({"pendingEvents": 1}, [task])),
     "a path": ("belongs to", lambda outbox, task: outbox.with_tasks({"$set": {"pendingEvents.count": 1}}, [task])),
     "without tasks": ("belongs to", lambda outbox, _: outbox.with_tasks({"$unset": {"pendingEvents": 1}})),
-    "a stage": ("could drop", lambda outbox, task: outbox.with_tasks([{"$replaceWith": {"a": 1}}], [task])),
+    "a stage": ("could remove", lambda outbox, task: outbox.with_tasks([{"$replaceWith": {"a": 1}}], [task])),
     "an upsert": (
         "belongs to",
         lambda outbox, task: outbox.with_tasks(
@@ -205,16 +205,19 @@ REFUSED: dict[str, tuple[str, Make]] = {
         lambda outbox, task: outbox.with_tasks(ReplaceOne({"_id": 1}, {"pendingEvents": 1}), [task]),
     ),
     "a delete": ("OutboxCollection", lambda outbox, task: outbox.with_tasks(DeleteMany({}), [task])),
-    "two ids": ("leave one of them out", lambda outbox, task: outbox.with_tasks({"_id": 1}, [task], id=2)),
-    "an id of a request": ("says itself", lambda outbox, task: outbox.with_tasks(InsertOne({}), [task], id=2)),
+    "two ids": ("Leave one of them out", lambda outbox, task: outbox.with_tasks({"_id": 1}, [task], id=2)),
+    "an id of a request": ("leave id= out", lambda outbox, task: outbox.with_tasks(InsertOne({}), [task], id=2)),
     "an operator of nothing": ("takes a document", lambda outbox, task: outbox.with_tasks({"$max": 5}, [task])),
-    "no list at all": ("are lists", lambda outbox, _: outbox.with_tasks({"a": 1}, None)),  # type: ignore[arg-type]
-    "a task, no list": ("are lists", lambda outbox, task: outbox.with_tasks({"a": 1}, task)),
-    "delay": ("no Celery signature", lambda outbox, task: outbox.with_tasks({"a": 1}, [task.type.delay])),
-    "what makes a signature": ("no Celery signature", lambda outbox, task: outbox.with_tasks({"a": 1}, [task.type.s])),
+    "no list at all": ("must be lists", lambda outbox, _: outbox.with_tasks({"a": 1}, None)),  # type: ignore[arg-type]
+    "a task, no list": ("must be lists", lambda outbox, task: outbox.with_tasks({"a": 1}, task)),
+    "delay": ("not a Celery signature", lambda outbox, task: outbox.with_tasks({"a": 1}, [task.type.delay])),
+    "what makes a signature": (
+        "not a Celery signature",
+        lambda outbox, task: outbox.with_tasks({"a": 1}, [task.type.s]),
+    ),
     "a rename": ("belongs to", lambda outbox, _: outbox.with_tasks({"$rename": {"a": "pendingEvents.a"}})),
     "a stage that unsets": ("belongs to", lambda outbox, _: outbox.with_tasks([{"$unset": "pendingEvents"}])),
-    "no event": ("is no event", lambda outbox, _: outbox.with_tasks({"a": 1}, events=[{"a": 1}])),
+    "no event": ("is not an event", lambda outbox, _: outbox.with_tasks({"a": 1}, events=[{"a": 1}])),
     "no routing key": ("routing key", lambda outbox, _: outbox.with_tasks({"a": 1}, events=[Event("", 1)])),
     "an event's body": ("as JSON", lambda outbox, _: outbox.with_tasks({"a": 1}, events=[Event("k", object())])),
 }

@@ -207,4 +207,5 @@ def test_a_write_of_a_chunk_counts_once_and_for_its_term_alone(world: SnapshotWo
     assert (after.last, after.until, after.done) == (end, end, 7)
     assert store.begin(after, 5) is not None
     assert not store.move(snapshot_id, 5, 2, larger, 1, larger)
+    assert [store.move(snapshot_id, 5, 2, larger, 1) for _ in range(2)] == [True, False]
     assert store.mark_read_end(snapshot_id, 4, 2) is None

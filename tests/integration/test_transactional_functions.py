@@ -162,7 +162,7 @@ def test_what_cannot_run_in_a_transaction_is_refused(function: Any, words: str) 
 
 def test_the_wrong_order_of_decorators_is_refused_with_the_right_one(app: Celery) -> None:
     """`autoretry_for` inside the transaction would take the transient errors first."""
-    with pytest.raises(ConfigurationError, match=r"put it below.*@app\.task.*then @transactional"):
+    with pytest.raises(ConfigurationError, match=r"Put it below.*@app\.task.*then @transactional"):
 
         @transactional(lambda: pytest.fail("no client is needed"))
         @app.task(autoretry_for=(Exception,))

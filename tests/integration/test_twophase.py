@@ -321,7 +321,7 @@ def test_participants_in_another_cluster_are_found_by_alias(
         (Participant("db.c", 1, {"$inc": {"transactionFence": 1}}), "transactionFence"),
         (Participant("db.c", 1, {"$rename": {"a": "_id"}}, {"$set": {"a": 1}}), "_id"),
         (Participant("c", 1, {"$inc": {"a": 1}}), "collection"),
-        ("A", "no Participant"),
+        ("A", "not a participant"),
     ],
 )
 def test_a_participant_that_cannot_work_is_refused_at_the_beginning(
@@ -362,7 +362,7 @@ def test_cancel_rolls_back_what_is_pending_and_refuses_what_is_applied(
     with pytest.raises(TransactionStateError, match="compensate"):
         bank.cancel(done)
     assert balances(database) == {"A": 900, "B": 1100}
-    with pytest.raises(TransactionStateError, match="only one that is done"):
+    with pytest.raises(TransactionStateError, match="Only a transaction that is done"):
         bank.compensate(waiting)
 
 
@@ -565,13 +565,19 @@ def test_foreign_states_and_shapes_are_refused_and_do_not_stop_recovery(
         ]
     )
 
-    for identity, said in [(1, "unknown state"), (2, "shape"), (3, "shape"), (4, "shape"), (99, "no transaction")]:
+    for identity, said in [
+        (1, "unknown state"),
+        (2, "is damaged"),
+        (3, "is damaged"),
+        (4, "is damaged"),
+        (99, "no transaction"),
+    ]:
         with pytest.raises(TransactionStateError, match=said):
             bank.run(identity)
     report = {each.id: each for each in bank.recover()}
     assert set(report) == {2, 3, 4, 5}
     assert report[5].after == "done"
-    assert all("shape" in (report[identity].error or "") for identity in (2, 3, 4))
+    assert all("is damaged" in (report[identity].error or "") for identity in (2, 3, 4))
     assert state_of(bank, 1) == "frozen"
 
 

@@ -62,10 +62,10 @@ def test_what_is_refused_or_canceled_inside_fails_nothing_else(
     def body(session: ClientSession) -> None:
         assert bank.transfer("A", "B", 1, id="done") == bank.run("done").id == "done"
         assert bank.transfer("A", "B", 10, id="initial") == "initial"
-        words = r"already|after the commit|compensate\(|nothing is left|only one that is done"
+        words = r"already|after the commit|compensate\(|[Nn]othing needs|[Oo]nly a transaction"
         with pytest.raises(TransactionCanceledError, match="does not meet"):
             bank.transfer("A", "B", 5000, id="canceled")
-        with pytest.raises(TransactionCanceledError, match="one document"):
+        with pytest.raises(TransactionCanceledError, match="same document"):
             bank.begin([Participant(database["orders"], each, {"$inc": {"n": 1}}) for each in (1, 1.0)], run=True)
         for call in (
             lambda: bank.transfer("A", "B", 2, id="done"),
@@ -246,12 +246,12 @@ def test_a_payment_joins_the_innermost_transaction_or_none(
 
     def inner(session: ClientSession) -> None:
         assert outer.in_transaction
-        with pytest.raises(ConfigurationError, match="innermost"):
+        with pytest.raises(ConfigurationError, match="cannot join the transaction"):
             bank.transfer("A", "B", 10, session=outer)
         if session.client is client:
             bank.transfer("A", "B", 10)
         else:
-            with pytest.raises(ConfigurationError, match="innermost"):
+            with pytest.raises(ConfigurationError, match="cannot join the transaction"):
                 bank.transfer("A", "B", 10)
 
     with transactional(client) as outer:
@@ -259,7 +259,7 @@ def test_a_payment_joins_the_innermost_transaction_or_none(
             transactional(each, independent=True).run(inner)
 
     def repeated(_: ClientSession) -> None:
-        with pytest.raises(ConfigurationError, match="innermost"):
+        with pytest.raises(ConfigurationError, match="cannot join the transaction"):
             bank.transfer("A", "B", 10, session=drivers)
 
     with client.start_session() as drivers, drivers.start_transaction():

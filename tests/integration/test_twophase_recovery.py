@@ -467,7 +467,7 @@ def test_what_nobody_begins_expires(bank: TwoPhaseCommit, database: Database[Doc
         "tutorial": ("initial", "canceled"),
         "queued": ("initial", "done"),
     }
-    with pytest.raises(TransactionCanceledError, match="nobody has begun it"):
+    with pytest.raises(TransactionCanceledError, match="it was not started"):
         bank.transfer("A", "B", 1, id="old")
     expired = database["transactions"].find_one({"_id": "old"}) or {}
     assert expired["expiresAt"].replace(tzinfo=UTC) > datetime.now(UTC)
@@ -499,7 +499,7 @@ def test_whoever_cannot_reach_a_participant_takes_nothing_from_those_who_can(
     else:
         assert {each.stopped for each in blind.recover(0, all=True)} == {True}
         (said,) = [each.getMessage() for each in caplog.records if getattr(each, "event", "") == "recovery_failed"]
-        assert said.startswith("2 transactions could not be recovered by this process")
+        assert said.startswith("This process could not recover 2 transactions")
         assert all(repr(identity) in said for identity in two)
 
     assert {each["application"] for each in clusters.log.find()} == {"bank"}

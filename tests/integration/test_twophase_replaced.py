@@ -55,7 +55,7 @@ def test_a_participant_that_is_written_back_whole_is_changed_once_or_stops_it_lo
             stopped.append(str(error))
     state, found = rescuer.read(identity).state, balances(accounts)
     if stopped:
-        assert "written back as a whole" in stopped[0]
+        assert "was replaced, or deleted" in stopped[0]
         assert found["A"] in {900, 1000}
         assert found["B"] in {1000, 1100}
     else:
@@ -82,9 +82,9 @@ def test_what_a_person_puts_right_goes_on_and_nothing_else_does(
             accounts["accounts"].update_one({"_id": "A"}, {"$inc": {"balance": -100}, "$push": {MARKERS: identity}})
     write_back(accounts, "A")
     for act in (rescuer.run, rescuer.cancel):
-        with pytest.raises(TransactionStateError, match="written back as a whole"):
+        with pytest.raises(TransactionStateError, match="was replaced, or deleted"):
             act(first)
-    with pytest.raises(TransactionStateError, match="written back as a whole"):
+    with pytest.raises(TransactionStateError, match="was replaced, or deleted"):
         rescuer.run(other)
 
     if has_change:
@@ -112,7 +112,7 @@ def test_the_look_of_another_transaction_does_not_reopen_the_hole(
         stopped = [each.error or "" for each in rescuer.recover(0)]
         let_go(accounts, identity, stopped)
 
-    assert "written back as a whole" in stopped[0]
+    assert "was replaced, or deleted" in stopped[0]
     assert [type(error) for error in errors] == [TransactionCanceledError]
     assert balances(accounts) == {"A": 899, "B": 1101}
 
@@ -156,8 +156,8 @@ def test_a_transaction_that_stops_when_it_is_begun_says_so_at_once(
         return apply(*given)
 
     monkeypatch.setattr(documents, "apply", replace)
-    with pytest.raises(TransactionStateError, match="written back as a whole") as stopped:
+    with pytest.raises(TransactionStateError, match="was replaced, or deleted") as stopped:
         bank.transfer("A", "B", 100, id="pay")
     found = accounts["transactions"].find_one({"_id": "pay"}) or {}
     assert vars(stopped.value)["state"] == found["state"] == "pending"
-    assert "written back as a whole" in found["stoppedBy"]
+    assert "was replaced, or deleted" in found["stoppedBy"]

@@ -213,6 +213,6 @@ def test_what_may_not_be_written_gives_the_money_back_once_its_deadline_has_pass
 
 def test_without_a_right_nothing_is_begun(guarded: Guarded) -> None:
     bank = guarded.allow(*[each for each in NEEDED if (each.cluster, each.collection) == ("east", "accounts")])
-    with pytest.raises(AccessError, match="Missing is"):
+    with pytest.raises(AccessError, match="missing right is"):
         guarded.across(bank, 100, run=True)
     assert {each["state"] for each in guarded.log.find()} == {"initial"}

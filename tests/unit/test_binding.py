@@ -121,7 +121,7 @@ def test_what_is_no_celery_app_is_refused(given: Any) -> None:
     """Flask's own extensions are given the Flask app; the URL is no first argument either."""
     bridge = Bridge(url=URL, name="shop")
     bridge.on_change("shop.orders")(summarise)
-    sentence = rf"has to be a Celery app, not {type(given).__name__}: .* celery_init_app\(app\)"
+    sentence = rf"must be a Celery app, not {type(given).__name__}. .* celery_init_app\(app\)"
     with pytest.raises(ConfigurationError, match=sentence):
         bridge.init_app(given)
     with pytest.raises(ConfigurationError, match=sentence):

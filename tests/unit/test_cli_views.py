@@ -135,7 +135,7 @@ def test_very_many_handlers_are_counted() -> None:
     )
     lines = view_of(many).splitlines()
     assert len(lines) < 60
-    assert "    and 180 more handlers; --all shows them" in lines
+    assert "    and 180 more handlers. To see them, use --all" in lines
     assert len(view_of(many, everything=True).splitlines()) > 3400
 
 
@@ -172,7 +172,7 @@ def test_a_bound_that_is_near_is_loud(*, share: float, color: str | None) -> Non
     (line,) = (each for each in text.getvalue().splitlines() if "stored:" in each)
     assert line.startswith(f"  {color or ''}stored: ? changes, ")
     assert "stored: " not in view_of(shape(facts()))
-    assert "size not known without a listener" in view_of(shape(facts(images=[image(0, stored=MARK)])))
+    assert "size unknown without a listener" in view_of(shape(facts(images=[image(0, stored=MARK)])))
 
 
 def test_commands_are_told_as_the_person_types_them() -> None:
@@ -230,7 +230,7 @@ def test_the_change_at_which_a_partition_stands_is_told_with_its_bytes() -> None
     assert json.loads(event) == BLOCKED.event
     *cut, more = list(describe_blocked_change(BLOCKED, 10))[8:]
     assert "\n".join(cut) == event[:10]
-    assert more == f"... and {len(event) - 10} characters more"
+    assert more == f"... and {len(event) - 10} more characters. To see them, use --bytes 0"
 
 
 def test_bytes_that_are_not_stored_or_cannot_be_read_are_said_so() -> None:
@@ -238,9 +238,9 @@ def test_bytes_that_are_not_stored_or_cannot_be_read_are_said_so() -> None:
     retrying = replace(HALTED, state="retrying", due_seconds=7200.0)
     gone = replace(BLOCKED, status=retrying, key=None, token=None, bytes=None, event=None)
     lines = list(describe_blocked_change(gone, None))
-    assert lines[0] == "summarise/3 is retrying at change 7: its change is not known here"
+    assert lines[0] == "summarise/3 is retrying at change 7: the change is not known here"
     assert "due in 2 h" in lines[2]
-    assert "its bytes are not stored" in lines[-1]
+    assert "bytes of the change are not stored" in lines[-1]
     assert "base64" in list(describe_blocked_change(replace(BLOCKED, event=None, raw="AA=="), None))[-1]
 
 

@@ -71,12 +71,12 @@ def test_another_cluster_is_asked_for_once_a_process() -> None:
         return made[-1]
 
     bank = TwoPhaseCommit(None, fresh, application="bank", clients={"other": other})
-    with pytest.raises(Exception, match="could not find again"):
+    with pytest.raises(Exception, match="could not find the client"):
         bank._clusters.find_alias(other_cluster())
     assert bank._clusters.find_alias(made[0]) == "other"
 
     def is_the_childs() -> bool:
-        with pytest.raises(Exception, match="could not find again"):
+        with pytest.raises(Exception, match="could not find the client"):
             bank._clusters.find_alias(made[0])
         return bank._clusters.find_alias(made[-1]) == "other" and len(made) == 2
 

@@ -46,12 +46,12 @@ def test_no_line_of_a_list_is_wider_than_a_terminal() -> None:
     first = {**LETTER, "id": "8266001122336655669900", "parked": True, "waiting": 2}
     lines = list(list_lines("shop", Found(7, [], leads=True), [LETTER, waiting, behind, first]))
     assert lines[0] == "shop: 7 dead letters"
-    assert lines.count("  its last replay has failed (2 starts)") == 3, "where none is asked for"
+    assert lines.count("  the last replay failed (2 starts)") == 3, "where none is asked for"
     assert lines[1:3] == ["8266001122334455667  skipped 2026-11-23 06:30:19 UTC", "  summarise: shop.orders insert 5"]
-    assert "  its replay waits for its next try: ConnectionError: no" in lines
-    assert "  waits behind 826600112233445566" in lines
-    assert "  its key is parked, 2 changes wait behind it" in lines
-    assert lines[-1] == "and 3 more: --limit"
+    assert "  a replay waits for its next attempt: ConnectionError: no" in lines
+    assert "  waits for 826600112233445566" in lines
+    assert "  the key is parked, and 2 later changes wait" in lines
+    assert lines[-1] == "and 3 more. To see them, use --limit"
     assert max(map(len, lines)) <= 80
 
 
@@ -75,22 +75,22 @@ def test_ids_are_as_long_as_it_takes_to_tell_them_apart() -> None:
     ("change", "words"),
     [
         ({"event": {"operationType": "insert"}, "raw": None}, '"operationType": "insert"'),
-        ({"event": None, "raw": "AAAA"}, "--json has its bytes in base64"),
-        ({"event": None, "raw": None}, "too large to be kept"),
+        ({"event": None, "raw": "AAAA"}, "--json shows its bytes in base64"),
+        ({"event": None, "raw": None}, "too large to be stored"),
     ],
 )
 def test_a_letter_is_shown_with_what_is_kept_of_it(change: Document, words: str) -> None:
     """Its whole error and traceback, too."""
     text = "\n".join(show_lines({**LETTER, "replay": "requested"}, change, leads=False))
     assert all(each in text for each in (words, LETTER["error"], "Traceback", "2 starts by replays"))
-    assert "its replay is asked for, and begins when a listener leads" in text
+    assert "a replay is requested, and begins when a listener leads" in text
 
 
 def test_a_letter_names_the_changes_for_which_its_change_stood() -> None:
     """Where its handler coalesces, they would vanish without a trace."""
     plain = {**LETTER, "replays": 0, "passed": 21, "passed_over": ["8201", "8202"]}
     text = "\n".join(show_lines(plain, {"event": None, "raw": None}, leads=True))
-    assert "  stands for 21 earlier changes of its document\n    8201\n    8202\n" in text.replace(
+    assert "  includes 21 earlier changes of the same document\n    8201\n    8202\n" in text.replace(
         "\n  error", "\n\n  error"
     )
     texts = dict.fromkeys(("key", "cause", "error", "traceback", "kept"), "a text")
@@ -110,10 +110,10 @@ def test_a_key_is_always_text_too(text: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["replay"], "choose dead letters by HANDLER"),
-        (["discard", "--yes"], "or all of them with --all"),
-        (["replay", "summarise", "--all"], "--all is every dead letter of the bridge"),
-        (["list", "--since", "yesterday"], "is no time: give ISO 8601"),
+        (["replay"], "Use HANDLER"),
+        (["discard", "--yes"], "or --all for all of them"),
+        (["replay", "summarise", "--all"], "--all chooses every dead letter"),
+        (["list", "--since", "yesterday"], "is not a time. Give ISO 8601"),
         (["list", "--limit", "0"], "--limit"),
     ],
 )

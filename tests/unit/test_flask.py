@@ -149,14 +149,14 @@ def test_the_bridge_listens_to_the_database_of_flask_pymongo(
 def test_a_config_without_settings_of_celery_is_refused(config: dict[str, Any]) -> None:
     app = Flask("shop")
     app.config.from_mapping(config)
-    with pytest.raises(ConfigurationError, match=r"has no CELERY; give Celery's settings there, such as app\.config"):
+    with pytest.raises(ConfigurationError, match=r"has no CELERY. Put Celery's settings there, such as app\.config"):
         celery_init_app(app)
     assert "celery" not in app.extensions
 
 
 def test_an_app_that_has_a_celery_app_gets_no_second_one(make_app: Factory) -> None:
     app = make_app()
-    with pytest.raises(ConfigurationError, match=r"'shop' has a Celery app already; use app.extensions\['celery'\]"):
+    with pytest.raises(ConfigurationError, match=r"'shop' already has a Celery app. Use app.extensions\['celery'\]"):
         celery_init_app(app)
 
 

@@ -42,7 +42,7 @@ PARTIAL = {"key": KEYS, "name": "mine", "partialFilterExpression": {COUNT: {"$gt
         (None, "degraded", "does not exist yet"),
         ({"type": "view"}, "failing", "of type view"),
         ({"type": "collection", "options": {"capped": True}}, "failing", "capped"),
-        ({"type": "collection", "options": {}}, "ok", "is there"),
+        ({"type": "collection", "options": {}}, "ok", "exists"),
     ],
 )
 def test_documents_must_be_able_to_grow_and_to_stay(about: Document | None, level: str, words: str) -> None:
@@ -214,4 +214,4 @@ def test_a_writer_says_that_nobody_sweeps_and_is_silent_where_it_cannot_tell(
     assert watch.look() is swept
     found = [(each.levelname, getattr(each, "event", "")) for each in caplog.records]
     assert found == ([("ERROR", "nobody_sweeps")] if swept is False else [])
-    assert all("Run `celery -A APP beat`, or" in each.getMessage() for each in caplog.records)
+    assert all("Run `celery -A APP beat` or" in each.getMessage() for each in caplog.records)

@@ -87,7 +87,7 @@ def test_an_id_of_the_users_is_refused_where_that_of_the_document_is_not_known(a
     """The write may go to several documents."""
     mine = note.s().set(task_id="mine")
     for canvas in (mine, chain(note.si(1), mine), group(mine, note.si(1))):
-        with pytest.raises(OutboxRefusedError, match="has a task id of its own"):
+        with pytest.raises(OutboxRefusedError, match="has a fixed task id"):
             task_entry(app, canvas, NOW)
     assert task_entry(app, mine, NOW, 1).bind == ""
 

@@ -75,8 +75,8 @@ def test_a_url_is_the_processes_own_under_xdist() -> None:
         ("mongo_celery", "Write module:name"),
         ("no_such_package.celery:bridge", r"no module no_such_package\. .*pythonpath = \."),
         ("mongo_celery.nowhere:bridge", r"no module mongo_celery\.nowhere"),
-        ("mongo_celery.errors:bridge", "names no Bridge"),
-        ("mongo_celery:Fence", "names no Bridge"),
+        ("mongo_celery.errors:bridge", "is not a Bridge"),
+        ("mongo_celery:Fence", "is not a Bridge"),
     ],
 )
 def test_a_bridge_that_is_not_there_is_said_in_a_sentence(name: str, said: str) -> None:
@@ -166,10 +166,10 @@ def test_a_change_made_by_hand_has_the_fence_that_it_is_given() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: inserted("shop", {"_id": 1}), "names no collection"),
-        (lambda: deleted("shop.", 1), "names no collection"),
-        (lambda: inserted(".orders", {"_id": 1}), "names no collection"),
-        (lambda: inserted(ORDERS, {"total": 1}), "has an _id"),
+        (lambda: inserted("shop", {"_id": 1}), "is not a collection"),
+        (lambda: deleted("shop.", 1), "is not a collection"),
+        (lambda: inserted(".orders", {"_id": 1}), "is not a collection"),
+        (lambda: inserted(ORDERS, {"total": 1}), "without _id"),
         (lambda: updated(ORDERS, {"_id": 1}), "changes nothing"),
         (lambda: inserted(ORDERS, {"_id": 1, "price": Decimal("1.5")}), "MongoDB cannot hold this insert: .*Decimal"),
         (lambda: inserted(ORDERS, {"_id": 1, "day": date(2026, 1, 1)}), "cannot hold"),

@@ -55,7 +55,7 @@ def check_project(app_configs: Sequence[Any] | None, **_: Any) -> list[CheckMess
         return [
             Error(
                 without_credentials(text),
-                hint=f"Try `celery -A {where} report`, which imports the same modules.",
+                hint=f"Run `celery -A {where} report`. It imports the same modules and shows the whole error.",
                 id="mongo_celery.E002",
             )
         ]
@@ -87,23 +87,24 @@ def _check_app(app: Celery) -> Iterator[CheckMessage]:
 
     if not any(hasattr(each, "autodiscover_tasks") for each in getattr(app, "_fixups", ())):
         yield Error(
-            "Celery has made its app without Django: no module named changes or tasks is found, and handlers leave "
-            "connections open.",
-            hint="Set DJANGO_SETTINGS_MODULE in the environment before Celery(...) is called, as Celery's page on "
-            "Django has it.",
+            "The Celery app was made without Django's settings. Celery finds no modules named changes or tasks, "
+            "and handlers leave database connections open.",
+            hint="Set DJANGO_SETTINGS_MODULE in the environment before Celery(...) is called. Celery's page on "
+            "Django shows how.",
             id="mongo_celery.E003",
         )
     if not (BRIDGES.of(app) or OUTBOXES.of(app) or TWO_PHASE_COMMITS.of(app)):
         yield Warning(
             "The Celery app has no bridge, outbox or TwoPhaseCommit.",
-            hint="Make one in the module of the app, or in a module that it imports; or take "
-            "mongo_celery.contrib.django out of INSTALLED_APPS.",
+            hint="Make one in the module of the app, or in a module that it imports. If you need none, remove "
+            "mongo_celery.contrib.django from INSTALLED_APPS.",
             id="mongo_celery.W004",
         )
     if app.conf.task_always_eager:
         yield Warning(
-            "task_always_eager is set: changes are not committed, and outboxes run tasks where they deliver them.",
-            hint="Unset it where a listener or a worker runs; for tests there is mongo_celery.testing.",
+            "task_always_eager is set. Changes are not committed, and outboxes run tasks in the process that "
+            "delivers them.",
+            hint="Unset it for listeners and workers. For tests use mongo_celery.testing.",
             id="mongo_celery.W005",
         )
 
@@ -120,16 +121,16 @@ def _check_beat(app: Celery) -> Iterator[CheckMessage]:
         names = ", ".join(_show_name(each) for each in OUTBOXES.of(app))
         yield Warning(
             f"Nothing starts sweeps of the app's outboxes ({names}). After a crash or an outage, entries stay unsent.",
-            hint=f"Make one with sweep_every=..., and run `{beat}`, or the listener of a bridge; or have something "
-            "call its sweep().",
+            hint=f"Make an outbox with sweep_every=..., and run `{beat}` or the listener of a bridge. Or call sweep() "
+            "regularly.",
             id="mongo_celery.W009",
         )
     idle = [each.name for each in TWO_PHASE_COMMITS.of(app) if each.recover_every is None]
     if idle and not BRIDGES.of(app):
         yield Warning(
-            f"Beat does not recover the transactions of {', '.join(idle)}. If a process dies, its transactions stay "
-            "incomplete.",
-            hint=f"Make them with recover_every=..., and run `{beat}`; or run `{recover}`.",
+            f"Beat does not recover the transactions of {', '.join(idle)}. If a process dies, its transactions "
+            "stay incomplete.",
+            hint=f"Give them recover_every=..., and run `{beat}`. Or run `{recover}` regularly.",
             id="mongo_celery.W010",
         )
 
@@ -155,7 +156,7 @@ def _check_bridge(wiring: Wiring) -> Iterator[CheckMessage]:
     if wrong is not None:
         yield Error(
             wrong,
-            hint=f"It is an argument of Bridge(...), or a setting {_PREFIX}<OPTION>.",
+            hint=f"Correct the argument of Bridge(...), or the setting {_PREFIX}<OPTION>.",
             obj=name,
             id="mongo_celery.E012",
         )
@@ -164,9 +165,9 @@ def _check_bridge(wiring: Wiring) -> Iterator[CheckMessage]:
         yield Error(nowhere, hint=f"Set {_PREFIX}DATABASE_URL.", obj=name, id="mongo_celery.E013")
     if not wiring.handlers:
         yield Warning(
-            "It has no handlers.",
-            hint="Put them into modules named changes in your Django applications, or import their modules where the "
-            "app is made.",
+            "It has no handlers, so it dispatches no changes.",
+            hint="Put handlers into modules named changes in your Django applications, or import their modules in "
+            "the module of the app.",
             obj=name,
             id="mongo_celery.W014",
         )
@@ -186,9 +187,9 @@ def _check_handler(wiring: Wiring, handler: Handler) -> Iterator[CheckMessage]:
             alias = router.db_for_write(target)
             if _have_no_host_in_common(wiring.url, connections[alias].settings_dict):
                 yield Warning(
-                    f"{target.__name__} is stored in Django's database {alias!r}, and no host of that is in the "
-                    "bridge's URL: of another cluster nothing would come.",
-                    hint=f"Have {_PREFIX}DATABASE_URL and DATABASES[{alias!r}] name the same hosts.",
+                    f"{target.__name__} is stored in Django's database {alias!r}, but the bridge's URL has none "
+                    "of its hosts. If they are different clusters, the handler gets no changes.",
+                    hint=f"Give {_PREFIX}DATABASE_URL and DATABASES[{alias!r}] the same hosts.",
                     obj=name,
                     id="mongo_celery.W016",
                 )

@@ -68,16 +68,16 @@ def _find_home(model: Any) -> tuple[Any, Any]:
     name = getattr(model, "__name__", repr(model))
     concrete = getattr(getattr(model, "_meta", None), "concrete_model", None)
     if concrete is None:
-        raise ConfigurationError(f"{name} is no Django model with a collection; give the class of one.")
+        raise ConfigurationError(f"{name} is not a Django model with a collection. Give a model class, such as Order.")
     if concrete._meta.get_parent_list():  # noqa: SLF001
         raise ConfigurationError(
-            f"{name} inherits from a model with a collection of its own: its instances are in two collections, and a "
-            "change is of one."
+            f"{name} inherits from a model with a separate collection, so each instance is stored in two "
+            "collections. A change has only one of them. Give a model without such a parent."
         )
     connection = connections[router.db_for_write(model)]
     if connection.vendor != "mongodb":
         raise ConfigurationError(
-            f"{name} is stored in {connection.alias!r}, a database of {connection.display_name}; give a model of "
+            f"{name} is stored in {connection.alias!r}, a {connection.display_name} database. Give a model of "
             "django-mongodb-backend."
         )
     return concrete, connection
@@ -87,8 +87,8 @@ def _check_namespace(change: Change, model: Any, database: str, table: str) -> N
     ns = change.ns
     if (ns.get("db"), ns.get("coll")) != (database, table):
         raise HandlerUsageError(
-            f"{model.__name__} is stored in {database}.{table}, and this change is of {change.namespace}; for a "
-            "handler of several collections look at change.ns first."
+            f"{model.__name__} is stored in {database}.{table}, but this change is of {change.namespace}. If the "
+            "handler watches several collections, check change.ns first."
         )
 
 
@@ -102,9 +102,9 @@ def _convert(document: Mapping[str, Any], field: Any, model: Any, connection: An
     except Exception as error:
         # Only the cause has the field's message, which may quote the document.
         raise HandlerUsageError(
-            f"document {document.get('_id')!r} has in {field.column!r} a value of the type "
-            f"{type(document.get(field.column)).__name__}, which {model.__name__}.{field.name}, of the type "
-            f"{field.get_internal_type()}, cannot hold ({type(error).__name__}, whose text is that of the cause); look "
-            "at change.full_document."
+            f"Document {document.get('_id')!r} cannot be loaded: the value of {field.column!r} has the type "
+            f"{type(document.get(field.column)).__name__}, but {model.__name__}.{field.name} is a "
+            f"{field.get_internal_type()} ({type(error).__name__}, see its cause). Use change.full_document "
+            "instead."
         ) from error
     return value

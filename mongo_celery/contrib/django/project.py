@@ -35,7 +35,9 @@ def app_address() -> str:
     found = getattr(settings, SETTING, None)
     found = found or str(getattr(settings, "SETTINGS_MODULE", None) or "").partition(".")[0]
     if not isinstance(found, str) or not found:
-        raise ConfigurationError(f"Nothing says where the Celery app is: set {SETTING} = 'shop.celery:app'.")
+        raise ConfigurationError(
+            f"The Celery app of the project is unknown. Set {SETTING}, for example {SETTING} = 'shop.celery:app'."
+        )
     return found
 
 
@@ -68,13 +70,13 @@ def _find_app(where: str) -> Celery:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"no Celery app can be loaded from {where!r} ({_brief(error)}): set {SETTING} to where it is, as "
-            "celery -A takes it."
+            f"No Celery app can be loaded from {where!r} ({_brief(error)}). Set {SETTING} to the value that you "
+            "give to celery -A, such as 'shop.celery:app'."
         ) from error
     if not isinstance(found, Celery):
         raise ConfigurationError(
-            f"{where!r} is {type(found).__name__}, and no Celery app: set {SETTING} to where it is, as "
-            "celery -A takes it."
+            f"{where!r} is {type(found).__name__}, not a Celery app. Set {SETTING} to the value that you give to "
+            "celery -A, such as 'shop.celery:app'."
         )
     return found
 
@@ -87,7 +89,7 @@ def _import_modules(app: Celery, where: str) -> None:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"a task module of the Celery app {where!r} cannot be imported: {_brief(error)}."
+            f"A task module of the Celery app {where!r} cannot be imported: {_brief(error)}."
         ) from error
 
 

@@ -52,7 +52,7 @@ def transactional(using: str | None = None, **options: Any) -> Callable[[Callabl
     def decorate(function: Callable[P, Result]) -> Callable[P, Result]:
         check_function(function)
         if inspect.iscoroutinefunction(function):
-            raise ConfigurationError("Django's transactions are not for coroutines; decorate a plain function.")
+            raise ConfigurationError("Django's transactions do not work in coroutines. Decorate a plain function.")
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> Result:

@@ -43,14 +43,14 @@ _ROUND_TRIP = 0.25
 """Seconds before the deadline: a timeout after that counts as caused by the deadline."""
 
 AFTER_CRASH = (
-    "If its holder has crashed, the server ends that transaction transactionLifetimeLimitSeconds (60 by default) after "
-    "it began, or up to half of that later. $currentOp shows the open transactions: docs/transactions.md has the query."
+    "If the process that holds it has crashed, the server aborts its transaction within 1.5 times "
+    "transactionLifetimeLimitSeconds (90 s by default). docs/transactions.md has a query that shows open "
+    "transactions."
 )
 
 _ADVICE = (
-    "Pass session= to every operation of the body: a write without it waits for a document that its own transaction "
-    "has locked. Otherwise look for contention, an election, or another transaction that holds a document. "
-    f"{AFTER_CRASH}"
+    "Pass session= to every operation of the body: a write without it waits for its own transaction. Otherwise "
+    f"look for contention, an election, or another transaction that holds a document. {AFTER_CRASH}"
 )
 
 _COMMIT_MARGIN = 0.01
@@ -113,14 +113,15 @@ def raise_rollback_only(scope: TransactionScope, session: Session) -> None:
     """
     if scope.is_inherited:
         raise TransactionError(
-            "A process that was forked inside a transaction has reached its end, so nothing was committed here. Only "
-            "the parent commits. End the process inside the body, as multiprocessing does, or fork it before."
+            "This process was forked inside a transaction and has reached the end of its body. Nothing was "
+            "committed here, because only the parent may commit. End the process inside the body, as "
+            "multiprocessing does, or fork before the transaction."
         )
     reason, has_ended = scope.rollback_reason, not session.in_transaction
     if reason is None and scope.joined_calls and not has_ended:
         raise TransactionError(
-            "The transaction was aborted: a joined call (of a generator or another thread) was still running when its "
-            "body returned. End that call first, or make it independent with independent=True."
+            "The transaction was aborted: its body returned while a joined call (of a generator or another "
+            "thread) was still running. End that call first, or make it independent with independent=True."
         )
     if reason is None or (reason is scope.lock_error and has_ended):
         return
@@ -128,7 +129,7 @@ def raise_rollback_only(scope: TransactionScope, session: Session) -> None:
         raise reason
     fact = "The body had ended the transaction" if has_ended else "The transaction was aborted"
     raise TransactionError(
-        f"{fact}: a joined call failed, and the body caught its error. Let the error pass, or make the call "
+        f"{fact}: a joined call failed, and the body caught its error. Do not catch the error, or make the call "
         f"independent with independent=True. The error was {type(reason).__name__}: {short(reason)}.",
     ) from reason
 
@@ -202,12 +203,12 @@ def _round_trip(session: Session) -> float:
 
 
 def _make_timeout(scope: TransactionScope, error: BaseException | None, outcome: str) -> TransactionTimeoutError:
-    ending = "was aborted" if outcome == "aborted" else "may or may not be committed: no commit was answered"
+    ending = "was aborted" if outcome == "aborted" else "may or may not be committed, because the server did not answer"
     # The last attempt may only have had time to time out. Earlier errors are the reason.
     met = dict.fromkeys(short(each) for each in (scope.transient_error, error) if each is not None)
     reason = (
         f"The last errors were: {'; '.join(met)}. {_ADVICE}" if met else "Shorten the body, or give a larger timeout=."
     )
     return TransactionTimeoutError(
-        f"The time for repeating the transaction is used up; it {ending}. {reason}", outcome=outcome
+        f"The transaction could not be finished in time. It {ending}. {reason}", outcome=outcome
     )

@@ -11,7 +11,7 @@ A *scope* is a transaction that `transactional` runs, over all its attempts. The
 Only `current` decides if a client's transaction is open here. It refuses a transaction of another client of the same
 cluster: writes outside it would repeat with each attempt.
 
-A scope that ends in another context than it began in cannot be removed from the first one. So it is marked as closed.
+A scope that ends in another context than it began in cannot be removed from the first one. It is marked as closed.
 Nothing joins a closed scope.
 """
 
@@ -209,8 +209,8 @@ def join_transaction(session: Session) -> Iterator[None]:
         return
     if scope.is_open and scope.is_inherited:
         raise TransactionError(
-            "This process was forked inside a transaction of its parent, so it cannot join it: MongoDB would lose the "
-            "writes of one of them. Nothing was run. Use a client that this process has made."
+            "This process was forked inside a transaction of its parent and cannot join it, because MongoDB "
+            "would lose some of the writes. Nothing was run. Use a client that this process has created."
         )
     call = object()
     scope.joined_calls.add(call)
@@ -218,8 +218,9 @@ def join_transaction(session: Session) -> Iterator[None]:
         yield
         if call not in scope.joined_calls or not session.in_transaction:
             raise TransactionError(
-                "The transaction has ended before this joined call, so some of the call's writes may be outside of it. "
-                "End the call first and no transaction in it, or make it independent with independent=True."
+                "The transaction ended before this joined call, so some writes of the call may be outside of "
+                "it. Wait for the call before you end the transaction, or make it independent with "
+                "independent=True."
             )
     except BaseException as error:
         # A generator of an earlier attempt that closes now does not affect this attempt.
@@ -277,7 +278,7 @@ def _logging_errors() -> Iterator[None]:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a user's function raises
         logger.error(
-            "a callback after a commit failed; the transaction is committed: %s",
+            "A callback of after_commit failed. The transaction is committed: %s",
             format_traceback(error),
             extra={"event": "callback_failed"},
         )
@@ -338,10 +339,10 @@ def current(client: Any) -> Any:
     for scope in others:
         if is_same_cluster(scope.client, opened):
             raise ConfigurationError(
-                "A transaction of another client of this cluster is open here. This client cannot join it: its writes "
-                "would stay after an abort, and be repeated with each attempt. Use the client of the open transaction: "
-                "session.client, in a handler bridge.client. For an independent transaction, use "
-                "transactional(client, independent=True)."
+                "A transaction of another client of this cluster is open here. This client cannot join it: its "
+                "writes would stay after an abort. Use the client of the open transaction: session.client, or "
+                "bridge.client in a handler. For an independent transaction, use transactional(client, "
+                "independent=True)."
             )
     return None
 
@@ -393,8 +394,8 @@ def after_commit(callback: Callback, session: Session | None = None) -> bool:
 
 
 _CALLBACK = (
-    "This callback of after_commit is a coroutine function, or has returned a coroutine. Only async transactions await "
-    "those. Give a plain function."
+    "This callback of after_commit is a coroutine function, or has returned a coroutine. Only async "
+    "transactions await coroutines. Give a plain function."
 )
 
 

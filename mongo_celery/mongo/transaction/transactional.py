@@ -50,14 +50,14 @@ _OPTIONS: dict[str, Any] = {
 }
 
 _BODY = (
-    "The body has returned a coroutine, which would run after the transaction and outside of it. Make the body a "
-    "coroutine function with an AsyncMongoClient, or use arun."
+    "The body returned a coroutine, which would run after the transaction. Make the body a coroutine function "
+    "with an AsyncMongoClient, or use arun."
 )
 
 _ASYNC_KIND = "Coroutines, async with and arun need an AsyncMongoClient and its sessions."
 _PLAIN_KIND = (
-    "Plain functions, with and run need a MongoClient and its sessions. With an AsyncMongoClient use a coroutine "
-    "function, async with, or arun."
+    "Plain functions, with and run need a MongoClient and its sessions. With an AsyncMongoClient use a "
+    "coroutine function, async with, or arun."
 )
 
 
@@ -158,8 +158,8 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
             )
         if outbox is not None and not hasattr(outbox, "collect"):
             raise ConfigurationError(
-                f"transactional(outbox=...) needs an OutboxCollection, not {type(outbox).__name__}; an Outbox stores "
-                "tasks in the documents that it writes.",
+                f"transactional(outbox=...) needs an OutboxCollection, not {type(outbox).__name__}. An Outbox "
+                "stores tasks in documents instead.",
             )
         check_flags(independent=independent, durable=durable)
         if independent and durable:
@@ -289,8 +289,8 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         """Reserve the object for one `with`."""
         if not self._busy.acquire(blocking=False):
             raise ConfigurationError(
-                "Another `with` uses this transactional object, so no transaction was begun. Make an object for each "
-                "block: with transactional(client) as session:"
+                "Another `with` already uses this transactional object, so no transaction was started. Make an "
+                "object for each block: with transactional(client) as session:"
             )
         try:
             yield
@@ -341,7 +341,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         is_async = kind is AsyncClientSession
         if is_async and self._outbox is not None:
             raise ConfigurationError(
-                "transactional(outbox=...) needs a MongoClient; with an AsyncMongoClient write with_tasks of an Outbox."
+                "transactional(outbox=...) needs a MongoClient. With an AsyncMongoClient use with_tasks of an Outbox."
             )
         client: Any = resolve_client(self._client) if given is None else getattr(given, "client", None)
         if isinstance(client, AsyncMongoClient) is not is_async or not isinstance(given, kind | None):
@@ -350,8 +350,8 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
         around = None if self._is_independent else given if is_open else current(client)
         if self._is_durable and around is not None:
             raise ConfigurationError(
-                "transactional(durable=True) is committed when it returns, but a transaction is open here. Nothing was "
-                "run. Call it outside of that transaction, or without durable.",
+                "transactional(durable=True) must commit when it returns, but a transaction is open here. "
+                "Nothing was run. Call it outside of that transaction, or without durable.",
             )
         if given is not None and not is_open:
             return given, False
@@ -391,13 +391,13 @@ def check_function(function: object) -> None:
     """
     if hasattr(function, "apply_async"):
         raise ConfigurationError(
-            "transactional stands on a Celery task; put it below, on the function: @app.task(...), then "
-            "@transactional(client). Else autoretry_for would take the transient errors before they are repeated here.",
+            "transactional is above @app.task(...), where autoretry_for would catch transient errors first. Put "
+            "it below: first @app.task(...), then @transactional(client), then the function.",
         )
     if not callable(function) or isinstance(function, type):
         raise ConfigurationError(f"transactional needs a function, not {type(function).__name__}.")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigurationError("transactional runs functions and coroutine functions; no generators.")
+        raise ConfigurationError("transactional runs functions and coroutine functions, not generators.")
 
 
 def _refuse(function: Callable[..., Any]) -> None:

@@ -54,7 +54,7 @@ def test_a_failure_that_cannot_be_told_reaches_its_policy(make_chain: Make) -> N
     )
     state = chain.wait_state(halted, lambda state: state["state"] == "halted")
     chain.wait_state(skipped, lambda state: state["committed"] == 1)
-    assert state["retry"]["error"] == "UnprintableError (its text cannot be had: ValueError)"
+    assert state["retry"]["error"] == "UnprintableError (its text cannot be read: ValueError)"
     assert _letter(chain, letter)["error"] == state["retry"]["error"]
     assert "_unprintable" in _letter(chain, letter)["traceback"]
     assert [len(chain.starts(item)) for item in (halted, skipped, letter)] == [1, 1, 1]

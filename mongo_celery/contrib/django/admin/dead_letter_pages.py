@@ -55,7 +55,7 @@ class DeadLetterAdmin(OperationsAdmin):
         found: Found = part.object_list
         ids = short_ids([each.id for each in found.letters])
         rows = [self._list_letter(request, each, id_, found) for each, id_ in zip(found.letters, ids, strict=True)]
-        listener = "" if found.leads or not rows else " No listener is running: replays wait for one."
+        listener = "" if found.leads or not rows else " No listener is running, so replays wait."
         return AdminPage(
             title="Dead letters",
             lines=[f"{number(letters.count, 'dead letter', 'dead letters')}.{listener}"],
@@ -77,7 +77,7 @@ class DeadLetterAdmin(OperationsAdmin):
     def _show_letter(self, request: HttpRequest, operations: Operations, bridge: str) -> AdminPage:
         found = operations.find_dead_letters(ids=_check_names(bridge, request.GET))
         if not found.letters:
-            raise CommandRefusedError("This dead letter is gone. Go back to the list.")
+            raise CommandRefusedError("This dead letter no longer exists. Go back to the list.")
         letter = found.letters[0]
         facts = {
             "Id": letter.id,
@@ -129,7 +129,7 @@ def _check_names(bridge: str, given: QueryDict) -> list[str]:
     """
     names = list(dict.fromkeys(given.getlist("letter")))
     if not names or not all(each.startswith(f"{bridge}/") for each in names):
-        raise CommandRefusedError("Choose dead letters first.")
+        raise CommandRefusedError("No dead letters are chosen. Choose some first.")
     return names
 
 

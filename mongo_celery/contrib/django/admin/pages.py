@@ -140,11 +140,11 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
     """Address field of a details page. A list does not have it."""
 
     def has_add_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002 - Django's
-        """Return False: nobody can add anything here, not even a superuser."""
+        """Return False. Not even a superuser can add anything here."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: object = None) -> bool:  # noqa: ARG002
-        """Return False: nobody can delete rows here."""
+        """Return False. Rows cannot be deleted here."""
         return False
 
     def may_see_contents(self, request: HttpRequest) -> bool:
@@ -183,7 +183,10 @@ class OperationsAdmin(ModelAdmin):  # type: ignore[misc] # Django has no types
             with pymongo.timeout(READ_SECONDS):
                 plan = self.make_plan(make_operations(request, form.get("bridge", "")), action, form, reason)
             if "confirmed" in form and form.get("seen", "") != plan.seen:
-                raise CommandRefusedError("This has changed since you saw it. Look again, then repeat the action.")
+                raise CommandRefusedError(
+                    "The state has changed since you opened this page, so nothing was done. Check it, then repeat "
+                    "the action."
+                )
         except Exception as error:  # noqa: BLE001
             messages.error(request, to_line(to_sentence(error)))
             return HttpResponseRedirect(self._list_url(request))
