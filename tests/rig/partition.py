@@ -19,7 +19,8 @@ from tests.fixtures.mongo import sparse
 from tests.fixtures.samples import first_token
 from tests.rig.changes import BRIDGE, HANDLER, TERM, Document, token
 
-TTL = 5.0
+TTL = 30.0
+"""Seconds. A call may take a part of it, and a busy machine stalls for some seconds."""
 NASTY = ("$committed", "$$NOW", "$", "$.x", "a.b", "")
 """Strings of users that a pipeline would read as expressions, and others that look odd."""
 
