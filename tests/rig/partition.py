@@ -88,9 +88,9 @@ class PartitionRig:
         return image
 
 
-def make_partition(client: MongoClient[Document], database: str) -> PartitionRig:
+def make_partition(client: MongoClient[Document], database: str, ttl: float = TTL) -> PartitionRig:
     """Make a partition that was just taken over with `TERM`."""
-    store = Store(client, BridgeOptions(name=BRIDGE, database=database, lease_ttl=TTL, claim_ttl=TTL))
+    store = Store(client, BridgeOptions(name=BRIDGE, database=database, lease_ttl=ttl, claim_ttl=ttl))
     store.partitions.prepare({HANDLER: None}, layouts(HANDLER), TERM)
     store.partitions.take_over({HANDLER: 0}, TERM)
     majority = client.get_database(database, write_concern=WriteConcern("majority"))
