@@ -307,7 +307,7 @@ def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
     assert first not in page
 
     told = said(confirm(browser, f"{LETTERS}act/", action="replay", bridge="shop", letter=[first, third]))
-    assert "2 of 2 dead letters are to be replayed" in told[0]
+    assert "2 of 2 dead letters will be replayed" in told[0]
     assert f"replay shop, {first}, {third}:" in LogEntry.objects.get().change_message
     deliver(runner, [1, 3])
     assert letters() == [second]

@@ -195,7 +195,7 @@ def test_a_record_that_cannot_be_stored_is_no_secret(stage: PositionsRig, monkey
             stage.bridge.operations.pause(HANDLER).run()
     assert stage.partition(0)["state"] == "flowing"
     monkeypatch.setattr(AuditRecords, "add", fails)
-    with pytest.raises(DeploymentError, match=rf"`pause {HANDLER}` was carried out \(partitions 2\)"):
+    with pytest.raises(DeploymentError, match=rf"`pause {HANDLER}` has done its work \(partitions 2\)"):
         stage.bridge.operations.pause(HANDLER).run()
     assert stage.partition(0)["state"] == "paused"
     stage.release()

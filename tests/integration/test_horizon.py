@@ -111,7 +111,7 @@ _HELD: list[tuple[Document, str, str]] = [
     ({"state": "halted"}, "halted", "celery -A shop changes skip record 1"),
     ({"state": "paused"}, "paused", "celery -A shop changes resume record 1"),
     ({"due_in": 9.0}, "retrying", "celery -A shop changes retry record 1"),
-    ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "bring back"),
+    ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "server"),
     ({}, "unclaimed", "workers"),
 ]
 

@@ -103,10 +103,10 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: LedBridge)
     head = {"$set": {"halted.resumeToken": mark_at(Timestamp(6, 1)).token}}
     led.state["partitions"].update_one({"_id": led.image.id}, head)
     led.lose_history(later)
-    with pytest.raises(CommandRefusedError, match="can no longer be read"):
+    with pytest.raises(CommandRefusedError, match="cannot run again"):
         led.operations.retry("summarise", 0).run()
     assert led.store.subscriptions.move_start("summarise", led.version, later, "oldest")
-    with pytest.raises(CommandRefusedError, match="can no longer be read"):
+    with pytest.raises(CommandRefusedError, match="cannot run again"):
         led.operations.retry("summarise", 0).run()
     assert led.partition().state == "halted"
     led.report(held=[{"subscription": "summarise", "partition": 0}])
@@ -124,7 +124,7 @@ def test_a_lost_history_is_passed_once_and_leaves_a_record(led: LedBridge) -> No
     assert first.fields["from"] == Timestamp(5, 1).as_datetime().isoformat()
     before = led.store.leases.read() or {}
     to = first.run().fields["to"]
-    with pytest.raises(CommandRefusedError, match="has changed since"):
+    with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
         second.run()
     (document,) = [each for each in led.store.subscriptions.read_all() if parse_name(each) == "summarise"]
     start = document["startAtOperationTime"]
@@ -190,9 +190,9 @@ def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(led: LedB
     [
         (lambda operations: operations.retry("summarise", 1), "nothing to retry"),
         (lambda operations: operations.skip("summarise", 1), "not halted"),
-        (lambda operations: operations.pause("summarise", 0), "retry it, or skip it"),
-        (lambda operations: operations.resume("summarise", 0), "retry it, or skip it"),
-        (lambda operations: operations.retry("summarise", 2), "handled at this moment"),
+        (lambda operations: operations.pause("summarise", 0), "Retry the change, or skip it"),
+        (lambda operations: operations.resume("summarise", 0), "Retry the change, or skip it"),
+        (lambda operations: operations.retry("summarise", 2), "running at this moment"),
         (lambda operations: operations.pause("summarize"), "did you mean 'summarise'"),
         (lambda operations: operations.reset("summarize", "now"), "did you mean 'summarise'"),
         (lambda operations: operations.history("summarize"), "did you mean 'summarise'"),

@@ -640,14 +640,14 @@ def test_a_collection_of_the_other_kind_is_refused() -> None:
     with MongoClient[Any](NOWHERE, connect=False) as client, client.start_session() as session:
         session.start_transaction()
         theirs: Any = AsyncMongoClient[Any](NOWHERE, connect=False)["shop"]["seats"]
-        with pytest.raises(ConfigurationError, match="locks in a Collection, as its session's client has, not Async"):
+        with pytest.raises(ConfigurationError, match="needs a Collection of the session's client, not Async"):
             select_for_update(theirs, {}, session=session)
 
     async def main() -> None:
         async with AsyncMongoClient[Any](NOWHERE, connect=False) as client, client.start_session() as session:
             await session.start_transaction()
             ours: Any = MongoClient[Any](NOWHERE, connect=False)["shop"]["seats"]
-            with pytest.raises(ConfigurationError, match="asynchronous locks in an AsyncCollection"):
+            with pytest.raises(ConfigurationError, match="asynchronous needs an AsyncCollection"):
                 await asynchronous.select_for_update(ours, {}, session=session)
 
     asyncio.run(main())
