@@ -83,7 +83,7 @@ def test_a_write_concern_that_failed_is_an_error_of_a_plain_command_too(
     failed = {"writeConcernError": {"code": 64, "errmsg": "late"}}
     with (
         failpoint(failCommands=["update", "findAndModify"], appName=APP, **failed),
-        pytest.raises(OperationFailure, match="late"),
+        pytest.raises(OperationFailure),
     ):
         CALLS[call](make_table(10.0))
 
