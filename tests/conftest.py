@@ -32,6 +32,7 @@ pytest_plugins = [
     "tests.rig.project",
     "tests.rig.deployment",
     "tests.rig.outbox",
+    "tests.integration.clusters_rig",
 ]
 
 _PROCESSES_PER_CORE = 3

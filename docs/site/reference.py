@@ -118,6 +118,7 @@ def _command(command: click.Command, path: str, level: int) -> Iterator[str]:
         yield from ("| option | |", "|---|---|")
         yield from (f"| `{_cell(name)}` | {_cell(text)} |" for name, text in options)
         yield ""
+    yield from (f"Example: `{str(command.epilog).removeprefix('Example: ')}`", "")
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
             if found := command.get_command(context, name):

@@ -69,8 +69,8 @@ class Bridge:
     ) -> None:
         if url is not None and not isinstance(url, str):
             raise ConfigurationError(
-                "Bridge needs a MongoDB URL, not a client: a MongoClient opened before a worker forks cannot be used "
-                "after it, so the bridge makes its own.",
+                "Bridge needs a MongoDB URL, not a client, because a MongoClient cannot be used after a worker forks. "
+                "Pass the URL, such as 'mongodb://localhost/shop'.",
             )
         self._declared = Wiring(name, url, options)
         self._declarations: dict[tuple[type[Declared], str], Declared] = {}
@@ -86,7 +86,7 @@ class Bridge:
 
     def init_app(self, app: Celery) -> None:
         """
-        Bind the bridge to one more Celery app, which then has its queues, tasks and commands.
+        Bind the bridge to one more Celery app, which then has the bridge's queues, tasks and commands.
 
         A second call for the same app does nothing.
 
@@ -96,8 +96,8 @@ class Bridge:
         """
         if self._only is not None:
             raise ConfigurationError(
-                f"bridge {self.name} is already bound to an app; make it without one, Bridge(), to call init_app for "
-                "each of several.",
+                f"bridge {self.name} already has an app, because it was made with one. To use it in several apps, make "
+                "it with Bridge(), and call init_app for each app.",
             )
         with LOCK:
             if self._find_in(app) is None:
@@ -112,7 +112,7 @@ class Bridge:
         """
         wiring = self._only or self._find_in(app)
         if wiring is None or wiring.bound is not _itself(app):
-            raise ConfigurationError(f"{self!r} is not bound to {app!r}; call init_app(app).")
+            raise ConfigurationError(f"{self!r} is not bound to {app!r}. Call init_app(app) first.")
         bridge: Bridge = wiring.public
         return bridge
 
@@ -123,7 +123,7 @@ class Bridge:
 
     @property
     def name(self) -> str:
-        """Part of queue names, task ids and state."""
+        """The name of the bridge, a part of queue names, task ids and state."""
         return self.wiring.name
 
     @property
@@ -253,7 +253,9 @@ class Bridge:
         """
         namespace = collection.full_name if isinstance(collection, Collection) else collection
         if not isinstance(namespace, str):
-            raise ConfigurationError(f"outbox({collection!r}): name the collection as 'db.collection'.")
+            raise ConfigurationError(
+                f"outbox({collection!r}) needs a collection, such as 'shop.orders' or a PyMongo collection."
+            )
         declared = DeclaredOutbox(namespace, name or namespace, options, watch)
         with LOCK:
             return cast("Outbox", self._declare(declared))
@@ -265,8 +267,8 @@ class Bridge:
         key = type(declared), declared.name
         if isinstance(declared, DeclaredOutbox) and key in self._declarations:
             raise ConfigurationError(
-                f"bridge {self._declared.name} already has an outbox named {declared.name!r}; give this one "
-                "name='...', or make it by bridge.of(app).outbox(...) for the app that is just made.",
+                f"bridge {self._declared.name} already has an outbox named {declared.name!r}. Give this one another "
+                "name='...'. In a function that makes an app, use bridge.of(app).outbox(...).",
             )
         with self._declared.keep_handlers_on_error():
             if isinstance(declared, DeclaredHandler):
@@ -327,7 +329,8 @@ class Bridge:
             if len(self._bound) > 1:
                 raise ConfigurationError(
                     f"bridge {self._declared.name} is bound to {len(self._bound)} apps, and Celery's current app is "
-                    "none of them: ask bridge.of(app), or call app.set_current() (in all threads: app.set_default()).",
+                    "none of them. Use bridge.of(app), or call app.set_current() or, for all threads, "
+                    "app.set_default().",
                 )
         return next(iter(self._bound), None)
 

@@ -293,7 +293,7 @@ class Change:
             HandlerUsageError: you gave both a fence and a token.
         """
         if fence is not None and fencing_token is not None:
-            raise HandlerUsageError("A fence has a token: leave out fencing_token, or give it without fence.")
+            raise HandlerUsageError("A fence contains a token. Give either fence or fencing_token, not both.")
         database, _, collection = ns.partition(".")
         if document_key is None and full_document is not None and "_id" in full_document:
             document_key = {"_id": full_document["_id"]}
@@ -326,7 +326,9 @@ def _as_given(fence: Fence, _change: Change) -> Fence:
 
 def _find_collection(client: Any, namespace: str) -> Collection[dict[str, Any]]:
     if client is None:
-        raise HandlerUsageError(f"To write to {namespace!r} by its name, pass Change.build(..., client=...) as well.")
+        raise HandlerUsageError(
+            f"This change has no client for {namespace!r}. Use Change.build(..., client=...), or pass a collection."
+        )
     return find_collection(client, namespace)
 
 
@@ -451,7 +453,7 @@ class Changes(tuple[Change, ...]):
         """Make the changes of one execution. A unit test may pass its handler a plain list instead."""
         made = super().__new__(cls, changes)
         if not made:
-            raise HandlerUsageError("A handler of on_changes gets one change at least.")
+            raise HandlerUsageError("Changes() needs at least one change.")
         return made
 
     @property
@@ -475,8 +477,8 @@ class Changes(tuple[Change, ...]):
         """
         if len({(change.partition, change.fencing_token) for change in self}) > 1:
             raise HandlerUsageError(
-                "The changes of a list are of one partition and one execution, and these have several fences: in a "
-                "unit test build all of them with the same one.",
+                "These changes have several fences, but a list has only one. In a unit test, build all changes with "
+                "the same fence.",
             )
         return self[0].fence_collection(collection, None if self[0].fence.origin is None else self._origins)
 
@@ -507,5 +509,5 @@ class Changes(tuple[Change, ...]):
         else:
             place = failed if isinstance(failed, int) and not isinstance(failed, bool) else -1
         if not 0 <= place < len(self):
-            raise HandlerUsageError(f"failed_at() takes a change of the list or its place, from 0 to {len(self) - 1}.")
-        return ChangeFailed(f"its handler says that {describe_change(self[place])} has failed", place, self)
+            raise HandlerUsageError(f"failed_at() needs a change of this list, or its index from 0 to {len(self) - 1}.")
+        return ChangeFailed(f"the handler reported that {describe_change(self[place])} has failed", place, self)

@@ -69,22 +69,22 @@ class HandlerOptions(TaskOptions, total=False):
 TASK_OPTIONS = frozenset(TaskOptions.__annotations__)
 _OWN_OPTIONS = frozenset(HandlerOptions.__annotations__) - TASK_OPTIONS
 _OF_BRIDGE = frozenset(each.name for each in fields(BridgeOptions)) - TASK_OPTIONS - _OWN_OPTIONS
-_QUEUE = "the bridge chooses the queue of the change's partition"
+_QUEUE = "the bridge chooses the queue by the change's partition"
 _REFUSED = {
-    "batch_size": "it is given one change at a time; write @bridge.on_changes(..., batch_size=...) for lists of them",
-    "queue": f"{_QUEUE}; group='...' gives a handler queues of its own",
+    "batch_size": "on_change gives one change at a time. For lists use @bridge.on_changes(..., batch_size=...)",
+    "queue": f"{_QUEUE}. To give a handler separate queues, use group='...'",
     **dict.fromkeys(("exchange", "routing_key"), _QUEUE),
     "priority": "a priority would reorder changes",
-    **dict.fromkeys(("eta", "countdown"), "the listener dispatches a change when its turn comes"),
-    "expires": "an expired message would be dropped silently; the failure policy decides instead",
-    "acks_late": "the bridge needs late acknowledgement",
+    **dict.fromkeys(("eta", "countdown"), "the listener sends changes in their order"),
+    "expires": "an expired message would be dropped silently. Use failure_policy instead",
+    "acks_late": "the bridge always acknowledges late",
     **dict.fromkeys(
         ("acks_on_failure", "acks_on_timeout", "acks_on_failure_or_timeout"),
-        "the claim in MongoDB decides, not the broker",
+        "MongoDB decides whether a change runs again, not the broker",
     ),
-    "reject_on_worker_lost": "the listener dispatches again, sooner and in order",
-    "ignore_result": "a chain has no result",
-    "serializer": "the envelope is JSON and carries exact BSON",
+    "reject_on_worker_lost": "the listener sends the change again, in order",
+    "ignore_result": "a change handler never stores a result",
+    "serializer": "the bridge's messages are always JSON",
     "compression": "set task_compression for the whole app instead",
 }
 
@@ -238,19 +238,18 @@ class Handler:
     def name_fix(self, known: Handler) -> str:
         """Return an error's advice for a second handler of this name."""
         if _find_source(self.function) != _find_source(known.function):
-            return "give one of them another name with name='...'"
+            return "Give one of them another name with name='...'"
         return (
-            f"import its module by one name everywhere (now {known.function.__module__} and "
-            f"{self.function.__module__}), and define it once, at module level or with @bridge.of(app).on_change(...). "
-            "For several sources write one decorator, such as "
-            '@bridge.on_change("shop.orders", "shop.invoices")'
+            f"It is defined twice, in {known.function.__module__} and {self.function.__module__}. Import its module by "
+            "one name everywhere, and define it once, at module level or with @bridge.of(app).on_change(...). For "
+            'several sources use one decorator, such as @bridge.on_change("shop.orders", "shop.invoices")'
         )
 
 
 def _check_group(name: str, group: Any) -> str:
     """Refuse an invalid group, and a number, which looks like the index of a queue: `shop.3` has no group."""
     if check_name(group, name).isdigit():
-        raise ConfigurationError(f"{name} {group!r} must not be a number: numbers name queues. Use a word.")
+        raise ConfigurationError(f"{name}={group!r} must not be a number, because queues have numbers. Use a word.")
     return str(group)
 
 
@@ -314,8 +313,8 @@ def make_handler(
             rule(option, given[option])
     if handler.start_from == SNAPSHOT and not handler.filter.takes_documents:
         raise ConfigurationError(
-            f"start_from='snapshot' gives handler {name} the documents that exist, and it asks for none of insert, "
-            "update and replace; choose 'oldest' or 'now', or add them to its operations.",
+            f"start_from='snapshot' gives handler {name} existing documents, but its operations lack insert, update "
+            "and replace. Add one of them, or use start_from='oldest' or 'now'.",
         )
     if options is not None:
         handler.partitioner(options)
@@ -336,8 +335,8 @@ def _check_batch(given: Mapping[str, Any], batch_size: int | None, options: Brid
         alone.append("run_size=1")
     if given.get("coalesce") and alone:
         raise ConfigurationError(
-            f"coalesce=True does nothing beside {alone[0]}, with which a handler gets its changes one by one. Write "
-            "@bridge.on_changes. Without transactional and rate_limit, Bridge(..., run_size=200) also works.",
+            f"coalesce=True has no effect together with {alone[0]}, because the handler then gets its changes one by "
+            "one. Use @bridge.on_changes. Without transactional and rate_limit, Bridge(..., run_size=200) also works.",
         )
 
 
@@ -357,13 +356,13 @@ _FUNCTIONS = (FunctionType, MethodType, partial, Proxy, Task)
 
 def refuse_function_as_source(sources: Iterable[object], decorator: str) -> None:
     """
-    Refuse a decorator without parentheses. It would take the function for a source, and register nothing.
+    Refuse a decorator without parentheses, which would take the function for a source and register nothing.
 
     Check only the type: a collection has every attribute, and a task's proxy may not be ready.
     """
     if any(issubclass(type(source), _FUNCTIONS) for source in sources):
         raise ConfigurationError(
-            f"{decorator} was given a function, and needs a source: write "
+            f"{decorator} needs a source, but got a function. Write "
             f'@bridge.{decorator}("db.collection") above the function.',
         )
 
@@ -375,7 +374,7 @@ def check_task_options(given: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"option {option!r} cannot be set on a change handler: {_REFUSED[option]}.")
         if option in _OF_BRIDGE:
             raise ConfigurationError(
-                f"option {option!r} is one of the bridge, for all of its handlers: write Bridge(..., {option}=...)."
+                f"option {option!r} belongs to the bridge, for all of its handlers. Use Bridge(..., {option}=...)."
             )
         if option not in HandlerOptions.__annotations__:
             known = list(HandlerOptions.__annotations__)
@@ -392,19 +391,20 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
     """Refuse a function that cannot be a handler."""
     if type(function) is Proxy or hasattr(function, "apply_async"):  # a proxy comes from a bridge without an app
         raise ConfigurationError(
-            "on_change stands on a Celery task; put it on the plain function, once: it makes the task itself.",
+            "on_change was applied to a Celery task. Apply it once to the plain function. It makes the task.",
         )
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(is_kind(function) for is_kind in kinds):
         raise ConfigurationError(
-            "a change handler must be a plain function; Celery neither awaits a coroutine nor runs a generator."
+            "a change handler must be a plain function, because Celery runs neither coroutines nor generators. Use def "
+            "without async and yield."
         )
     if not inspect.isfunction(function):
         raise ConfigurationError(f"on_change needs a function, not {type(function).__name__}.")
     parameters = list(inspect.signature(function).parameters.values())
     if not bind and parameters and parameters[0].name == "self":
         raise ConfigurationError(
-            "a change handler cannot be a method; use a function, with bind=True if it needs the task as `self`.",
+            "a change handler cannot be a method. Use a function. If it needs the task as `self`, set bind=True.",
         )
     wanted = 2 if bind else 1
     try:
@@ -415,7 +415,7 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
             f"handler {function.__name__} must take {wanted} argument{'s' * (wanted > 1)}: {text}.",
         ) from None
     if not function.__name__.isidentifier():
-        raise ConfigurationError("a change handler must be defined with def: Celery cannot make a task of a lambda.")
+        raise ConfigurationError("a change handler cannot be a lambda, because its task needs a name. Use def.")
 
 
 def _find_source(function: Callable[..., Any]) -> tuple[str, int]:

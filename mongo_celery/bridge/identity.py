@@ -66,7 +66,7 @@ class Identity:
             return other
         if broker is not None and self.broker is not None and not is_same_broker(self.broker, broker):
             here, there = describe_broker(self.broker), describe_broker(broker)
-            return f"its listener publishes to {there}, and this process to {here}"
+            return f"its listener uses the broker {there}, but this process uses {here}"
         if moved:
             theirs, mine = (", ".join(each[moved[0]]["databases"]) for each in (stored["handlers"], self.handlers))
             return f"handler {moved[0]} watches database {theirs} in the listener, but {mine} in this process"
@@ -121,8 +121,8 @@ def build_identity(wiring: Wiring) -> Identity:
 def ways_out(line: CommandLine) -> str:
     """Return the fix for a difference."""
     return (
-        "Another environment or app needs a bridge of its own: give this Bridge another name='...' or database='...'. "
-        "Only if the broker or the collection has moved, or the app has another name, take this one over: "
+        "If this is another environment or app, give this Bridge another name='...' or database='...'. If only the "
+        "broker, the collection or the app's name has changed, take this bridge over: "
         f"`{line.celery('listener', '--take-over')}`."
     )
 

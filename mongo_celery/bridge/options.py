@@ -46,7 +46,7 @@ def one_of(*choices: object) -> Rule:
 def _check_duration(name: str, value: Any) -> float:
     found = seconds(value, name)
     if not 0 < found <= _DAY:
-        raise ConfigurationError(f"{name}={found} must be more than 0 seconds and at most a day.")
+        raise ConfigurationError(f"{name}={found} must be more than 0 seconds and at most {_DAY} seconds, a day.")
     return found
 
 
@@ -58,13 +58,16 @@ def _check_ttl(name: str, value: Any) -> float:
 
 def _check_database(name: str, value: Any) -> Any:
     if not isinstance(value, str) or value in {"", "admin", "config", "local"} or re.search(r'[/\\. "$\0]', value):
-        raise ConfigurationError(f"{name}={value!r} cannot hold the state; use a plain name such as 'mongo_celery'.")
+        raise ConfigurationError(
+            f"{name}={value!r} cannot be the state database. Use a plain name such as 'mongo_celery', and none of "
+            "'admin', 'config' and 'local'."
+        )
     return value
 
 
 def _check_comment(name: str, value: Any) -> Any:
     if not isinstance(value, str | Mapping):
-        raise ConfigurationError(f"{name}={value!r} must be a text or a document.")
+        raise ConfigurationError(f"{name}={value!r} must be a text or a document, such as 'shop'.")
     return value
 
 
@@ -79,13 +82,13 @@ def check_start(name: str, value: Any) -> Any:
         check_choice(name, value, ("oldest", "now", "snapshot"))
     elif isinstance(value, datetime):
         if value.tzinfo is None:
-            raise ConfigurationError(f"{name} is a datetime without a time zone; add one, such as timezone.utc.")
+            raise ConfigurationError(f"{name}={value!r} has no time zone. Add one, such as tzinfo=timezone.utc.")
     elif isinstance(value, Mapping):
         data = value.get("_data")
         if not isinstance(data, str) or not _TOKEN_DATA.fullmatch(data):
             raise ConfigurationError(
-                f"{name}={dict(value)!r} is no resume token of a change stream; give one whole, as "
-                "change.resume_token has it: {'_data': '82...'}.",
+                f"{name}={dict(value)!r} is not a resume token. Give a whole one, such as {{'_data': '82...'}}. "
+                "change.resume_token has it.",
             )
     elif not isinstance(value, Timestamp):
         raise ConfigurationError(
@@ -171,17 +174,17 @@ class BridgeOptions:
         return [self.queue_name(index, group) for index in range(self.queue_count)]
 
     def _check_relations(self) -> None:
-        """State each error as a fact about its options: at construction a setting may still be missing."""
+        """Check options against each other. An error names its options, because settings may still be missing."""
         if self.queues is not None and self.queues > self.partitions:
             raise ConfigurationError(
-                f"queues={self.queues} is more than partitions={self.partitions}; lower it.",
+                f"queues={self.queues} is more than partitions={self.partitions}. Lower queues, or raise partitions.",
                 options=("queues", "partitions"),
             )
         least = self.claim_ttl / 3 + call_timeout(self.claim_ttl)
         if self.grace < least:
             raise ConfigurationError(
-                f"dispatch_grace={self.dispatch_grace} must be at least {least:.1f} s, a heartbeat and a call of "
-                f"claim_ttl={self.claim_ttl}; raise it or lower claim_ttl.",
+                f"dispatch_grace={self.dispatch_grace} must be at least {least:.1f} s, because "
+                f"claim_ttl={self.claim_ttl}. Raise dispatch_grace, or lower claim_ttl.",
                 options=("dispatch_grace", "claim_ttl"),
             )
 
@@ -201,8 +204,8 @@ def merge_options(given: Mapping[str, Any], settings: Mapping[str, Any]) -> Brid
     below = {name: value for name, value in settings.items() if name != "database_url"}
     if "name" in below:
         raise ConfigurationError(
-            "setting mongo_celery_name comes too late, since a bridge needs its name before settings are read; use "
-            "Bridge(name='...').",
+            "the setting mongo_celery_name cannot be used, because a bridge needs its name before Celery reads "
+            "settings. Use Bridge(name='...').",
         )
     return BridgeOptions(**{**below, **given})
 

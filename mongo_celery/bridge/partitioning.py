@@ -158,7 +158,9 @@ def partitioner(
     if callable(rule):
         return Partitioner(_callable_name(rule), lambda event: rule(_decode_for_users(event)))
     if not isinstance(rule, str) or not all(rule.split(".")):
-        raise ConfigurationError(f"partition_by={rule!r} must be '_id', a field path or a function of the event.")
+        raise ConfigurationError(
+            f"partition_by={rule!r} must be '_id', a field path such as 'customer', or a function of the event."
+        )
     path = rule.split(".")
     if path[0] not in {"fullDocument", "fullDocumentBeforeChange", "documentKey"}:
         path = ["fullDocument", *path]
@@ -185,7 +187,9 @@ def rule_named(name: str, registered: Iterable[PartitionKey | None]) -> Partitio
     for rule in registered:
         if callable(rule) and _callable_name(rule) == name:
             return rule
-    raise ConfigurationError(f"partition_by={name!r} is stored, and no handler of this app has this function.")
+    raise ConfigurationError(
+        f"the partitions were made with partition_by={name!r}, but no handler of this app has this function."
+    )
 
 
 def document_key(event: Mapping[str, Any]) -> Any:
@@ -198,14 +202,14 @@ def document_key(event: Mapping[str, Any]) -> Any:
 def _refuse_volatile(rule: str, root: str, full_document: str | None, before_change: str | None) -> None:
     if root == "fullDocument" and full_document != "required":
         raise ConfigurationError(
-            f"partition_by={rule!r} reads the document, which full_document={full_document!r} may give differently "
-            "when the change is read again. Use '_id', full_document='required' on collections with images, or "
-            "operations={'insert', 'replace'}.",
+            f"partition_by={rule!r} reads the document. With full_document={full_document!r} it may differ when the "
+            "change is read again. Use '_id', operations={'insert', 'replace'}, or, on collections with images, "
+            "full_document='required'.",
         )
     if root == "fullDocumentBeforeChange" and before_change != "required":
         raise ConfigurationError(
-            f"partition_by={rule!r} reads the image before the change, which is certain only with "
-            "full_document_before_change='required'. Set it, or use '_id'.",
+            f"partition_by={rule!r} reads the image before the change, which may be missing. Set "
+            "full_document_before_change='required', or use '_id'.",
         )
 
 
@@ -222,8 +226,8 @@ def _callable_name(rule: Callable[..., Any]) -> str:
     name = f"{rule.__module__}:{getattr(rule, '__qualname__', '')}"
     if "<lambda>" in name or "<locals>" in name or name.endswith(":"):
         raise ConfigurationError(
-            "partition_by must be a function at module level: its name is stored with the partitions, and a "
-            "lambda or a nested function has none.",
+            f"partition_by={name!r} must be a function at module level, because its name is stored with the "
+            "partitions. A lambda or a nested function has no such name.",
         )
     return name
 

@@ -158,7 +158,7 @@ def read_plain(raw: bytes) -> PlainFields | None:
     """
     Return the five fields of an event in the usual form. None for any other.
 
-    Each field begins where the length of the one before it ends. Nothing is searched for, and every byte outside a
+    Each field begins where the length of the one before it ends. There is no search, and every byte outside a
     document must be the expected one.
     """
     try:

@@ -77,7 +77,7 @@ class Mark:
 @dataclass(slots=True, eq=False)
 class PendingChange:
     """
-    One change of one partition that is not yet committed. A refused one is not given to its handler.
+    One change of one partition that is not yet committed. A refused change is not given to its handler.
 
     Attributes:
         hash: of its partition key. It determines the index, unless another partition stores the change.

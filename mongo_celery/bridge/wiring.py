@@ -133,9 +133,9 @@ class Wiring:
         name = app_name(self.bound)
         if name is None or not NAME.fullmatch(name):
             raise ConfigurationError(
-                f"the app's own name, {self.bound.main!r}, cannot name its bridge. Give Bridge a name='...' of "
-                "letters, digits, '_' and '-' that no other app on this MongoDB or broker uses. Keep it, because the "
-                "positions are stored under it.",
+                f"the app's name {self.bound.main!r} cannot be the name of its bridge. Use Bridge(..., name='...') "
+                "with letters, digits, '_' and '-', and a name that no other app on this MongoDB or broker uses. Do "
+                "not change it later, because positions are stored under it.",
             )
         return name
 
@@ -143,7 +143,7 @@ class Wiring:
     def app(self) -> Celery:
         """The Celery app."""
         if self.bound is None:
-            raise ConfigurationError(f"bridge {self.name} has no app yet; pass one, or call init_app(app).")
+            raise ConfigurationError(f"bridge {self.name} has no app yet. Use Bridge(app, ...), or call init_app(app).")
         return self.bound
 
     @property
@@ -190,7 +190,7 @@ class Wiring:
         known = self._handlers.get(handler.name)
         if known is not None and not handler.is_same(known):
             raise ConfigurationError(
-                f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}); "
+                f"bridge {self.name} already has a handler named {handler.name!r} ({known.task_name}). "
                 f"{handler.name_fix(known)}.",
             )
         self._refuse_shared_task(handler)
@@ -214,7 +214,7 @@ class Wiring:
                 if other.task_name == handler.task_name and (bridge is not self or other.name != handler.name):
                     raise ConfigurationError(
                         f"handlers {other.name!r} of bridge {bridge.name} and {handler.name!r} of bridge {self.name} "
-                        f"would share the Celery task {handler.task_name}; give each a function with its own name.",
+                        f"would share the Celery task {handler.task_name}. Give each a function with a different name.",
                     )
 
     @property
@@ -223,7 +223,7 @@ class Wiring:
         url = self._url or self.app.conf.get(f"{SETTING_PREFIX}database_url")
         if not url:
             raise ConfigurationError(
-                f"bridge {self.name} has no MongoDB URL: pass it to Bridge(app, url) or set mongo_celery_database_url.",
+                f"bridge {self.name} has no MongoDB URL. Use Bridge(app, url), or set mongo_celery_database_url.",
             )
         return str(url)
 
@@ -297,7 +297,7 @@ class Wiring:
         """The error context of the state database."""
         return ErrorContext(
             f"the state database {self.options.database} of bridge {self.name}",
-            f"readWrite there, or the role that {self.line.changes('grants')} prints",
+            f"readWrite there, or a role that `{self.line.changes('grants')}` prints",
         )
 
     def reach(self) -> MongoClient[dict[str, Any]]:
@@ -398,7 +398,7 @@ def _close(client: MongoClient[dict[str, Any]]) -> None:
 
 
 def _settings(app: Celery) -> dict[str, Any]:
-    """Return our settings. A namespace, such as Django's `CELERY`, stays in the keys, in capitals."""
+    """Return the bridge's settings. A namespace, such as Django's `CELERY`, stays in the keys, in capitals."""
     keys = [key for key in app.conf if isinstance(key, str)]
     namespace: str = app.conf.prefix or ""
     found = {}
@@ -417,6 +417,6 @@ def _settings(app: Celery) -> dict[str, Any]:
 
 
 def _client_options(url: str) -> Any:
-    """Return our defaults for options that are not in the URL."""
+    """Return the bridge's defaults for options that are not in the URL."""
     given = {part.partition("=")[0].lower() for part in url.partition("?")[2].split("&")}
     return {name: value for name, value in _CLIENT_DEFAULTS.items() if name not in given}

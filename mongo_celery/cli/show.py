@@ -141,7 +141,7 @@ def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
         yield f"  and {number(len(more), 'more dead letter', 'more dead letters')}"
 
 
-@click.command()
+@click.command(epilog="Example: celery -A shop changes queues --group slow")
 @BRIDGE
 @JSON
 @click.option("--group", "groups", multiple=True, metavar="NAME", help="Only queues of this group. May be repeated.")

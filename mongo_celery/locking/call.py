@@ -131,10 +131,8 @@ def lock_call(
         raise TransactionRequiredError
     is_async = kind is AsyncClientSession
     if isinstance(collection, AsyncCollection) is not is_async:
-        wanted = "locking.asynchronous locks in an AsyncCollection" if is_async else "locking locks in a Collection"
-        raise ConfigurationError(
-            f"mongo_celery.{wanted}, as its session's client has, not {type(collection).__name__}."
-        )
+        wanted = "locking.asynchronous needs an AsyncCollection" if is_async else "locking needs a Collection"
+        raise ConfigurationError(f"mongo_celery.{wanted} of the session's client, not {type(collection).__name__}.")
     if (
         not isinstance(field, str)
         or not field

@@ -1,5 +1,5 @@
 """
-Indexes that are created at a collection's first use. Without them everything works, but slowly.
+Indexes that are created at the first use of a collection. Without indexes everything works, but slowly.
 
 MongoDB creates an index between transactions: it waits for all that have written to the collection, and blocks other
 writes meanwhile, for up to a minute. So a creation has a time limit and is tried again later. Until then everything

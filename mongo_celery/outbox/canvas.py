@@ -77,8 +77,8 @@ def _capture_messages(app: Celery, signature: Signature) -> list[Signature]:
     """Send a canvas, and return the captured messages."""
     if app.conf.task_always_eager:
         raise OutboxRefusedError(
-            f"{signature.task} cannot be stored. With task_always_eager, Celery runs a chain, a group, and a "
-            "task with a link or a time immediately, even if the write fails. Unset task_always_eager.",
+            f"{signature.task} cannot be stored. With task_always_eager, Celery would run it immediately, even "
+            "if the write fails. Unset task_always_eager.",
             task=signature.task,
         )
     messages = _Messages()

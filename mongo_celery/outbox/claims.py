@@ -197,5 +197,5 @@ class ServerClock:
         return read[1] + timedelta(seconds=time.monotonic() - read[0] + seconds)
 
     def forget(self) -> None:
-        """Read it again, because another server may be the primary now."""
+        """Read the clock again, because another server may be the primary now."""
         self._read = None

@@ -63,7 +63,7 @@ class DeadLetter:
     traceback: str
 
     def plain(self, *, payload: bool = True) -> dict[str, Any]:
-        """Return its JSON form. Other values become extended JSON."""
+        """Return the dead letter as JSON. Other values become extended JSON."""
         found = asdict(self)
         if not payload:  # it may contain secrets
             found["entry"] = {name: value for name, value in self.entry.items() if name != "payload"}
@@ -136,7 +136,7 @@ class OutboxDeadLetters:
             self._collection.update_one({"_id": dead_letter["_id"]}, change, upsert=True)
 
     def count(self) -> int:
-        """Return their number."""
+        """Return the number of dead letters."""
         return self._collection.count_documents({"outbox": self._outbox})
 
     def count_unsigned(self) -> int:
@@ -144,17 +144,17 @@ class OutboxDeadLetters:
         return self._collection.count_documents({"outbox": self._outbox, **_UNSIGNED})
 
     def find(self, limit: int = 0, *, skip: int = 0) -> list[DeadLetter]:
-        """Return them oldest first, without payloads, which would make a list too large."""
+        """Return dead letters, the oldest first, without payloads, which would make a list too large."""
         found = self._collection.find({"outbox": self._outbox}, _WITHOUT_PAYLOADS, allow_disk_use=True)
         return [self._read(each) for each in found.sort(_OLDEST_FIRST).skip(skip).limit(limit)]
 
     def get(self, entry_id: str) -> DeadLetter | None:
-        """Return one by its entry's id."""
+        """Return the dead letter with this entry id."""
         found = self._collection.find_one({"_id": f"{self._outbox}/{entry_id}"})
         return None if found is None else self._read(found)
 
     def remove(self, entry_id: str) -> bool:
-        """Remove one. Return False if there is none."""
+        """Remove a dead letter. Return False if it does not exist."""
         return bool(self._collection.delete_one({"_id": f"{self._outbox}/{entry_id}"}).deleted_count)
 
     def _read(self, stored: Mapping[str, Any]) -> DeadLetter:

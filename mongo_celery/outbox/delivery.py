@@ -147,6 +147,6 @@ class HeldDocument:
 
     @property
     def delivery(self) -> Delivery:
-        """Return it as a delivery of one document."""
+        """Return the result as a delivery of one document."""
         is_left = self.is_stopped and not self.is_expired
         return Delivery(self.dispatched, self.dead, self.left if is_left else 0, self.is_outage, self.error)

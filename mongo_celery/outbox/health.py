@@ -202,7 +202,7 @@ def judge_state(
         yield report(
             "unknown_tasks",
             f"{number(sum(each.documents for each in unknown), 'document waits', 'documents wait')} for a "
-            f"process that knows {list_some([each.name for each in unknown])}. This app does not. During a "
+            f"process that knows {list_some([each.name for each in unknown])}. This app does not know it. During a "
             "deploy this ends automatically. Otherwise import the module of the task in workers, for example "
             "with include=[...]. To call another app, send an Event.",
         )

@@ -117,12 +117,12 @@ class OutboxRuntime:
 
     @per_process
     def plain(self) -> Collection[dict[str, Any]]:
-        """The same with plain dicts, whatever types the user's collection has."""
+        """The collection with plain dicts, whatever types the user's collection has."""
         return with_majority(self.collection, plain_types(self.collection))
 
     @per_process
     def latest(self) -> Collection[dict[str, Any]]:
-        """The same in the state that updates see, including documents that a majority does not have yet."""
+        """The collection as updates see it, including documents that a majority does not have yet."""
         return self.plain.with_options(read_concern=ReadConcern("local"))
 
     @property

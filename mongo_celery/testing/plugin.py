@@ -34,10 +34,12 @@ TRANSACTIONS = "mongo_celery.mongo.transaction"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of a suite's configuration."""
     parser.addini(BRIDGE, "bridges for bridge_runner, as module:name, separated by spaces", default="")
-    parser.addini(MONGODB, f"URL of a replica set, with {WORKER} for the xdist process. Default: start one", default="")
+    parser.addini(
+        MONGODB, f"URL of a replica set, with {WORKER} for the xdist process. By default one is started", default=""
+    )
     parser.addini(FENCE_TARGET, "object that mongo_celery.testing.contract examines, as module:function", default="")
     parser.addini(
-        BROKER, f"URL of a broker for real workers, with {WORKER} as above. Default: start a Redis", default=""
+        BROKER, f"URL of a broker for real workers, with {WORKER} as above. By default a Redis is started", default=""
     )
 
 

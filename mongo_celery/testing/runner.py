@@ -177,7 +177,7 @@ class BridgeRunner:
         self._recorder.forget()
         self._stack.close()
         if awaited is not None and kind is None:
-            raise AssertionError(f"No execution {awaited}, because deliver() was not called after the request for it.")
+            raise AssertionError(f"No execution {awaited}, because deliver() was not called after you requested it.")
 
     def _place(self, wiring: Wiring, stack: contextlib.ExitStack) -> None:
         """Make a bridge use the test's MongoDB, and record its handlers' calls."""

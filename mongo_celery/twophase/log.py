@@ -458,7 +458,12 @@ class TransactionLog:
 
 def log_cancel(identity: Any, reason: str) -> None:
     """Log the cancellation of a transaction and its reason."""
-    logger.warning("transaction %r is canceled: %s", identity, reason, extra={"event": "transaction_canceled"})
+    logger.warning(
+        "transaction %r is canceled, and its changes are undone: %s",
+        identity,
+        reason,
+        extra={"event": "transaction_canceled"},
+    )
 
 
 def _is_abandoned(older_than: float) -> Document:

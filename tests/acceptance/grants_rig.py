@@ -35,7 +35,7 @@ OPTIONS: Document = {
 }
 SECONDS_MAX = PATIENCE_SECONDS
 _LACKING = re.compile(r"(?:missing right is|lacks) ([\w, ]+?) on ([\w.]+)")
-_OPTIONAL = "gets no indexes"
+_OPTIONAL = "could not create the indexes"
 _SENTENCES = {
     ("changeStream", f"{DATA}."): "the actions changeStream and find",
     ("find", f"{DATA}."): "the actions changeStream and find",

@@ -6,7 +6,7 @@ Each document lists in `ns` what was written to it, in the order of the commits;
 in the end both lists are equal, or something was lost, invented or overtaken.
 
 `python -m tests.acceptance.outbox_project PROGRAM ...`: the functions in `PROGRAMS`. Their processes are forked from
-one that has imported everything, so that a death costs milliseconds.
+one that has imported everything, so that a death costs milliseconds. With `PROJECT_KNOWS` the app accepts `NEW`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -31,6 +31,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Outbox, OutboxCollection, transactional
 from mongo_celery.outbox.sweep import SWEEP_TASK
+from tests.fixtures.serializer import ACCEPTED
 
 Document = dict[str, Any]
 
@@ -79,6 +80,8 @@ def collection(name: str) -> Collection[Document]:
     return client()[f"{NAMES}_data"][name]
 
 
+if "PROJECT_KNOWS" in os.environ:
+    app.conf.accept_content = ACCEPTED
 items = Outbox(app, lambda: collection("items"), name="items", **OPTIONS)
 boxes = OutboxCollection(app, lambda: collection("boxes"), name="boxes", **OPTIONS)
 
@@ -162,10 +165,6 @@ def listen_to_nothing() -> None:
     after_task_publish.disconnect(_after_publish, sender=EFFECT)
 
 
-if "PROJECT_KILL_AT" in os.environ:  # a worker that dies in its sweep
-    POINTS.arm(int(os.environ["PROJECT_KILL_AT"]), signal.SIGKILL, "worker")
-
-
 # -- one write of each kind: numbers 1 and 2 ---------------------------------------------------------
 
 
@@ -175,26 +174,6 @@ def both(key: str) -> list[Any]:
 
 
 _PUSH: Document = {"$push": {"ns": {"$each": [1, 2]}}}
-
-
-def _insert_one(key: str) -> None:
-    items.insert_one({"_id": key, "ns": [1, 2]}, tasks=both(key))
-
-
-def _update_one(key: str) -> None:
-    items.update_one({"_id": f"old {key}"}, _PUSH, tasks=both(f"old {key}"))
-
-
-def _upsert(key: str) -> None:
-    items.update_one({"_id": key}, _PUSH, upsert=True, tasks=both(key))
-
-
-def _find_one_and_update(key: str) -> None:
-    items.find_one_and_update({"_id": f"old {key}"}, _PUSH, tasks=both(f"old {key}"))
-
-
-def _insert_many(key: str) -> None:
-    items.insert_many([{"_id": key, "ns": [1, 2]}], tasks=both(key))
 
 
 def _transaction(key: str) -> None:
@@ -214,12 +193,14 @@ def _collected(key: str) -> None:
     transactional(client, outbox=boxes).run(write)
 
 
-KINDS: dict[str, Callable[[str], None]] = {
-    "insert_one": _insert_one,
-    "update_one": _update_one,
-    "upsert": _upsert,
-    "find_one_and_update": _find_one_and_update,
-    "insert_many": _insert_many,
+KINDS: dict[str, Callable[[str], object]] = {
+    "insert_one": lambda key: items.insert_one({"_id": key, "ns": [1, 2]}, tasks=both(key)),
+    "update_one": lambda key: items.update_one({"_id": f"old {key}"}, _PUSH, tasks=both(f"old {key}")),
+    "upsert": lambda key: items.update_one({"_id": key}, _PUSH, upsert=True, tasks=both(key)),
+    "find_one_and_update": lambda key: items.find_one_and_update(
+        {"_id": f"old {key}"}, _PUSH, tasks=both(f"old {key}")
+    ),
+    "insert_many": lambda key: items.insert_many([{"_id": key, "ns": [1, 2]}], tasks=both(key)),
     "transaction": _transaction,
     "collected": _collected,
 }
@@ -329,6 +310,17 @@ def load(name: str, count: str, *keys: str) -> None:
         for key in keys:
             write(key, f"{name}.{number}")
 
+
+def web(environ: dict[str, Any], start_response: Callable[..., object]) -> Iterable[bytes]:
+    """As WSGI, `POST /KEY?N` writes a number to a document. The answer is the process."""
+    key, n = environ["PATH_INFO"].strip("/"), int(environ["QUERY_STRING"])
+    items.update_one({"_id": key}, {"$push": {"ns": n}}, upsert=True, tasks=[effect.s(key, n)])
+    start_response("200 OK", [("Content-Type", "text/plain")])
+    return [str(os.getpid()).encode()]
+
+
+if "OUTBOX_BEFORE_FORK" in os.environ:  # as an application that a server loads before it forks
+    items.insert_one({"_id": "before", "ns": [1]}, tasks=[effect.s("before", 1)])
 
 PROGRAMS: dict[str, Callable[..., None]] = {
     "die-writing": die_writing,

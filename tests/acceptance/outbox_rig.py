@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Sequence
+from typing import Any, Self
 from uuid import uuid4
 
 import redis
@@ -18,7 +18,6 @@ from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, 
 from tests.rig.project import QUIET, Project
 
 Document = dict[str, Any]
-T = TypeVar("T")
 
 OPTIONS: Document = {"claim_ttl": 4.0, "sweep_after": 0.5, "sweep_every": 0.5}
 BEAT = ("-s", "/dev/null", "--scheduler", "celery.beat:Scheduler")
@@ -176,26 +175,6 @@ class Tap:
                 key, n = json.loads(base64.b64decode(whole["body"]))[0]
                 self.ids.setdefault((key, n), set()).add(whole["headers"]["id"])
                 self.published.append((key, n))
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """What a call returns; the test fails if it has not returned in time."""
-    answers: list[T] = []
-    failures: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            answers.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised again by the test's thread
-            failures.append(error)
-
-    thread = threading.Thread(target=run, name="bounded call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert not thread.is_alive(), f"no answer within {seconds} s"
-    if failures:
-        raise failures[0]
-    return answers[0]
 
 
 def said(process: ProjectProcess) -> list[Sequence[str]]:

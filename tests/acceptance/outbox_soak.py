@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
+import itertools
 import os
 import random
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -66,42 +65,20 @@ def _numbers(n: str) -> list[str]:
     return [f"{n}.{place}" for place in range(_ALONE_MANY)]
 
 
-def _update(chance: random.Random, keys: Keys, n: str) -> int:
-    key = chance.choice(keys)
-    items.update_one(_unwritten(key, n), _push(n), tasks=_tasks(key, n))
-    return 1
-
-
-def _update_several(chance: random.Random, keys: Keys, n: str) -> int:
+def _update(chance: random.Random, keys: Keys, n: str) -> None:
     key, ns = chance.choice(keys), _numbers(n)
     items.update_one(_unwritten(key, ns[0]), _push(*ns), tasks=_tasks(key, *ns))
-    return len(ns)
 
 
-def _find_one_and_update(chance: random.Random, keys: Keys, n: str) -> int:
+def _find_one_and_update(chance: random.Random, keys: Keys, n: str) -> None:
     key = chance.choice(keys)
     items.find_one_and_update(_unwritten(key, n), _push(n), tasks=_tasks(key, n))
-    return 1
 
 
-def _insert(chance: random.Random, _keys: Keys, n: str) -> int:
-    key, ns = f"new {n} {chance.random()}", _numbers(n)
-    while True:
-        try:
-            items.insert_one({"_id": key, "ns": ns}, tasks=_tasks(key, *ns))
-        except DuplicateKeyError:
-            return len(ns)
-        except PyMongoError:
-            time.sleep(_AGAIN_SECONDS)
-        else:
-            return len(ns)
-
-
-def _bulk(chance: random.Random, keys: Keys, n: str) -> int:
-    chosen = chance.sample(list(keys), min(_BULK_MANY, len(keys)))
-    requests = [items.with_tasks(UpdateOne(_unwritten(key, n), _push(n)), _tasks(key, n)) for key in chosen]
-    items.collection.bulk_write(requests, ordered=chance.random() < 0.5)
-    return len(chosen)
+def _insert(_chance: random.Random, _keys: Keys, n: str) -> None:
+    key, ns = f"new {n}", _numbers(n)
+    with contextlib.suppress(DuplicateKeyError):  # by an attempt whose answer was lost
+        items.insert_one({"_id": key, "ns": ns}, tasks=_tasks(key, *ns))
 
 
 def _user() -> Collection[Document]:
@@ -109,27 +86,25 @@ def _user() -> Collection[Document]:
     return items.collection.with_options(write_concern=WriteConcern(1))
 
 
-def _operators(chance: random.Random, keys: Keys, n: str) -> int:
+def _operators(chance: random.Random, keys: Keys, n: str) -> None:
     """Half of them without a hint, so that the flag has to do."""
     key = chance.choice(keys)
     _user().update_one(_unwritten(key, n), items.with_tasks(_push(n), _tasks(key, n)))
     if chance.random() < 0.5:
         items.dispatch(key)
-    return 1
 
 
-def _replacement(chance: random.Random, keys: Keys, n: str) -> int:
-    key = chance.choice(keys)
-    while True:
+def _replacement(chance: random.Random, keys: Keys, n: str) -> None:
+    key, done = chance.choice(keys), 0
+    while not done:
         ns = (items.collection.find_one({"_id": key}, {"ns": 1}) or {}).get("ns", [])
         if n in ns:
-            return 1
+            return
         replace = ReplaceOne({"_id": key, "ns": ns}, {"ns": [*ns, n]})
-        if _user().bulk_write([items.with_tasks(replace, _tasks(key, n))]).matched_count:
-            return 1
+        done = _user().bulk_write([items.with_tasks(replace, _tasks(key, n))]).matched_count
 
 
-def _many(chance: random.Random, keys: Keys, n: str) -> int:
+def _many(chance: random.Random, keys: Keys, n: str) -> None:
     """The same entry in each document, which the relay binds to its own."""
     chosen = chance.sample(list(keys), min(_BULK_MANY, len(keys)))
     unwritten = {"_id": {"$in": chosen}, "ns": {"$ne": n}}
@@ -137,18 +112,16 @@ def _many(chance: random.Random, keys: Keys, n: str) -> int:
         items.update_many(unwritten, _push(n), tasks=[effect.s(STORED_ID, n)])
     else:
         _user().update_many(unwritten, items.with_tasks(_push(n), [effect.s(STORED_ID, n)]))
-    return len(chosen)
 
 
-def _carried_bulk(chance: random.Random, keys: Keys, n: str) -> int:
+def _bulk(chance: random.Random, keys: Keys, n: str) -> None:
     chosen = chance.sample(list(keys), min(_BULK_MANY, len(keys)))
     requests = [items.with_tasks(UpdateOne(_unwritten(key, n), _push(n)), _tasks(key, n)) for key in chosen]
     _user().bulk_write(requests, ordered=chance.random() < 0.5)
     items.dispatch(*chosen)
-    return len(chosen)
 
 
-def _transaction(chance: random.Random, keys: Keys, n: str) -> int:
+def _transaction(chance: random.Random, keys: Keys, n: str) -> None:
     chosen = chance.sample(list(keys), 2)
 
     def write(session: Any) -> None:
@@ -156,45 +129,22 @@ def _transaction(chance: random.Random, keys: Keys, n: str) -> int:
             items.update_one(_unwritten(key, n), _push(n), tasks=_tasks(key, n), session=session)
 
     transactional(client, timeout=20).run(write)
-    return len(chosen)
 
 
-KINDS: dict[str, tuple[int, Callable[[random.Random, Keys, str], int]]] = {
-    "update": (8, _update),
-    "update_several": (4, _update_several),
-    "find_one_and_update": (2, _find_one_and_update),
-    "insert": (4, _insert),
-    "bulk": (2, _bulk),
-    "transaction": (1, _transaction),
-    "operators": (6, _operators),
-    "replacement": (1, _replacement),
-    "many": (2, _many),
-    "carried_bulk": (2, _carried_bulk),
+KINDS: dict[Callable[[random.Random, Keys, str], object], int] = {
+    _update: 10,
+    _find_one_and_update: 4,
+    _insert: 4,
+    _transaction: 1,
+    _operators: 6,
+    _replacement: 1,
+    _many: 2,
+    _bulk: 2,
 }
-"""How often, and how; each returns how many entries it has written."""
+"""How often."""
 
 
 # -- processes -------------------------------------------------------------------------------------
-
-
-class Tally:
-    """Entries written so far, counted by all processes in memory that they share; a slot for each of them."""
-
-    _SLOTS = 4096
-    _COUNT = struct.Struct("q")
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, self._SLOTS * self._COUNT.size)
-
-    def add(self, slot: int, count: int) -> None:
-        """Count in a slot that is this process's own."""
-        place = slot % self._SLOTS * self._COUNT.size
-        (before,) = self._COUNT.unpack_from(self._memory, place)
-        self._COUNT.pack_into(self._memory, place, before + count)
-
-    def total(self) -> int:
-        """Of all slots."""
-        return sum(count for (count,) in self._COUNT.iter_unpack(self._memory[:]))
 
 
 def _doom(chance: random.Random) -> None:
@@ -207,26 +157,22 @@ def _doom(chance: random.Random) -> None:
     signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM's default action is death
 
 
-def _write_on(seed: int, keys: Keys, tally: Tally) -> None:
+def _write_on(seed: int, keys: Keys) -> None:
     chance = random.Random(seed)
     _doom(chance)
-    weights = [weight for weight, _ in KINDS.values()]
-    number = 0
-    while True:
-        number += 1
-        ((_, kind),) = chance.choices(list(KINDS.values()), weights)
+    for number in itertools.count():
+        (kind,) = chance.choices(list(KINDS), list(KINDS.values()))
         state, n = chance.getstate(), f"{seed}.{number}"
         while True:
             chance.setstate(state)  # a repetition writes the same to the same documents
             try:
-                count = kind(chance, keys, n)
+                kind(chance, keys, n)
             except (PyMongoError, TransactionTimeoutError) as error:
                 if isinstance(error, BulkWriteError) and not _is_transient(error):
                     raise
                 time.sleep(_AGAIN_SECONDS)
             else:
                 break
-        tally.add(seed, count)
 
 
 def _is_transient(error: BulkWriteError) -> bool:
@@ -235,7 +181,7 @@ def _is_transient(error: BulkWriteError) -> bool:
     return not any(each.get("code") in (9, 40, 11000) for each in details.get("writeErrors", ()))
 
 
-def _sweep_on(seed: int, _keys: Keys, _tally: Tally) -> None:
+def _sweep_on(seed: int, _keys: Keys) -> None:
     chance = random.Random(seed)
     _doom(chance)
     while True:
@@ -250,21 +196,20 @@ class Crowd:
 
     seed: int
     keys: Keys
-    tally: Tally = field(default_factory=Tally)
     deaths: int = 0
     freezes: int = 0
-    _jobs: dict[int, Callable[[int, Keys, Tally], None]] = field(default_factory=dict)
+    _jobs: dict[int, Callable[[int, Keys], None]] = field(default_factory=dict)
     _frozen: dict[int, float] = field(default_factory=dict)
 
-    def start(self, job: Callable[[int, Keys, Tally], None]) -> None:
+    def start(self, job: Callable[[int, Keys], None]) -> None:
         """One more process, with a seed of its own."""
         self.seed += 1
         self._jobs[fork(lambda seed=self.seed: self._run(job, seed))] = job  # type: ignore[misc]
 
-    def _run(self, job: Callable[[int, Keys, Tally], None], seed: int) -> None:
+    def _run(self, job: Callable[[int, Keys], None], seed: int) -> None:
         """A job that ends with the process that looks after it, also while it is frozen."""
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        job(seed, self.keys, self.tally)
+        job(seed, self.keys)
 
     def look_after(self, chance: random.Random) -> None:
         """Replace who has died, wake who has slept enough, and freeze somebody now and then."""
@@ -292,17 +237,26 @@ class Crowd:
         self._jobs.clear()
 
 
+def written() -> int:
+    """How many entries there have been, as far as the server says so."""
+    with contextlib.suppress(PyMongoError):
+        total = {"$group": {"_id": None, "n": {"$sum": {"$size": "$ns"}}}}
+        return int(next(items.collection.aggregate([total]))["n"])
+    return 0
+
+
 def main(seed: str, entries: str, *keys: str) -> None:
     """Run until so many entries were written; say how many processes have died and were frozen."""
     import_all()
     crowd, chance = Crowd(int(seed) * 1000, keys), random.Random(int(seed))
     for job in (*[_write_on] * WRITERS, *[_sweep_on] * SWEEPERS):
         crowd.start(job)
-    while crowd.tally.total() < int(entries):
-        crowd.look_after(chance)
-        time.sleep(_LOOK_SECONDS)
+    while written() < int(entries):
+        for _ in range(round(1 / _LOOK_SECONDS)):
+            crowd.look_after(chance)
+            time.sleep(_LOOK_SECONDS)
     crowd.end()
-    say(f"entries {crowd.tally.total()} deaths {crowd.deaths} freezes {crowd.freezes}")
+    say(f"deaths {crowd.deaths} freezes {crowd.freezes}")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def test_redis_may_be_killed_and_come_back_empty(chain: Deployment) -> None:
     chain.wait_started(running)
     chain.redis.kill()
     chain.write_many("other", ["x", "y"], 3)
-    listener.wait_for_output("publishing failed")
+    listener.wait_for_output("could not send messages")
     chain.open_gate("open")
     chain.redis.restart()
     chain.worker(name="restarted")

@@ -46,22 +46,7 @@ KINDS = (
     *("kill", "freeze", "thaw", "write_back", "write_back", "make_anew", "cancel_one", "recover", "depose"),
     "end_sessions",
 )
-EFFECTS = {
-    "kill": "killed",
-    "freeze": "frozen",
-    "write_back": "replaced",
-    "make_anew": "made anew",
-    "recover": "recovered",
-    "cancel_one": "canceled",
-    "depose": "deposed",
-    "end_sessions": "sessions ended",
-}
 KINDS_OF_MEMBERS = ("kill_primary", "freeze_primary", "mend", "mend", "mend", "take_back")
-EFFECTS_OF_MEMBERS = {
-    "kill_primary": "primaries killed",
-    "freeze_primary": "primaries frozen",
-    "take_back": "writes taken back",
-}
 
 
 def majority(collection: Any) -> Any:
@@ -69,15 +54,20 @@ def majority(collection: Any) -> Any:
 
 
 class TwoBanks:
-    """Accounts in two clusters, the processes that move money between them, and the judgement."""
+    """
+    Accounts in two clusters, the processes that move money between them, what befalls all of them, and the judgement.
+
+    Each kind of misfortune is a method, which returns True if it had an effect.
+    """
 
     def __init__(self, processes: Processes, make_replica_set: MakeReplicaSet, answers: Path, members: int) -> None:
         self._processes = processes
         self._answers = answers
         self.happened = Counter[str]()
-        has_elections = members > 1
-        self.kinds = (*KINDS, *KINDS_OF_MEMBERS) if has_elections else KINDS
-        self.effects = EFFECTS | EFFECTS_OF_MEMBERS if has_elections else EFFECTS
+        self.kinds = (*KINDS, *KINDS_OF_MEMBERS) if members > 1 else KINDS
+        self.chance = random.Random(SEED)
+        self.running: list[ProjectProcess] = []
+        self.frozen: list[ProjectProcess] = []
         self._broken: dict[MongoReplicaSet, MongoServer] = {}
         self._lost: set[tuple[int, int, str]] = set()
         # What a dead process has locked is free again after a moment.
@@ -91,30 +81,55 @@ class TwoBanks:
         self.bank: TwoPhaseCommit = bank_of(self.clients[0], self.clients[1], self.name)
         self.log = self.clients[0][self.name]["transactions"]
 
-    def transfers(self, seed: int, count: int) -> ProjectProcess:
+    # -- processes: others take the place of those that die ---------------------------------------------
+
+    def start_missing(self) -> list[ProjectProcess]:
+        """Those that are alive."""
+        alive = [process for process in self.running if process.running]
         environment = {
             "CLUSTERS_OWN": self.sets[0].url,
             "CLUSTERS_EAST": self.sets[1].url,
             "CLUSTERS_NAME": self.name,
             "CLUSTERS_ANSWERS": str(self._answers),
         }
-        arguments = ("-m", "tests.acceptance.clusters_project", str(seed), str(count))
-        return self._processes.python("transfers", *arguments, environment=environment)
+        while len(alive) < PROCESSES:
+            arguments = ("-m", "tests.acceptance.clusters_project", str(SEED * 1000 + len(self.running)), "60")
+            self.running.append(self._processes.python("transfers", *arguments, environment=environment))
+            alive.append(self.running[-1])
+        return alive
 
-    def write_back(self, chance: random.Random) -> None:
+    def kill(self) -> bool:
+        self.chance.choice(self.start_missing()).kill()
+        return True
+
+    def freeze(self) -> bool:
+        if len(self.frozen) >= PROCESSES // 2:
+            return False
+        self.frozen.append(self.chance.choice(self.start_missing()))
+        self.frozen[-1].pause()
+        return True
+
+    def thaw(self) -> bool:
+        if self.frozen:
+            self.frozen.pop().resume()
+        return True
+
+    # -- participants that are replaced ------------------------------------------------------------------
+
+    def write_back(self) -> bool:
         """Save an account as a program does whose model knows its balance alone, if nobody was faster."""
-        cluster, number = chance.randrange(len(self.clients)), chance.randrange(ACCOUNTS)
+        cluster, number = self.chance.randrange(len(self.clients)), self.chance.randrange(ACCOUNTS)
         accounts = majority(self.clients[cluster][self.name]["accounts"])
         found = accounts.find_one({"_id": number})
         assert found is not None
         successor = {"balance": found["balance"], "saved": ObjectId()}
         with suppress(PyMongoError):
             accounts.replace_one(found, successor)
-        self.happened["replaced"] += self._note_lost(cluster, found, successor)
+        return self._note_lost(cluster, found, successor)
 
-    def make_anew(self, chance: random.Random) -> None:
+    def make_anew(self) -> bool:
         """Delete an account, and insert its successor with the same balance."""
-        cluster, number = chance.randrange(len(self.clients)), chance.randrange(ACCOUNTS)
+        cluster, number = self.chance.randrange(len(self.clients)), self.chance.randrange(ACCOUNTS)
         accounts = self.clients[cluster][self.name]["accounts"]
         found: Document = {}
         successor: Document = {"_id": number, "saved": ObjectId()}
@@ -128,8 +143,7 @@ class TwoBanks:
 
         with suppress(PyMongoError), self.clients[cluster].start_session() as session:
             session.with_transaction(body, write_concern=WriteConcern("majority"))
-        if found:
-            self.happened["made anew"] += self._note_lost(cluster, found, successor)
+        return bool(found) and self._note_lost(cluster, found, successor)
 
     def _note_lost(self, cluster: int, found: Document, successor: Document) -> bool:
         """Note the markers that were lost with an account, if it was replaced: an answer may have been lost, too."""
@@ -149,7 +163,9 @@ class TwoBanks:
 
     def put_right(self) -> None:
         """Do what the errors of stopped transactions say."""
-        for stopped in self.log.find({"state": OPEN, "stoppedBy": {"$regex": "was replaced, or deleted"}}):
+        for stopped in self.log.find(
+            {"state": OPEN, "stoppedBy": {"$exists": True}, "incarnations": {"$exists": True}}
+        ):
             for index, (part, recorded) in enumerate(
                 zip(stopped["participants"], stopped["incarnations"], strict=True)
             ):
@@ -163,84 +179,103 @@ class TwoBanks:
                     accounts.update_one({"_id": part["id"]}, {"$push": {MARKERS: stopped["_id"]}})
                 else:
                     self.log.update_one({"_id": stopped["_id"]}, {"$set": {f"incarnations.{index}": None}})
-                self.happened["put right"] += 1
             with suppress(MongoCeleryError):
                 self.bank.run(stopped["_id"])
 
-    def cancel_one(self, chance: random.Random) -> None:
+    # -- transactions and servers ----------------------------------------------------------------------
+
+    def cancel_one(self) -> bool:
         found = list(self.log.find({"state": OPEN}, {"_id": 1}).limit(5))
         if found:
-            with suppress(MongoCeleryError):
-                self.bank.cancel(chance.choice(found)["_id"])
-                self.happened["canceled"] += 1
+            self.bank.cancel(self.chance.choice(found)["_id"])
+        return bool(found)
 
-    def recover(self, chance: random.Random) -> None:
-        self.happened["recovered"] += sum(not each.error for each in self.bank.recover(chance.choice([0, 1, 5])))
+    def recover(self) -> bool:
+        return any(not each.error for each in self.bank.recover(self.chance.choice([0, 1, 5])))
 
-    def depose(self, chance: random.Random) -> None:
+    def depose(self) -> bool:
         """Have a cluster without a primary for a moment; all that is open there is aborted."""
-        if self._is_drawn("deposed", chance):
-            chance.choice(self.clients).admin.command("replSetStepDown", 1, force=True)
-            self.happened["deposed"] += 1
+        is_drawn = self._is_drawn("depose")
+        if is_drawn:
+            self.chance.choice(self.clients).admin.command("replSetStepDown", 1, force=True)
+        return is_drawn
 
-    def end_sessions(self, chance: random.Random) -> None:
+    def end_sessions(self) -> bool:
         """As one does who frees what a holder has locked; also in the middle of a commit."""
-        chance.choice(self.clients).admin.command("killAllSessions", [])
-        self.happened["sessions ended"] += 1
+        self.chance.choice(self.clients).admin.command("killAllSessions", [])
+        return True
 
-    def kill_primary(self, chance: random.Random) -> None:
+    def kill_primary(self) -> bool:
         """As a machine that loses its power; the others elect another."""
-        if (member := self._whole_primary("primaries killed", chance)) is not None:
+        member = self._whole_primary("kill_primary")
+        if member is not None:
             member.kill()
-            self.happened["primaries killed"] += 1
+        return member is not None
 
-    def freeze_primary(self, chance: random.Random) -> None:
+    def freeze_primary(self) -> bool:
         """One that answers nobody, and when it wakes up takes itself for the primary for a moment."""
-        if (member := self._whole_primary("primaries frozen", chance)) is not None:
+        member = self._whole_primary("freeze_primary")
+        if member is not None:
             member.pause()
-            self.happened["primaries frozen"] += 1
+        return member is not None
 
-    def _is_drawn(self, effect: str, chance: random.Random) -> bool:
-        """Whether a primary is to be lost: seldom, but for the first time."""
-        return chance.random() < SELDOM or not self.happened[effect]
+    def _is_drawn(self, kind: str) -> bool:
+        """Return True if a primary is to be lost: seldom, but for the first time."""
+        return self.chance.random() < SELDOM or not self.happened[kind]
 
-    def _whole_primary(self, effect: str, chance: random.Random) -> MongoServer | None:
+    def _whole_primary(self, kind: str) -> MongoServer | None:
         """That of a set of which all members are well, and one will not be any more; two of three go on."""
-        chosen = chance.choice(self.sets)
-        if chosen in self._broken or not self._is_drawn(effect, chance):
+        chosen = self.chance.choice(self.sets)
+        if chosen in self._broken or not self._is_drawn(kind):
             return None
         self._broken[chosen] = chosen.primary
         return self._broken[chosen]
 
-    def mend(self, chance: random.Random) -> None:
+    def mend(self) -> bool:
         """Have a member that was killed or frozen back."""
         if self._broken:
-            member = self._broken.pop(chance.choice(list(self._broken)))
+            member = self._broken.pop(self.chance.choice(list(self._broken)))
             if member.running:
                 member.resume()
             else:
                 member.restart()
+        return True
 
-    def mend_all(self) -> None:
-        while self._broken:
-            self.mend(random.Random())
-
-    def take_back(self, chance: random.Random) -> None:
+    def take_back(self) -> bool:
         """Have a primary die with what it alone has; it comes back and takes that back."""
-        chosen = chance.choice(self.sets)
-        if chosen in self._broken or not self._is_drawn("writes taken back", chance):
-            return
+        chosen = self.chance.choice(self.sets)
+        if chosen in self._broken or not self._is_drawn("take_back"):
+            return False
         with Elections(chosen).held_back() as primary, MongoClient[Document](primary.url) as client:
             self._broken[chosen] = primary
             client[self.name].get_collection("own", write_concern=WriteConcern(1)).insert_one({})
             wait_for(lambda: newest(client, self.name) > common(client), message="writes that are taken back")
         del self._broken[chosen]
-        self.happened["writes taken back"] += 1
+        return True
 
-    def befall(self, kind: str, chance: random.Random) -> None:
-        # It may befall itself: its own session, its own connection.
-        with suppress(MongoCeleryError, PyMongoError):
-            getattr(self, kind)(chance)
+    def befall(self) -> bool:
+        """One misfortune more. True if there were enough transfers, and all kinds have had an effect."""
+        self.start_missing()
+        missing = [kind for kind in self.kinds if not self.happened[kind]]
+        is_enough = False
+        with suppress(PyMongoError):  # no primary may answer now
+            is_enough = self.log.count_documents({"state": "done"}) >= TRANSFERS
+        if is_enough and not missing:
+            return True
+        # Once there are enough transfers, other faults would only delay those that had no effect yet.
+        kind = self.chance.choice([*missing, "mend", "thaw"] if is_enough else self.kinds)
+        with suppress(MongoCeleryError, PyMongoError):  # it may befall itself: its own session, its own connection
+            self.happened[kind] += getattr(self, kind)()
+        return False
+
+    def end(self) -> None:
+        """Let all who live go on to their end; nobody has ended by an error that is none of ours."""
+        while self._broken:
+            self.mend()
+        for process in self.frozen:
+            process.resume()
+        wait_for(lambda: not any(process.running for process in self.running), 120)
+        assert {process.returncode for process in self.running} <= {0, -signal.SIGKILL}
 
     def so_far(self) -> str:
         return f"{self.log.count_documents({'state': 'done'})} done, and {dict(self.happened)}"
@@ -272,57 +307,6 @@ class TwoBanks:
         assert Counter(told.values())["done"] > TRANSFERS // 2
 
 
-class Misfortune:
-    """What befalls processes that run; others take the place of those that die."""
-
-    def __init__(self, banks: TwoBanks) -> None:
-        self._banks = banks
-        self.chance = random.Random(SEED)
-        self.running: list[ProjectProcess] = []
-        self.frozen: list[ProjectProcess] = []
-
-    def __call__(self) -> bool:
-        alive = [process for process in self.running if process.running]
-        while len(alive) < PROCESSES:
-            self.running.append(self._banks.transfers(SEED * 1000 + len(self.running), 60))
-            alive.append(self.running[-1])
-        missing = [kind for kind, effect in self._banks.effects.items() if self._banks.happened[effect] == 0]
-        is_enough = False
-        with suppress(PyMongoError):  # no primary may answer now
-            is_enough = self._banks.log.count_documents({"state": "done"}) >= TRANSFERS
-        if is_enough and not missing:
-            return True
-        # Once there are enough transfers, other faults would only delay those that had no effect yet.
-        kind = self.chance.choice([*missing, "mend", "thaw"] if is_enough else self._banks.kinds)
-        if kind in {"kill", "freeze", "thaw"}:
-            getattr(self, f"_{kind}")(self.chance.choice(alive))
-        else:
-            self._banks.befall(kind, self.chance)
-        return False
-
-    def _kill(self, process: ProjectProcess) -> None:
-        process.kill()
-        self._banks.happened["killed"] += 1
-
-    def _freeze(self, process: ProjectProcess) -> None:
-        if len(self.frozen) < PROCESSES // 2:
-            process.pause()
-            self.frozen.append(process)
-            self._banks.happened["frozen"] += 1
-
-    def _thaw(self, _process: ProjectProcess) -> None:
-        if self.frozen:
-            self.frozen.pop().resume()
-
-    def end(self) -> None:
-        """Let all who live go on to their end; nobody has ended by an error that is none of ours."""
-        self._banks.mend_all()
-        for process in self.frozen:
-            process.resume()
-        wait_for(lambda: not any(process.running for process in self.running), 120)
-        assert {process.returncode for process in self.running} <= {0, -signal.SIGKILL}
-
-
 @pytest.fixture(params=[1, 3], ids=["one_member", "three_members"])
 def banks(
     request: pytest.FixtureRequest, processes: Processes, make_replica_set: MakeReplicaSet, tmp_path: Path
@@ -342,8 +326,7 @@ def test_each_transfer_counts_once_or_not_at_all_whatever_befalls_it(banks: TwoB
     With three members primaries are killed and frozen as well, and take back what they alone had written. A run in
     which one of these had no effect is none, and goes on.
     """
-    misfortune = Misfortune(banks)
-    wait_for(misfortune, 120 + TRANSFERS * len(banks.sets[0].members), banks.so_far)
-    misfortune.end()
+    wait_for(banks.befall, 120 + TRANSFERS * len(banks.sets[0].members), banks.so_far)
+    banks.end()
     wait_for(banks.is_settled, 90)
     banks.judge()

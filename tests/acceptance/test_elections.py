@@ -19,7 +19,6 @@ from mongo_celery import Outbox, select_for_update, transactional
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.outbox.claims import FREE
 from mongo_celery.outbox.pending import FIELD
-from tests.acceptance.bank_rig import Bank
 from tests.acceptance.outbox_project import EFFECT, configured
 from tests.acceptance.outbox_rig import OPTIONS, Shop, Tap
 from tests.fixtures.election import Elections
@@ -161,29 +160,6 @@ def _owner(items: Collection[Document]) -> Any:
     document = items.find_one({"_id": "lost"})
     assert document is not None
     return document[FIELD]["claim"]["owner"]
-
-
-@pytest.mark.slow
-def test_two_phase_drivers_bear_elections_that_take_steps_back(
-    processes: Processes,
-    three_members: MongoReplicaSet,
-    client: MongoClient[Document],
-    elections: Elections,
-    redis_url: str,
-) -> None:
-    """Each step waits for a majority: a transaction is applied once or not at all."""
-    bank = Bank(processes, client, three_members.url, redis_url)
-    stored = bank.database["transactions"]
-    for turn in (1, 2):
-        before = stored.count_documents({})
-        drivers = [bank.python("transfers", 10 * turn + each, 40) for each in range(3)]
-        wait_for(lambda before=before: stored.count_documents({}) > before + 15)  # type: ignore[misc]
-        elections.under_load(bank.name)
-        assert [driver.wait() for driver in drivers] == [0, 0, 0], "\n".join(driver.text for driver in drivers)
-    bank.coordinator.recover(0)
-
-    assert stored.count_documents({}) == 240
-    bank.judge()
 
 
 def test_locked_transactions_bear_elections_that_take_commits_back(

@@ -40,7 +40,7 @@ def test_halt_stops_one_partition_loudly_and_records_its_head(chain: Deployment)
     assert state["retry"]["error"] == "WantedError: cannot go on"
     assert state["claim"] is None
     worker = next(text for name, text in chain.logs.items() if "worker" in name)
-    assert re.search(r"ERROR.*failed for good, policy halt: WantedError: cannot go on", worker)
+    assert re.search(r"ERROR.*has failed permanently .failure_policy halt.: WantedError: cannot go on", worker)
     assert chain.starts(behind) == []
     chain.judge()
 
@@ -81,7 +81,10 @@ def test_skip_passes_over_and_keeps_what_it_skips(chain: Deployment) -> None:
     assert [(letter["cause"], letter["key"]) for letter in chain.letters("skipping")] == [
         ("skipped", f"{chain.data.name}.skipping insert {bad.key!r}")
     ]
-    assert any(f"skipping insert {bad.key!r} failed for good, policy skip" in text for text in chain.logs.values())
+    assert any(
+        f"skipping insert {bad.key!r} has failed permanently (failure_policy skip)" in text
+        for text in chain.logs.values()
+    )
 
 
 def test_discard_logs_and_keeps_nothing(chain: Deployment) -> None:
@@ -93,7 +96,7 @@ def test_discard_logs_and_keeps_nothing(chain: Deployment) -> None:
     chain.judge()
     assert len(chain.starts(bad)) == len(chain.starts(good)) == 1
     assert chain.letters("discarding") == []
-    said = f"discarding insert {bad.key!r} failed for good, policy discard"
+    said = f"discarding insert {bad.key!r} has failed permanently (failure_policy discard)"
     assert any(said in text for text in chain.logs.values())
 
 
@@ -120,7 +123,9 @@ def test_a_handler_that_ignores_its_change_is_done_with_it(chain: Deployment) ->
     chain.write("letters", next(keys), 1)
     chain.wait_done()
     chain.judge()
-    assert any(f"handler ignored {chain.data.name}.letters insert {item.key!r}" in text for text in chain.logs.values())
+    assert any(
+        f"the handler ignored {chain.data.name}.letters insert {item.key!r}" in text for text in chain.logs.values()
+    )
     assert all(letter["change"]["documentKey"]["_id"] != item.key for letter in chain.letters("letters"))
 
 

@@ -112,12 +112,12 @@ def test_nobody_who_leads_and_nobody_who_works_are_seen(shop: Shop) -> None:
     level, findings = shop.findings()
     assert (level, findings["no_worker"]["severity"]) == (2, "failing")
 
-    listener.wait_for_output("no worker takes the messages in .* no worker answers")
+    listener.wait_for_output("no worker takes messages from .* no worker answers")
     wait_for(lambda: "no_worker" in codes_of_status(shop), message="what asks nobody says it, too")
     shop.start(*_WORKER, awaited="ready")
     shop.wait_for_summaries(1)
     wait_healthy(shop)
-    assert listener.text.count("no worker takes the messages in") == 1
+    assert listener.text.count("no worker takes messages from") == 1
 
 
 def codes_of_status(shop: Shop) -> set[str]:
@@ -132,13 +132,13 @@ def test_workers_that_consume_other_queues_are_told_once(shop: Shop) -> None:
     shop.start("listener", awaited="leading bridge")
     listener = shop._processes.started[-1]
     shop.orders.insert_one({"_id": 1})
-    said = listener.wait_for_output("no worker takes the messages in .*consume other queues.* Run: (.*)")
+    said = listener.wait_for_output("no worker takes messages from .*consume other queues.* Start a worker: (.*)")
     assert "worker -Q" in said[1]
     wait_for(lambda: "consumers" in codes_of_status(shop), message="what asks nobody says it, too")
     shop.start(*_WORKER, awaited="ready")
     shop.wait_for_summaries(1)
     wait_healthy(shop)
-    assert listener.text.count("no worker takes the messages in") == 1
+    assert listener.text.count("no worker takes messages from") == 1
     wait_for(lambda: slots(shop) == 1, message="the worker says how many calls it runs at a time")
     assert shop.findings()[1]["time_limits"]["severity"] == "degraded"
 

@@ -161,7 +161,7 @@ def test_no_probe_and_no_scrape_hangs_with_mongodb(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("listener", "--http", "shop"), "'shop' is not an address to serve HTTP at"),
+        (("listener", "--http", "shop"), "'shop' is not an HTTP address"),
         (("listener", "--http", "192.0.2.1:0"), "cannot serve HTTP at 192.0.2.1:0"),
         ((*_WORKER, "--listener", "--listener-http", "192.0.2.1:0"), "cannot serve HTTP at 192.0.2.1:0"),
         ((*_WORKER, "--listener-http", "0"), "Add --listener"),

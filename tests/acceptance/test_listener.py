@@ -93,7 +93,7 @@ def test_a_frozen_leader_stands_by_when_it_wakes_and_can_lead_again(scene: Scene
         assert scene.seconds_until_resumed(first.pause) < TAKE_OVER_SECONDS_MAX
         scene.flow()
         first.resume()
-        first.wait_for_output("the lease is lost; standing by")
+        first.wait_for_output("has lost the lease and is standing by")
         scene.flow()
         assert scene.seconds_until_resumed(second.kill) < TAKE_OVER_SECONDS_MAX
         scene.flow()
@@ -120,7 +120,7 @@ def test_what_a_frozen_leader_had_on_its_way_is_refused(scene: Scene, make_proxy
     scene.settle()
     proxy.release()
     zombie.resume()
-    zombie.wait_for_output("the lease is lost; standing by")
+    zombie.wait_for_output("has lost the lease and is standing by")
     scene.write(HANDLER, "last", 1)
     scene.settle(faults=0)
 
@@ -153,10 +153,10 @@ def test_a_layout_changes_around_a_handler_that_runs_and_one_that_died(scene: Sc
         for key in KEYS:
             scene.write(HANDLER, key, n)
     seven = scene.listener("seven", **scene.given(partitions=7))
-    seven.wait_for_output("plain waits for its 7 partitions: .* partition [0-9]+ runs in")
-    assert "partitioning of plain changed" not in seven.text, "it waits for what runs"
+    seven.wait_for_output("plain waits for its 7 new partitions: .* partition [0-9]+ runs in")
+    assert "partitioning of plain has changed" not in seven.text, "it waits for what runs"
     scene.open_gate("slow")
-    seven.wait_for_output("partitioning of plain changed: term [0-9]+, 7 partitions")
+    seven.wait_for_output("partitioning of plain has changed: term [0-9]+, 7 partitions")
     scene.settle(faults=0)
 
 
@@ -170,7 +170,7 @@ def test_a_handler_that_is_added_later_misses_nothing_and_no_other_repeats(scene
         each.terminate()
     both: Any = {"SCRIPTED_HANDLERS": f"{HANDLER},other"}
     listener = scene.listener("second", **both)
-    listener.wait_for_output(r"handler other is new: it begins at \S+ \(start_from: ")
+    listener.wait_for_output(r"handler other is new and begins at \S+ \(start_from: ")
     scene.write("other", "late", 1)
     scene.worker(name="second-worker", **both)
     scene.wait_started(early)
@@ -183,7 +183,7 @@ def test_a_dropped_state_database_is_made_anew_and_no_version_is_reused(scene: S
     with scene.load():
         scene.flow()
         scene.client.drop_database(scene.state)
-        wait_for(lambda: "the lease is lost; standing by" in leader.text + standby.text)
+        wait_for(lambda: "has lost the lease and is standing by" in leader.text + standby.text)
         wait_for(lambda: (leader.text + standby.text).count("leading bridge") == 2)
         scene.flow()
     scene.wait_effects()
@@ -239,7 +239,7 @@ def test_a_right_that_is_missed_in_the_middle_ends_with_one_sentence(scene: Scen
 def test_a_bridge_that_watches_its_own_state_is_refused(scene: Scene) -> None:
     """P6, P9: found when the listener starts."""
     listener = scene.run("listener", name="listener", SCRIPTED_STATE=scene.data.name)
-    refused(listener, "Choose another database for the state")
+    refused(listener, "Use another state database")
 
 
 def test_a_standalone_server_ends_with_one_sentence(scene: Scene, standalone_url: str) -> None:
@@ -278,7 +278,7 @@ def test_servers_that_stay_away_end_with_one_sentence_after_the_stated_time(scen
     """P9: waits with a message, then gives up."""
     listener = scene.run("listener", name="listener", SCRIPTED_MONGO=nowhere(), **scene.given(start_timeout=2))
     listener.wait_for_output("waiting for MongoDB")
-    refused(listener, r"MongoDB gave no answer within 2 s \(start_timeout\)")
+    refused(listener, r"MongoDB did not answer within 2 s \(start_timeout\)")
 
 
 def test_a_listener_whose_mongodb_is_away_ends_soon_after_sigterm(scene: Scene) -> None:
@@ -313,7 +313,7 @@ def test_a_frozen_broker_ends_with_one_sentence_after_the_stated_time(
     redis.pause()
     listener = scene.run("listener", name="listener", SCRIPTED_BROKER=redis.url, **scene.given(start_timeout=4))
     listener.wait_for_output("waiting for the broker")
-    refused(listener, r"the broker gave no answer within 4 s \(start_timeout\)")
+    refused(listener, r"the broker did not answer within 4 s \(start_timeout\)")
     redis.resume()
 
 

@@ -38,7 +38,7 @@ def test_workers_of_gunicorn_deliver_what_they_write(shop: Shop, redis_url: str,
     port = free_port()
     preload = ("--preload", "--env", "OUTBOX_BEFORE_FORK=1") if kind == "preload" else ()
     worker = ("-k", "sync" if kind == "preload" else kind, "-w", "2", *preload)
-    server = shop.program(*worker, "-b", f"{HOST}:{port}", "tests.acceptance.outbox_web_project:web", module="gunicorn")
+    server = shop.program(*worker, "-b", f"{HOST}:{port}", "tests.acceptance.outbox_project:web", module="gunicorn")
     server.wait_for_output(r"Booting worker[^$]*Booting worker")
 
     def write(key: str, *numbers: int) -> set[bytes]:

@@ -101,7 +101,9 @@ def test_an_embedded_listener_that_is_killed_is_started_again(deployment: MakeDe
     worker.wait_for_output("reading from")
     killed = _listener_pid(chain)
     os.kill(killed, signal.SIGKILL)
-    worker.wait_for_output("CRITICAL.*embedded listener has ended with status -9; starting it again in 5 s")
+    worker.wait_for_output(
+        "CRITICAL.*embedded listener has ended with exit status -9. The worker starts it again in 5 s"
+    )
     _flow(chain)
     assert killed != _listener_pid(chain)
     descendants = psutil.Process(worker.pid).children(recursive=True)
@@ -120,7 +122,7 @@ def test_an_embedded_listener_that_gave_up_on_mongodb_is_started_again(
     proxy.refuse()
     chain = deployment("plain", "auto", options={"start_timeout": 1})
     worker = chain.worker("-P", pool, "--listener", SCRIPTED_MONGO=proxy.mongo_url)
-    worker.wait_for_output("CRITICAL.*starting it again in 5 s")
+    worker.wait_for_output("CRITICAL.*starts it again in 5 s")
     proxy.pass_through()
     worker.wait_for_output("reading from")
     _flow(chain)

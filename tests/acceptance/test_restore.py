@@ -171,7 +171,7 @@ def test_in_a_new_set_whoever_was_not_sent_on_stands_still_until_somebody_decide
     shop.move(make_replica_set())
     restore(shop.state, copies[0])
     restore(shop.data, copies[1])
-    shop.run("listener", "has lost its history")
+    shop.run("listener", "is stopped: its position is")
     shop.celery("changes", "reset", "record", "--to", "now", "--yes")
     shop.start()
     shop.write("b", 1)

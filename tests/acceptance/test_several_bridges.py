@@ -102,8 +102,8 @@ def test_a_bridge_that_fails_for_good_leaves_the_others_alone(several: Several, 
     wait_for(lambda: redis_client.llen("good.0"), message="the healthy bridge dispatches")
     assert listener.running
     assert several.version("good") == version
-    assert "starting it again in 1 s" in listener.text
-    assert "starting it again in 2 s" in listener.text
+    assert "it starts again in 1 s" in listener.text
+    assert "it starts again in 2 s" in listener.text
     assert listener.terminate() == 0
 
 

@@ -114,7 +114,7 @@ def test_a_change_goes_the_whole_way_by_tls(encrypted: Encrypted, environment: D
 @pytest.mark.parametrize(
     ("lacking", "words"),
     [
-        pytest.param("tls=true&", "MongoDB gave no answer", id="plain text"),
+        pytest.param("tls=true&", "MongoDB did not answer", id="plain text"),
         pytest.param("tlsCAFile", "certificate verify failed", id="an authority that is not known"),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Deploym
     assert refused["fence"] == zombie.fence
     chain.allow(item)
     chain.judge()
-    assert "failed for good" not in worker.text
+    assert "failed permanently" not in worker.text
 
 
 def test_a_frozen_handler_that_wakes_after_its_effect_has_its_outcome_refused(chain: Deployment) -> None:
@@ -182,7 +182,7 @@ def test_a_frozen_handler_that_wakes_after_its_effect_has_its_outcome_refused(ch
         chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_done()
-    worker.wait_for_output(rf"handled of plain/0 \(fencing token {zombie.fence}\) was refused")
+    worker.wait_for_output(rf"'handled' of partition plain/0 \(fencing token {zombie.fence}\) was refused")
     chain.allow(item)
     chain.judge()
 
@@ -199,7 +199,7 @@ def test_a_frozen_handler_that_wakes_to_fail_has_that_refused(chain: Deployment,
         chain.wait_started(item, 2)
         chain.open_gate("open")
         chain.wait_done()
-    worker.wait_for_output(rf"{outcome} of plain/0 \(fencing token {zombie.fence}\) was refused")
+    worker.wait_for_output(rf"'{outcome}' of partition plain/0 \(fencing token {zombie.fence}\) was refused")
     chain.allow(item)
     chain.judge()
     assert chain.of(item)["state"] == "flowing"

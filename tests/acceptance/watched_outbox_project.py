@@ -10,10 +10,10 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change
 
-NAME = os.environ.get("WATCHED_NAME", "watched")
-URL = os.environ.get("WATCHED_MONGO", "mongodb://localhost/")
+NAME = os.environ.get("PROJECT_NAMES", "watched")
+URL = os.environ.get("PROJECT_MONGO", "mongodb://localhost/")
 
-app = Celery("watched", broker=os.environ.get("WATCHED_BROKER", "memory://"))
+app = Celery("watched", broker=os.environ.get("PROJECT_BROKER", "memory://"))
 app.conf.update(task_acks_late=True, worker_hijack_root_logger=False)
 bridge = Bridge(
     app, URL, name=NAME, database=f"{NAME}_state", partitions=4, lease_ttl=2, claim_ttl=3, autodiscover=False

@@ -12,9 +12,6 @@ measured in the same rounds.
 - `transactions`: transfers per second by several processes, as two-phase commits and with both accounts locked, beside
   two plain updates; with many accounts and with two. Then changes per second by one process in a transaction and with
   locks, beside PyMongo alone.
-- `stream`: oplog entries per second that a stream passes, by the number of its sources, beside one `$in`.
-- `spill`: processor time for storing a change of 1 kB and of 10 kB and for reading it back, beyond that of a change
-  that stays in memory.
 - `backlog`: processor time of a change, and the listener's memory, with 10 000 to a million waiting changes. The
   handler takes lists of 500, so the listener has most to do.
 - `handlers`: processor time of a change for each handler that gets it, with 1, 10 or 60 handlers on a stream. Either
@@ -23,5 +20,5 @@ measured in the same rounds.
   task for each change; and seconds from SIGTERM and SIGKILL to the first message of the next term.
 
 The modules named `_programs` and `_app` are run by the measured processes. They leave their answers as files
-(`answers`). `commits` measures from the first commit to the last.
+(`answers`). Backlogs are measured from the first commit to the last.
 """

@@ -11,22 +11,16 @@ from rich.console import Console
 
 from mongo_celery.bench.stage import Stage
 from mongo_celery.errors import MongoCeleryError
-from tests.benchmarks.backlog_suite import run_backlog
-from tests.benchmarks.handlers_suite import run_handlers
+from tests.benchmarks.backlog_suite import run_backlog, run_handlers
 from tests.benchmarks.latency_suite import run_latency
 from tests.benchmarks.outbox_suite import run_outbox
-from tests.benchmarks.readings import Suite, Tables
-from tests.benchmarks.report import as_json, show
+from tests.benchmarks.readings import Suite, Tables, as_json, show
 from tests.benchmarks.sizes import FULL, QUICK
-from tests.benchmarks.spill_suite import run_spill
-from tests.benchmarks.stream_suite import run_stream
 from tests.benchmarks.transaction_suite import run_transactions
 
 SUITES: dict[str, Suite] = {
     "outbox": run_outbox,
     "transactions": run_transactions,
-    "stream": run_stream,
-    "spill": run_spill,
     "backlog": run_backlog,
     "handlers": run_handlers,
     "latency": run_latency,
@@ -54,8 +48,6 @@ def benchmarks(
     \b
     outbox        a write with its task, beside a plain write and delay(); sweeps, idle outboxes
     transactions  two-phase commits, transactions and locks, beside plain updates and PyMongo
-    stream        oplog entries that the bridge's stream passes, by the number of its sources
-    spill         CPU time of storing a change and of reading it back
     backlog       a listener's memory, and the CPU time of a change, behind backlogs of several lengths
     handlers      the CPU time of a change for each of 1, 10 and 60 handlers on one stream
     latency       from a write to the start of its handler, and the take-over after SIGTERM and SIGKILL

@@ -8,10 +8,12 @@ flight, and the first message more is that of the next term.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from mongo_celery.bench.payload import make_order, write_orders
@@ -20,7 +22,6 @@ from mongo_celery.bench.stage import BenchError, Scene, Stage, pause
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.embedded.processes import ChildProcess
 from tests.benchmarks.latency_app import NAIVE, WRITTEN
-from tests.benchmarks.processes import sockets
 from tests.benchmarks.readings import MILLISECONDS, SECONDS, Reading, Tables, quantile, reading
 from tests.benchmarks.sizes import Sizes
 
@@ -94,7 +95,7 @@ def _take_over(
     stage: Stage, scene: Scene, listeners: list[ChildProcess], number: signal.Signals, lease_ttl: float
 ) -> float:
     listeners.append(scene.listener(APP))
-    scene.wait("a standby", lambda: sockets(listeners[-1].pid) >= _STANDBY_SOCKETS)
+    scene.wait("a standby", lambda: _count_sockets(listeners[-1].pid) >= _STANDBY_SOCKETS)
     leader = next(each for each in listeners if each.pid == scene.lease().get("pid"))
     before = _settled(stage, scene)
     began = time.monotonic()
@@ -107,6 +108,14 @@ def _take_over(
     listeners.remove(leader)
     scene.stop(leader)
     return taken
+
+
+def _count_sockets(pid: int) -> int:
+    count = 0
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            count += str(descriptor.readlink()).startswith("socket:")
+    return count
 
 
 def _queued(stage: Stage, scene: Scene) -> int:

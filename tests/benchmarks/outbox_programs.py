@@ -1,4 +1,8 @@
-"""The measured processes of the suite `outbox`: `python -m tests.benchmarks.outbox_programs NAME ARGUMENT...`."""
+"""
+The measured processes of the suite `outbox`: `python -m tests.benchmarks.outbox_programs NAME ARGUMENT...`.
+
+It is also the Celery app of their worker: a task that does nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import redis
-from pymongo import UpdateOne
+from pymongo import MongoClient, UpdateOne, WriteConcern
+from pymongo.collection import Collection
 
-from mongo_celery import STORED_ID
+from mongo_celery import STORED_ID, Outbox
 from mongo_celery.bench.payload import make_order
+from mongo_celery.bench.setting import BenchSetting, make_app
 from mongo_celery.bench.stopwatch import Laps, Stopwatch, cpu_seconds
 from tests.benchmarks.answers import answer
-from tests.benchmarks.outbox_app import app, orders, outbox, send_receipt, setting
 
 _APART_SECONDS = 0.015
 _LOOK_SECONDS = 0.02
@@ -29,6 +35,35 @@ _BATCH = 5000
 _CHANGE = {"$set": {"paid": True}, "$inc": {"number": 1}}
 
 Found = dict[str, list[float]]
+
+setting = BenchSetting.from_environment()
+app = make_app(setting)
+received = Stopwatch(setting.clock, "received")
+
+
+@app.task(ignore_result=True, name="bench.send_receipt")  # here and in a worker
+def send_receipt(order: str) -> None:
+    """What follows an order."""
+    del order
+    received.lap()
+
+
+def orders(number: int = 0) -> Collection[dict[str, Any]]:
+    """A collection, as an application opens it that wants to be sure of its writes."""
+    name = f"orders_{number}" if number else "orders"
+    return _client()[setting.database].get_collection(name, write_concern=WriteConcern("majority"))
+
+
+def outbox(collection: Collection[dict[str, Any]], **options: Any) -> Outbox:
+    """An outbox for it; the suite sweeps by itself."""
+    given = {"database": setting.state_database, "sweep_every": None, **setting.bridge, **options}
+    return Outbox(app, collection, **given)
+
+
+@cache
+def _client() -> MongoClient[dict[str, Any]]:
+    """Return the client of this process, which all collections share."""
+    return MongoClient(setting.mongo_url)
 
 
 class Writers:

@@ -11,7 +11,6 @@ from tests.benchmarks.readings import COUNT, MILLISECONDS, Reading, Tables, read
 from tests.benchmarks.sizes import Sizes
 
 _PROGRAMS = "tests.benchmarks.outbox_programs"
-_APP = "tests.benchmarks.outbox_app"
 _NAMES = ("insert", "update", "insert_many", "update_many", "hot")
 _PLAIN = {f"{name}_outbox": f"{name}_plain" for name in _NAMES}
 _MANY = 100
@@ -95,7 +94,7 @@ def _costs(stage: Stage, sizes: Sizes, case: Case) -> Iterator[tuple[str, list[R
 
 def _start_worker(scene: Scene) -> list[str]:
     """Start a worker. Return its pids once its pool is complete."""
-    worker = scene.worker(_APP)
+    worker = scene.worker(_PROGRAMS)
     scene.wait("the worker's pool", lambda: len(worker.children()) == 2)
     return [str(pid) for pid in (worker.pid, *worker.children())]
 

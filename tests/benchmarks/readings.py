@@ -1,4 +1,4 @@
-"""Figures of the suites: a number with its unit, and its ratio to another."""
+"""Figures of the suites: a number with its unit, and its ratio to another; as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from mongo_celery.bench.command import describe_machine
 from mongo_celery.bench.stage import Stage
 from tests.benchmarks.sizes import Sizes
 
@@ -16,7 +20,9 @@ MICROSECONDS = "us"
 SECONDS = "s"
 MEGABYTES = "MB"
 BYTES = "bytes"
-COUNT = ""
+COUNT = "number"
+
+_WHOLE = 100  # from here on digits behind the point say nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,3 +90,29 @@ def quantile(values: Sequence[float], part: float) -> float:
     """Return the smallest value that is not exceeded by this part of all values."""
     ordered = sorted(values)
     return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
+
+
+def as_json(results: Mapping[str, Tables], seconds: float) -> dict[str, Any]:
+    """Return one object with one key for each suite."""
+    suites = {
+        suite: {title: {each.name: each.plain() for each in readings} for title, readings in tables.items()}
+        for suite, tables in results.items()
+    }
+    return {"seconds": round(seconds, 1), "machine": describe_machine(), **suites}
+
+
+def show(results: Mapping[str, Tables], seconds: float, console: Console) -> None:
+    """Print a table for each title."""
+    for tables in results.values():
+        for title, readings in tables.items():
+            table = Table("", "median", "lowest", "highest", "ratio", "to", title=title)
+            for each in readings:
+                values = (_number(value) for value in (each.value, min(each.rounds), max(each.rounds)))
+                ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+                table.add_row(f"{each.name}, {each.unit}", *values, ratio, each.ratio_to or "")
+            console.print(table)
+    console.print(f"{seconds:.0f} s in all")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= _WHOLE else f"{value:,.2f}"

@@ -18,8 +18,6 @@ class Sizes:
         held: documents that are held back while others are swept.
         transfers: transfers of one process in a round.
         processes: processes that transfer together.
-        scanned: oplog entries of a neighbour that a stream passes.
-        stored: changes of 1 kB whose storing is measured; of 10 kB a third.
         live: changes whose latency is measured.
         kills: how often each take-over is measured.
         owed: changes of the longest backlog, 4,000 or more. Others: a tenth and a hundredth, if that is as many.
@@ -32,8 +30,6 @@ class Sizes:
     held: int = 100_000
     transfers: int = 300
     processes: int = 4
-    scanned: int = 200_000
-    stored: int = 9000
     live: int = 100
     kills: int = 3
     owed: int = 1_000_000
@@ -54,6 +50,6 @@ class Sizes:
 
 FULL = Sizes()
 QUICK = Sizes(
-    rounds=1, writes=60, held=10_000, transfers=60, scanned=20_000, stored=3000, live=20, kills=1, owed=40_000,
+    rounds=1, writes=60, held=10_000, transfers=60, live=20, kills=1, owed=40_000,
     reached=6000, lease_ttl=3,
 )  # fmt: skip

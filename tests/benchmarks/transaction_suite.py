@@ -14,7 +14,6 @@ from mongo_celery.embedded import MongoReplicaSet
 from tests.benchmarks.answers import answers, ask, give_sign, ready
 from tests.benchmarks.readings import RATE, Reading, Tables, readings
 from tests.benchmarks.sizes import Sizes
-from tests.benchmarks.transfer_programs import KINDS_ACROSS
 
 _PROGRAMS = "tests.benchmarks.transfer_programs"
 _OPLOG_MB = 2048
@@ -59,7 +58,7 @@ def _transfers(
     for number in range(sizes.rounds):
         for kind, found in rates.items():
             announce(f"transfers, {kind}, {contention} contention, round {number + 1} of {sizes.rounds}")
-            found.append(_rate(stage, kind, CONTENTION[contention], sizes, other if kind in KINDS_ACROSS else ""))
+            found.append(_rate(stage, kind, CONTENTION[contention], sizes, other if "across" in kind else ""))
     return readings(RATE, rates, _REFERENCES)
 
 

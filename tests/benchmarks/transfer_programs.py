@@ -18,31 +18,32 @@ from tests.benchmarks.answers import answer, await_sign
 
 setting = BenchSetting.from_environment()
 
+Data = Database[dict[str, Any]]
 Transfer = Callable[[int, int], object]
 
 
-def _data(url: str = setting.mongo_url) -> Database[dict[str, Any]]:
+def _data(url: str = setting.mongo_url) -> Data:
     client: MongoClient[dict[str, Any]] = MongoClient(url)
     return client.get_database(setting.database, write_concern=WriteConcern("majority"))
 
 
-def _plain(data: Database[dict[str, Any]]) -> Transfer:
+def _plain(data: Data, other: Data) -> Transfer:
     """Two updates and nothing that holds them together: what a transfer costs at the least."""
-    accounts = data["accounts"]
+    payers, payees = data["accounts"], other["accounts"]
 
     def transfer(source: int, destination: int) -> None:
-        accounts.update_one({"_id": source}, {"$inc": {"balance": -1}})
-        accounts.update_one({"_id": destination}, {"$inc": {"balance": 1}})
+        payers.update_one({"_id": source}, {"$inc": {"balance": -1}})
+        payees.update_one({"_id": destination}, {"$inc": {"balance": 1}})
 
     return transfer
 
 
-def _two_phase(data: Database[dict[str, Any]]) -> Transfer:
+def _two_phase(data: Data, _: Data) -> Transfer:
     bank = TwoPhaseCommit(None, data["transactions"], application="bench")
     return lambda source, destination: bank.transfer(source, destination, 1)
 
 
-def _locked(data: Database[dict[str, Any]]) -> Transfer:
+def _locked(data: Data, _: Data) -> Transfer:
     """Both accounts locked and read before either is changed."""
     accounts = data["accounts"]
 
@@ -56,25 +57,7 @@ def _locked(data: Database[dict[str, Any]]) -> Transfer:
     return transfer
 
 
-KINDS: dict[str, Callable[[Database[dict[str, Any]]], Transfer]] = {
-    "plain": _plain,
-    "two_phase": _two_phase,
-    "locked": _locked,
-}
-
-
-def _plain_across(data: Database[dict[str, Any]], other: Database[dict[str, Any]]) -> Transfer:
-    """The same two updates, in two clusters."""
-    payers, payees = data["accounts"], other["accounts"]
-
-    def transfer(source: int, destination: int) -> None:
-        payers.update_one({"_id": source}, {"$inc": {"balance": -1}})
-        payees.update_one({"_id": destination}, {"$inc": {"balance": 1}})
-
-    return transfer
-
-
-def _across(data: Database[dict[str, Any]], other: Database[dict[str, Any]]) -> Transfer:
+def _across(data: Data, other: Data) -> Transfer:
     bank = TwoPhaseCommit(
         None, data["transactions"], application="bench", name="across", clients={"other": other.client}
     )
@@ -87,11 +70,14 @@ def _across(data: Database[dict[str, Any]], other: Database[dict[str, Any]]) -> 
     return transfer
 
 
-KINDS_ACROSS: dict[str, Callable[[Database[dict[str, Any]], Database[dict[str, Any]]], Transfer]] = {
-    "plain_across": _plain_across,
+KINDS: dict[str, Callable[[Data, Data], Transfer]] = {
+    "plain": _plain,
+    "two_phase": _two_phase,
+    "locked": _locked,
+    "plain_across": _plain,
     "across": _across,
 }
-"""Over two clusters."""
+"""From the databases with the accounts that pay and that receive, which are mostly one."""
 
 
 def transfers(kind: str, accounts: str, number: str, other: str = "") -> None:
@@ -104,7 +90,8 @@ def transfers(kind: str, accounts: str, number: str, other: str = "") -> None:
         number: of transfers.
         other: address of the other cluster, if there is one.
     """
-    transfer = KINDS_ACROSS[kind](_data(), _data(other)) if other else KINDS[kind](_data())
+    data = _data()
+    transfer = KINDS[kind](data, _data(other) if other else data)
     choose, done = random.Random(), Stopwatch(setting.clock, "transferred")
     transfer(0, 1)  # connections and sessions
     await_sign(setting)
@@ -139,7 +126,7 @@ def locks(rounds: str, count: str) -> None:
     answer(setting, rates)
 
 
-def _lock_ways(data: Database[dict[str, Any]]) -> dict[str, Callable[[], object]]:
+def _lock_ways(data: Data) -> dict[str, Callable[[], object]]:
     accounts, client, change = data["accounts"], data.client, {"$inc": {"balance": 1}}
 
     def driver_transaction() -> None:

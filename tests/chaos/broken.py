@@ -27,7 +27,7 @@ from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.window import Queue, Window
 from mongo_celery.bridge.worker.subject import RunSubject
 from mongo_celery.mongo.table import Table
-from tests.chaos.plan import Plan, Step
+from tests.chaos.facts import Plan, Step
 from tests.chaos.setting import HOT, POISON, keys_in, partition_of
 
 _AHEAD = timedelta(hours=1)
@@ -241,7 +241,7 @@ _SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
             ),
         ),
         "w:1 lease": (15.0, 3, (Step(3.0, "take back a lease"),)),
-        "client's clock": (12.0, 1, (Step(3.0, "kill listener"),)),
+        "client's clock": (18.0, 1, (Step(3.0, "kill listener"), Step(10.0, "kill listener"))),  # each of the two
         "mark before insert": (22.0, 1, _SPILLS),
         "removal above committed": (22.0, 1, _SPILLS),
         "snapshot row kept": (

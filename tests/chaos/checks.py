@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tests.chaos.facts import (
@@ -17,13 +18,15 @@ from tests.chaos.facts import (
     Changed,
     Charged,
     Fact,
-    Fault,
     Let,
     Parked,
     Waited,
     Where,
 )
+from tests.chaos.faults import Fault
+from tests.chaos.plan import healthy_partitions
 from tests.chaos.setting import FLOWS, is_poison, partition_of
+from tests.rig import history as common
 from tests.rig.history import Due, Effect, Led, SetAside, Started, Wrote
 
 SLACK_SECONDS = 20.0
@@ -116,27 +119,19 @@ class _Heads:
         return self._times[due]
 
 
-def stops(history: Sequence[Fact], places: Collection[Where], *, least: float) -> list[Stop]:
-    """The times, of at least so many seconds, in which a partition had something to do and did not go on."""
-    waiting = {where: _Waiting(where) for where in places}
+def find_stops(history: Sequence[Fact], places: Collection[Where], *, least: float) -> list[Stop]:
+    """The times, of so many seconds at least, in which one of these partitions had something to do, or all had."""
+    waiting = {where: _Waiting(where) for where in (None, *places)}
     for fact in history:
         if isinstance(fact, Wrote | Started | Effect | SetAside | Parked):
             due = _due(fact)
             where = due.handler, partition_of(due.handler, due.key)
             if where in waiting:
                 waiting[where].take(fact, due)
-    return [stop for each in waiting.values() for stop in each.ended(_last(history)) if stop.seconds >= least]
-
-
-def gaps(history: Sequence[Fact], places: Collection[Where], *, least: float) -> list[Stop]:
-    """The times in which something waited in one of these partitions, and nothing went on anywhere."""
-    waiting = _Waiting(None)
-    for fact in history:
-        if isinstance(fact, Wrote | Started | Effect | SetAside | Parked):
-            due = _due(fact)
-            if not isinstance(fact, Wrote) or (due.handler, partition_of(due.handler, due.key)) in places:
-                waiting.take(fact, due)
-    return [stop for stop in waiting.ended(_last(history)) if stop.seconds >= least]
+            if where in waiting or not isinstance(fact, Wrote):
+                waiting[None].take(fact, due)
+    last = max((getattr(fact, "at", 0.0) for fact in history), default=0.0)
+    return [stop for each in waiting.values() for stop in each.ended(last) if stop.seconds >= least]
 
 
 class _Waiting:
@@ -175,10 +170,6 @@ def _due(fact: Wrote | Started | Effect | SetAside | Parked) -> Due:
     return Due(fact.handler or "", fact.key, fact.n) if isinstance(fact, Wrote) else fact.due
 
 
-def _last(history: Sequence[Fact]) -> float:
-    return max((getattr(fact, "at", 0.0) for fact in history), default=0.0)
-
-
 def stopped(found: Iterable[Stop], faults: Sequence[Fault], load: float = 1.0) -> list[str]:
     """
     P7, P12: nothing stands for longer than the faults that befall it explain, with an allowance; everything least.
@@ -204,25 +195,6 @@ def stopped(found: Iterable[Stop], faults: Sequence[Fault], load: float = 1.0) -
 def overlapping(stop: Stop, faults: Iterable[Fault]) -> list[Fault]:
     """The faults that may have kept something from going on."""
     return [fault for fault in faults if fault.begin <= stop.end and stop.begin <= fault.until]
-
-
-class Longest(NamedTuple):
-    """The longest time without progress from when a fault's bound counts, and what else was in force then."""
-
-    seconds: float = 0.0
-    beside: tuple[str, ...] = ()
-
-
-def longest_gaps(found: Iterable[Stop], faults: Sequence[Fault]) -> dict[str, Longest]:
-    """For each kind of fault; more than its bound may be due to the others."""
-    longest = dict.fromkeys((fault.name for fault in faults), Longest())
-    for gap in found:
-        near = overlapping(gap, faults)
-        for fault in near:
-            seconds = gap.end - max(gap.begin, fault.since)
-            if seconds > longest[fault.name].seconds:
-                longest[fault.name] = Longest(seconds, tuple(other.name for other in near if other is not fault))
-    return longest
 
 
 def repeated(history: Sequence[Fact], faults: Sequence[Fault]) -> tuple[int, list[str]]:
@@ -301,3 +273,90 @@ def untrue(status: Mapping[str, Any]) -> list[str]:
         for each in handler["partitions"]
         if each["state"] != "flowing"
     ]
+
+
+_LEAST_STOP = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """
+    The verdict on a run.
+
+    Attributes:
+        wrong: for each promise what is wrong, a sentence each.
+        counts: how many writes, starts, effects, repeated starts, faults and changes without an effect.
+    """
+
+    wrong: Mapping[str, Sequence[str]]
+    counts: Mapping[str, int]
+
+    @property
+    def good(self) -> bool:
+        """Whether every promise was kept."""
+        return not any(self.wrong.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """
+    What there is to judge.
+
+    Attributes:
+        history: in the order of the oplog.
+        acknowledged: what the writer knows to be written.
+        status: what the bridge says of itself in the end.
+        load: how many processes wanted each core of the machine.
+        announced: by versions, who has said that it leads with them.
+        ends: by names, how listeners have ended that nobody had ended.
+        troubles: what the runner itself could not do.
+        discarded: the changes whose letters a person has told to discard.
+        parked: the partitions in which a key is parked in the end.
+        unlike: writes of the bridge's state that the models do not allow.
+        steps: how many others there were.
+    """
+
+    history: Sequence[Fact]
+    acknowledged: Sequence[Due] = ()
+    faults: Sequence[Fault] = ()
+    status: Mapping[str, Any]
+    load: float = 1.0
+    announced: Mapping[int, str] = field(default_factory=dict)
+    ends: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    troubles: Sequence[str] = ()
+    discarded: Collection[Due] = ()
+    parked: Sequence[str] = ()
+    unlike: Sequence[str] = ()
+    steps: int = 0
+
+
+def judge(evidence: Evidence) -> Judgement:
+    """Judge a run that has come to rest, or has not within its time: then what is missing counts as lost."""
+    history, faults = evidence.history, evidence.faults
+    shared: list[common.Fact] = [fact for fact in history if isinstance(fact, common.Fact)]
+    gone: list[common.Fact] = [SetAside(fact.due) for fact in history if isinstance(fact, Let)]
+    parking = [fact for fact in shared if isinstance(fact, Effect) and FLOWS[fact.handler].parks]
+    repeats, too_often = repeated(history, faults)
+    stops = find_stops(history, healthy_partitions(), least=_LEAST_STOP)
+    wrong = {
+        "lost": [*not_found(history, evidence.acknowledged), *common.lost([*shared, *gone])],
+        "invented": common.invented(shared),
+        "out of order": [*common.out_of_sequence(shared), *common.went_back(parking)],
+        "parked keys": [
+            *parked(history, evidence.discarded),
+            *(f"a key of {where} is parked in the end" for where in evidence.parked),
+        ],
+        "stale": [*common.stale(shared), *common.weak_tokens(shared)],
+        "unlike the models": list(evidence.unlike),
+        "leases": phantom_terms(history, evidence.announced),
+        "innocents charged": charged_innocents(history, faults),
+        "healthy partitions stopped": stopped(stops, faults, evidence.load),
+        "repeated too often": too_often,
+        "listeners ended": [f"{name} ended with {ends}" for name, ends in evidence.ends.items()],
+        "status": untrue(evidence.status),
+        "the run itself": list(evidence.troubles),
+    }
+    kinds = {"written": Wrote, "started": Started, "effects": Effect, "set aside": SetAside, "parked": Parked}
+    counts = {name: sum(isinstance(fact, kind) for fact in history) for name, kind in kinds.items()}
+    more = {"duplicates": repeats, "faults": len(faults), "steps of the state": evidence.steps}
+    return Judgement(wrong, {**counts, **more})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.chaos.kinds import KINDS, STALL, Kind
 from tests.rig.history import Due
 from tests.rig.history import Fact as CommonFact
 
@@ -74,24 +73,44 @@ Fact = CommonFact | Charged | Waited | Changed | Brought | Parked | Let
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault as it was; times are those of the servers' machine, in seconds."""
+class Step:
+    """
+    One thing that happens.
 
-    name: str
-    begin: float
-    end: float
+    Attributes:
+        at: seconds after the writer's start.
+        does: a kind of fault, `poison: ...`, or `person: ...`.
+        lasts: seconds.
+        where: subscription, of a poison or of what a person does.
+        partition: of the subscription.
+        key: that is poisoned.
+        choice: from 0 to 1, for whatever is chosen when it happens.
+    """
 
-    @property
-    def kind(self) -> Kind:
-        """Its kind."""
-        return STALL if self.name == STALL.name else KINDS[self.name]
+    at: float
+    does: str
+    lasts: float = 0.0
+    where: str = ""
+    partition: int = -1
+    key: str = ""
+    choice: float = 0.0
 
-    @property
-    def since(self) -> float:
-        """From when on its bound counts."""
-        return self.begin if self.kind.has_successor else self.end
+    def __str__(self) -> str:
+        """Return a line for people."""
+        place = f" {self.where}/{self.partition}" if self.where else ""
+        lasts = f" for {self.lasts:.1f} s" if self.lasts else ""
+        return f"{self.at:7.2f} s  {self.does}{place}{f' {self.key}' if self.key else ''}{lasts}"
 
-    @property
-    def until(self) -> float:
-        """When everything goes on, at the latest."""
-        return max(self.since + self.kind.bound, self.end)
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All steps of a run, in the order of their times."""
+
+    seed: int | str
+    seconds: float
+    members: int
+    steps: tuple[Step, ...]
+
+    def lines(self) -> list[str]:
+        """The plan for people."""
+        return [f"seed {self.seed}, {self.seconds:.0f} s, {self.members} members", *map(str, self.steps)]

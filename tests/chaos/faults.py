@@ -1,7 +1,9 @@
 """
-Doing the faults of a plan to a world: each begins, lasts, and ends.
+The kinds of faults: how long each may keep a partition from making progress, and how it is done to a world.
 
-Whatever a fault leaves behind is undone by its end, or by `heal`: a run ends with everything as it should be.
+The bounds are what docs/guarantees.md promises for the times in `setting`; where it names none, what follows from
+them: a lost message is sent again after the grace, a dead claim lapses first. Each fault begins, lasts, and ends. Its
+end, or `heal`, undoes all that it leaves behind: a run ends with everything as it should be.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -20,11 +23,18 @@ from redis.exceptions import RedisError
 
 from mongo_celery.embedded import MongoServer
 from mongo_celery.embedded.processes import polls
-from tests.chaos.plan import Step
-from tests.chaos.setting import BRIDGE, LEASE_TTL, LISTENER, STATE, WORKER
-from tests.chaos.snapshots import snapshot
+from tests.chaos.facts import Step
+from tests.chaos.setting import BRIDGE, CLAIM_TTL, DISPATCH_GRACE, FLOWS, HOT, LEASE_TTL, LISTENER, STATE, WORKER
 from tests.chaos.world import Role, World, signal_all
 from tests.fixtures.election import Elections
+from tests.fixtures.proxy import Proxy
+
+_SWEEP = 1.0
+_LOST_MESSAGE = DISPATCH_GRACE + 2 * _SWEEP
+_DEAD_CLAIM = CLAIM_TTL + DISPATCH_GRACE + _SWEEP
+_TAKE_OVER = LEASE_TTL + 2.0
+_HANG = 8.0  # until a client has given up a server that is frozen
+_ELECTION = 5.0
 
 _STATE_COMMANDS = ["findAndModify", "update", "find", "aggregate", "insert", "delete"]
 _ERRORS = [91, 189, 11600, 11602, 10107, 13435, 6, 7, 89]
@@ -33,15 +43,77 @@ _SLOW_SECONDS = 0.25
 _DELAY_MILLISECONDS = 300
 _REPEATS = 60
 _LEASE_SECONDS = 3 * LEASE_TTL
+_SNAPSHOT_SECONDS = 60.0
+_SLOWLY = 0.5
+_RATE = 20
+"""Documents a second of a snapshot that is to last, so that something befalls it."""
 
 Doing = Iterator[None]
 Do = Callable[[World, Step], Doing]
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """
+    One kind of fault.
+
+    Attributes:
+        on: what it befalls; two faults on one thing never overlap. A snapshot befalls nobody.
+        bound: seconds from its end, or from its begin if something else takes over, until all makes progress.
+        do: begins it, and ends it.
+        lasts: seconds, at least and at most.
+        members: how many the replica set must have at least.
+        alone: whether it is only for a set of one member.
+        elects: whether it makes the set elect a primary.
+    """
+
+    name: str
+    on: str
+    bound: float
+    do: Do
+    lasts: tuple[float, float] = (0.0, 0.0)
+    members: int = 1
+    alone: bool = False
+    elects: bool = False
+
+    @property
+    def has_successor(self) -> bool:
+        """Whether nothing waits for its end: another process takes over, or a primary that is elected."""
+        return self.on in {"listener", "worker", "snapshot"} or self.elects
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault as it was; times are those of the servers' machine, in seconds."""
+
+    name: str
+    begin: float
+    end: float
+
+    @property
+    def kind(self) -> Kind:
+        """Its kind."""
+        return STALL if self.name == STALL.name else KINDS[self.name]
+
+    @property
+    def until(self) -> float:
+        """When everything makes progress, at the latest."""
+        return max((self.begin if self.kind.has_successor else self.end) + self.kind.bound, self.end)
+
+
 def happen(world: World, step: Step, ended: threading.Event) -> None:
     """Let a fault happen, for as long as it lasts, or until the run ends."""
-    with contextmanager(FAULTS[step.does])(world, step):
+    with contextmanager(KINDS[step.does].do)(world, step):
         ended.wait(step.lasts)
+
+
+def _between(begin: Callable[[], object], *ends: Callable[[], object]) -> Doing:
+    begin()
+    try:
+        yield
+    finally:
+        for end in ends:
+            end()
 
 
 def _chosen(world: World, step: Step, sort: str) -> Role:
@@ -71,28 +143,15 @@ def _end(role: Role) -> Doing:
 
 
 def _frozen(role: Role, *children: int) -> Doing:
-    process = role.process
-    pids = children or (process.pid,)
-    signal_all(process, pids, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        signal_all(process, pids, signal.SIGCONT)
-
-
-def _freeze_worker(world: World, step: Step) -> Doing:
-    role = _chosen(world, step, "worker")
-    yield from _frozen(role, role.process.pid, *role.process.children())
+    pids = children or (role.process.pid,)
+    return _between(
+        lambda: signal_all(role.process, pids, signal.SIGSTOP), lambda: signal_all(role.process, pids, signal.SIGCONT)
+    )
 
 
 def _pool_process(role: Role, step: Step) -> int:
     children = role.process.children()
     return children[int(step.choice * 97) % len(children)] if children else role.process.pid
-
-
-def _freeze_pool_process(world: World, step: Step) -> Doing:
-    role = _chosen(world, step, "worker")
-    yield from _frozen(role, _pool_process(role, step))
 
 
 def _kill_pool_process(world: World, step: Step) -> Doing:
@@ -103,20 +162,8 @@ def _kill_pool_process(world: World, step: Step) -> Doing:
     yield
 
 
-def _kill_redis(world: World, _step: Step) -> Doing:
-    world.redis.kill()
-    try:
-        yield
-    finally:
-        world.redis.restart()
-
-
-def _freeze_redis(world: World, _step: Step) -> Doing:
-    world.redis.pause()
-    try:
-        yield
-    finally:
-        world.redis.resume()
+def _paused(server: Any) -> Doing:
+    return _between(server.pause, server.resume)
 
 
 def _at_redis(act: Callable[[Any], object]) -> Do:
@@ -149,32 +196,19 @@ def _repeat_messages(world: World, _step: Step) -> Doing:
             broker.lpush(queue, message)
 
 
-def _freeze_mongod(world: World, _step: Step) -> Doing:
-    member = _primary(world)
-    member.pause()
-    try:
-        yield
-    finally:
-        member.resume()
-
-
 def _fail_commands(**data: Any) -> Do:
     def do(world: World, step: Step) -> Doing:
         """For listeners or for workers, since one failpoint names one of them."""
         chosen = {"appName": LISTENER if step.choice < 0.5 else WORKER, "failCommands": _STATE_COMMANDS}
         if "errorCode" in data:
             data["errorCode"] = _ERRORS[int(step.choice * 1000) % len(_ERRORS)]
+        point = ("configureFailPoint", "failCommand")
+        how = {"activationProbability": _SHARE}
         with MongoClient[dict[str, Any]](_primary(world).url) as client:
-            client.admin.command(
-                "configureFailPoint",
-                "failCommand",
-                mode={"activationProbability": _SHARE},
-                data={**chosen, **data},
+            yield from _between(
+                lambda: client.admin.command(*point, mode=how, data={**chosen, **data}),
+                lambda: client.admin.command(*point, mode="off"),
             )
-            try:
-                yield
-            finally:
-                client.admin.command("configureFailPoint", "failCommand", mode="off")
 
     return do
 
@@ -190,24 +224,15 @@ def _kill_cursors(world: World, _step: Step) -> Doing:
     yield
 
 
-def _slow_network(world: World, _step: Step) -> Doing:
+def _proxy(world: World) -> Proxy:
     assert world.mongo is not None, "a plan knows the number of members"
-    world.mongo.delay(_SLOW_SECONDS)
-    try:
-        yield
-    finally:
-        world.mongo.pass_through()
+    return world.mongo
 
 
 def _lost_network(world: World, step: Step) -> Doing:
-    proxy = world.mongo if step.choice < 0.6 else world.network
-    assert proxy is not None, "a plan knows the number of members"
-    proxy.black_hole()
-    try:
-        yield
-    finally:
-        proxy.pass_through()
-        proxy.reset()  # what was swallowed is gone: nobody waits for it
+    """What was swallowed is gone: nobody waits for it."""
+    proxy = _proxy(world) if step.choice < 0.6 else world.network
+    return _between(proxy.black_hole, proxy.pass_through, proxy.reset)
 
 
 def _reset_network(world: World, _step: Step) -> Doing:
@@ -225,29 +250,22 @@ def _step_down(world: World, _step: Step) -> Doing:
 
 def _recover(world: World, _step: Step) -> Doing:
     """Have the one member answer as neither primary nor secondary; all reach it directly, by new connections."""
-    assert world.mongo is not None, "a plan knows the number of members"
     member = _primary(world)
     with MongoClient[dict[str, Any]](member.url) as client:
         with suppress(PyMongoError):
             client.admin.command({"replSetStepDown": 60, "force": True})
         client.admin.command({"replSetMaintenance": 1})
-        world.mongo.reset()
-        try:
-            yield
-        finally:
-            client.admin.command({"replSetMaintenance": 0})
-            client.admin.command({"replSetFreeze": 0})
-            world.replica_set.wait_until_ready()
+        yield from _between(
+            _proxy(world).reset,
+            lambda: client.admin.command({"replSetMaintenance": 0}),
+            lambda: client.admin.command({"replSetFreeze": 0}),
+            world.replica_set.wait_until_ready,
+        )
 
 
 def _kill_primary(world: World, _step: Step) -> Doing:
     member = _primary(world)
-    member.kill()
-    try:
-        yield
-    finally:
-        member.restart()
-        world.replica_set.wait_until_ready()
+    return _between(member.kill, member.restart, world.replica_set.wait_until_ready)
 
 
 def _take_back(world: World, _step: Step) -> Doing:
@@ -276,35 +294,89 @@ def _primary(world: World) -> MongoServer:
     return world.replica_set.primary if len(world.replica_set.members) > 1 else world.replica_set.members[0]
 
 
-FAULTS: Mapping[str, Do] = MappingProxyType(
-    {
-        "kill listener": lambda world, step: _kill(_listener(world, step)),
-        "freeze listener": lambda world, step: _frozen(_listener(world, step)),
-        "end listener": lambda world, step: _end(_listener(world, step)),
-        "kill worker": lambda world, step: _kill(_chosen(world, step, "worker")),
-        "freeze worker": _freeze_worker,
-        "end worker": lambda world, step: _end(_chosen(world, step, "worker")),
-        "kill pool process": _kill_pool_process,
-        "freeze pool process": _freeze_pool_process,
-        "kill redis": _kill_redis,
-        "freeze redis": _freeze_redis,
-        "flush redis": _at_redis(lambda broker: broker.flushall()),
-        "delete queues": _at_redis(_delete_queues),
-        "cut redis clients": _at_redis(lambda broker: broker.client_kill_filter(_type="normal", skipme=True)),
-        "repeat messages": _repeat_messages,
-        "freeze mongod": _freeze_mongod,
-        "state commands fail": _fail_commands(errorCode=91),
-        "state connections close": _fail_commands(closeConnection=True),
-        "state commands are slow": _fail_commands(blockConnection=True, blockTimeMS=_DELAY_MILLISECONDS),
-        "kill cursors": _kill_cursors,
-        "network is slow": _slow_network,
-        "network resets": _reset_network,
-        "network is lost": _lost_network,
-        "step down": _step_down,
-        "member recovers": _recover,
-        "kill primary": _kill_primary,
-        "take back writes": _take_back,
-        "take back a lease": _take_back_lease,
-        "snapshot": snapshot,
-    }
-)
+def _snapshot(world: World, step: Step) -> Doing:
+    """A person orders a snapshot; over when it is, and before that nobody wonders that documents come again."""
+    name, rate = choose_snapshot(step)
+    # Poison is left out, since each new start of it would be counted. "-" is the character before "."; a pattern would
+    # fail on a key that is no UTF-8.
+    key = "$documentKey._id"
+    own = {"$and": [{"$gte": [key, f"{name}-"]}, {"$lt": [key, f"{name}."]}]}
+    match = json.dumps({"$or": [{"$eq": [key, HOT]}, own]})
+    world.command("snapshot", name, "--yes", "--match", match, *rate).wait()
+    yield
+    mine = {"_id": {"$gte": f"{BRIDGE}/{name}/", "$lt": f"{BRIDGE}/{name}0"}, "state": "running"}
+    for _ in polls(_SNAPSHOT_SECONDS):
+        with suppress(PyMongoError):
+            if world.client[STATE]["snapshots"].find_one(mine, {"_id": 1}) is None:
+                return
+
+
+def choose_snapshot(step: Step) -> tuple[str, tuple[str, ...]]:
+    """Return of which handler a snapshot is, and with which rate."""
+    names = sorted(FLOWS)
+    place = step.choice * len(names)
+    return names[int(place)], ("--rate", str(_RATE)) if place % 1 < _SLOWLY else ()
+
+
+def _with_pool(role: Role) -> tuple[int, ...]:
+    return (role.process.pid, *role.process.children())
+
+
+def _freeze_worker(world: World, step: Step) -> Doing:
+    role = _chosen(world, step, "worker")
+    return _frozen(role, *_with_pool(role))
+
+
+def _freeze_pool_process(world: World, step: Step) -> Doing:
+    role = _chosen(world, step, "worker")
+    return _frozen(role, _pool_process(role, step))
+
+
+_KINDS = (
+    Kind("kill listener", "listener", _TAKE_OVER, lambda world, step: _kill(_listener(world, step))),
+    Kind("freeze listener", "listener", _TAKE_OVER, lambda world, step: _frozen(_listener(world, step)), (3.0, 6.0)),
+    Kind("end listener", "listener", 1.5, lambda world, step: _end(_listener(world, step))),
+    Kind("kill worker", "worker", _DEAD_CLAIM, lambda world, step: _kill(_chosen(world, step, "worker"))),
+    Kind("freeze worker", "worker", _DEAD_CLAIM, _freeze_worker, (4.0, 8.0)),
+    Kind("end worker", "worker", _LOST_MESSAGE, lambda world, step: _end(_chosen(world, step, "worker"))),
+    Kind("kill pool process", "worker", _DEAD_CLAIM, _kill_pool_process),
+    Kind("freeze pool process", "worker", _DEAD_CLAIM, _freeze_pool_process, (4.0, 8.0)),
+    Kind(
+        "kill redis", "redis", _LOST_MESSAGE, lambda world, _: _between(world.redis.kill, world.redis.restart),
+        (0.5, 3.0),
+    ),
+    Kind("freeze redis", "redis", _LOST_MESSAGE, lambda world, _: _paused(world.redis), (1.0, 4.0)),
+    Kind("flush redis", "redis", _LOST_MESSAGE, _at_redis(lambda broker: broker.flushall())),
+    Kind("delete queues", "redis", _LOST_MESSAGE, _at_redis(_delete_queues)),
+    Kind(
+        "cut redis clients", "redis", _LOST_MESSAGE,
+        _at_redis(lambda broker: broker.client_kill_filter(_type="normal", skipme=True)),
+    ),
+    Kind("repeat messages", "redis", 1.0, _repeat_messages, (1.0, 3.0)),
+    Kind("freeze mongod", "mongod", _HANG, lambda world, _: _paused(_primary(world)), (1.0, 5.0)),
+    Kind("state commands fail", "mongod", _ELECTION, _fail_commands(errorCode=91), (2.0, 5.0)),
+    Kind("state connections close", "mongod", _ELECTION, _fail_commands(closeConnection=True), (2.0, 5.0)),
+    Kind(
+        "state commands are slow", "mongod", _ELECTION,
+        _fail_commands(blockConnection=True, blockTimeMS=_DELAY_MILLISECONDS), (2.0, 5.0),
+    ),
+    Kind("kill cursors", "mongod", 2.0, _kill_cursors),
+    Kind(
+        "network is slow", "network", _ELECTION,
+        lambda world, _: _between(lambda: _proxy(world).delay(_SLOW_SECONDS), _proxy(world).pass_through),
+        (2.0, 5.0), alone=True,
+    ),
+    Kind("network resets", "network", _ELECTION, _reset_network, alone=True),
+    Kind("network is lost", "network", _HANG, _lost_network, (1.0, 4.0), alone=True),
+    Kind("step down", "mongod", _ELECTION, _step_down, elects=True),
+    Kind("member recovers", "mongod", _ELECTION, _recover, (2.0, 4.0), alone=True),
+    Kind("kill primary", "mongod", _ELECTION, _kill_primary, (2.0, 4.0), members=3, elects=True),
+    Kind("take back writes", "mongod", _HANG, _take_back, members=3, elects=True),
+    Kind("snapshot", "snapshot", _SWEEP, _snapshot, (2.0, 6.0)),
+    Kind("take back a lease", "mongod", _HANG + _TAKE_OVER, _take_back_lease, members=3, elects=True),
+)  # fmt: skip
+KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _KINDS})
+"""What a plan can have."""
+
+STALL = Kind("machine stalls", "machine", _DEAD_CLAIM, lambda *_: iter(()))
+"""Not planned: a machine that is busy with other things does it."""

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tests.chaos.plan import Plan, Step
-from tests.chaos.setting import BRIDGE, FLOWS, STATE
+from tests.chaos.facts import Plan, Step
+from tests.chaos.setting import FLOWS, STATE
 from tests.chaos.world import World
 from tests.chaos.writer import Writer
 
@@ -25,12 +25,10 @@ class Person:
     Pauses, resumes, retries and skips; replays and discards letters of parked keys.
 
     Attributes:
-        said: what was done, a line each.
         discarded: the letters that were to be discarded: subscriptions and places.
     """
 
     def __init__(self, world: World, plan: Plan, writer: Writer) -> None:
-        self.said: list[str] = []
         self.discarded: set[tuple[str, str]] = set()
         self._world = world
         self._plan = plan
@@ -104,12 +102,8 @@ class Person:
 
     def _halted(self) -> Iterator[_Halted]:
         for document in self._world.client[STATE]["partitions"].find({"state": "halted"}):
-            bridge, subscription, _, index = document["_id"].split("/")
-            if bridge == BRIDGE:
-                token: dict[str, Any] = document["halted"]["resumeToken"]
-                yield _Halted(subscription, int(index), token["_data"])
+            token: dict[str, Any] = document["halted"]["resumeToken"]
+            yield _Halted(document["handler"], document["partition"], token["_data"])
 
     def _command(self, *arguments: str) -> None:
-        process = self._world.command(*arguments)
-        status = process.wait()
-        self.said.append(f"changes {' '.join(arguments)}: {status}")
+        self._world.command(*arguments).wait()

@@ -1,7 +1,7 @@
 """
 What happens when in a run, drawn from its seed. Pure: the same seed gives the same plan, on every machine.
 
-A plan has steps of three sorts: faults (`kinds`), poison (a document that its subscription cannot simply handle), and
+A plan has steps of three sorts: faults (`faults`), poison (a document that its subscription cannot simply handle), and
 what a person does to partitions meanwhile.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-from tests.chaos.kinds import KINDS, Kind
+from tests.chaos.facts import Plan, Step
+from tests.chaos.faults import KINDS, Kind
 from tests.chaos.setting import BROKEN_TEXT, FLOWS, HARMLESS, HOT, PARTITIONS, POISON, STANDING_PARTITIONS, keys_in
 
 _CALM_SECONDS = 4.0
@@ -19,55 +19,6 @@ _PAUSE_SECONDS = 0.5, 3.0
 _TOGETHER = 0.3
 _POISON_UNTIL = 0.7
 """Poison comes in the first part of a run, so that it stands while faults happen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """
-    One thing that happens.
-
-    Attributes:
-        at: seconds after the writer's start.
-        does: a kind of fault, `poison: ...`, or `person: ...`.
-        lasts: seconds.
-        where: subscription, of a poison or of what a person does.
-        partition: of the subscription.
-        key: that is poisoned.
-        choice: from 0 to 1, for whatever is chosen when it happens.
-    """
-
-    at: float
-    does: str
-    lasts: float = 0.0
-    where: str = ""
-    partition: int = -1
-    key: str = ""
-    choice: float = 0.0
-
-    def __str__(self) -> str:
-        """Return a line for people."""
-        place = f" {self.where}/{self.partition}" if self.where else ""
-        lasts = f" for {self.lasts:.1f} s" if self.lasts else ""
-        return f"{self.at:7.2f} s  {self.does}{place}{f' {self.key}' if self.key else ''}{lasts}"
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """All steps of a run, in the order of their times."""
-
-    seed: int | str
-    seconds: float
-    members: int
-    steps: tuple[Step, ...]
-
-    @property
-    def faults(self) -> list[Step]:
-        """The steps that are faults."""
-        return [step for step in self.steps if step.does in KINDS]
-
-    def lines(self) -> list[str]:
-        """The plan for people."""
-        return [f"seed {self.seed}, {self.seconds:.0f} s, {self.members} members", *map(str, self.steps)]
 
 
 def draw(seed: int, seconds: float, members: int = 1) -> Plan:
@@ -156,3 +107,12 @@ def _person(chance: random.Random, seconds: float) -> Iterator[Step]:
 def healthy_partitions() -> set[tuple[str, int]]:
     """Those in which no plan puts poison, and which no person stops."""
     return {(name, index) for name in FLOWS for index in range(PARTITIONS) if index not in STANDING_PARTITIONS}
+
+
+def beside_faults() -> Plan:
+    """Snapshots of all handlers, and what may befall them: whoever reads, runs or stores them ends or is away."""
+    ways = 2 * len(FLOWS)
+    orders = (Step(2.0 + 3 * n, "snapshot", lasts=1.0, choice=(n % ways + 0.5) / ways) for n in range(12))
+    befalls = ("kill listener", "kill worker", "kill cursors", "freeze listener", "step down", "kill pool process")
+    faults = (Step(3.0 + 3 * n, befalls[n % len(befalls)], lasts=2.0, choice=n % 5 / 5) for n in range(11))
+    return Plan("snapshots", 40.0, 1, tuple(sorted([*orders, *faults], key=lambda step: step.at)))

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +22,7 @@ from mongo_celery import Bridge, Change, Changes
 from mongo_celery.forking import PerProcess
 from tests.chaos import broken
 from tests.chaos.setting import BRIDGE, DATA, FACTS, FLOWS, OPTIONS, SINK, Flow, order_of
+from tests.rig.scripted.recording import take_time
 
 GATES = Path(os.environ["CHAOS_GATES"])
 """A file here that is named like a key, or `all`, cures its poison."""
@@ -70,9 +69,9 @@ def _register(flow: Flow) -> None:
 def _handle(task: Any, flow: Flow, change: Change) -> None:
     fact = _start(task, flow, change)
     _act(task, _document_of(change))
-    _take_time(flow.seconds)
+    take_time(flow.seconds)
     _take_effect(change, f"{flow.name}-{fact['partition']}", fact)
-    _take_time(_document_of(change).get("lingers", 0.0))
+    take_time(_document_of(change).get("lingers", 0.0))
 
 
 def _handle_list(task: Any, flow: Flow, changes: Changes) -> None:
@@ -87,7 +86,7 @@ def _handle_list(task: Any, flow: Flow, changes: Changes) -> None:
             raise changes.failed_at(change) from error
         effects.append(UpdateOne({"_id": f"{flow.name}-{fact['partition']}"}, {"$set": {"last": fact}}, upsert=True))
     _take_effects(changes, effects)
-    _take_time(max(_document_of(change).get("lingers", 0.0) for change in changes))
+    take_time(max(_document_of(change).get("lingers", 0.0) for change in changes))
 
 
 def _document_of(change: Change) -> dict[str, Any]:
@@ -139,13 +138,6 @@ def _act(task: Any, document: Mapping[str, Any]) -> None:
         os._exit(7)
     if poison == "retries in 30 000 years":
         task.retry(countdown=1e12)
-
-
-def _take_time(seconds: float) -> None:
-    """Be slow, in small steps, so that whatever interrupts a handler finds its way in."""
-    pause, until = threading.Event(), time.monotonic() + seconds
-    while time.monotonic() < until:
-        pause.wait(0.02)
 
 
 for each in FLOWS.values():

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from redis.exceptions import RedisError
 
-from tests.chaos.checks import untrue
-from tests.chaos.facts import Fault
-from tests.chaos.faults import happen
-from tests.chaos.following import Following
-from tests.chaos.kinds import KINDS
-from tests.chaos.machine import Machine
+from tests.chaos.checks import Evidence, Judgement, judge, untrue
+from tests.chaos.facts import Plan, Step
+from tests.chaos.faults import KINDS, STALL, Fault, happen
 from tests.chaos.person import Person
-from tests.chaos.plan import Plan, Step
+from tests.chaos.reading import Following
 from tests.chaos.setting import DATA, SINK
-from tests.chaos.verdict import Evidence, Judgement, judge
 from tests.chaos.world import World
 from tests.chaos.writer import Writer
 from tests.rig.history import Due, Wrote
@@ -37,6 +34,8 @@ _REST_SECONDS_MAX = 900.0
 _LOOK_SECONDS = 0.25
 _CURE_SECONDS = 8.0
 _HISTORY_SECONDS = 120.0
+_TICK_SECONDS = 0.2
+_STALL_SECONDS = 0.8
 _LEADING = re.compile(r"leading bridge \S+ with term (\d+)")
 
 Say = Callable[[str], None]
@@ -144,9 +143,9 @@ class _Playing:
             if isinstance(fact, Wrote)
         }
         return Evidence(
-            history,
-            self._writer.acknowledged,
-            [*self._faults, *machine.stalls],
+            history=history,
+            acknowledged=self._writer.acknowledged,
+            faults=[*self._faults, *machine.stalls],
             status=self._status,
             load=machine.load,
             announced=announced,
@@ -186,3 +185,36 @@ def _keep(directory: Path, plan: Plan, evidence: Evidence) -> None:
     with (directory / "history.jsonl").open("w", encoding="utf-8") as file:
         for fact in (*evidence.faults, *evidence.history):
             file.write(json.dumps({type(fact).__name__: asdict(fact)}, default=str) + "\n")
+
+
+class Machine:
+    """
+    Watches the machine while it is entered: a context manager.
+
+    Attributes:
+        stalls: times in which this process did not run, like faults that nobody has planned.
+        load: the largest number of processes that wanted a core, on an average of a minute; at least 1.
+    """
+
+    def __init__(self) -> None:
+        self.stalls: list[Fault] = []
+        self.load = 1.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="chaos-machine", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        before = time.time()
+        while not self._ended.wait(_TICK_SECONDS):
+            now = time.time()
+            if now - before > _TICK_SECONDS + _STALL_SECONDS:
+                self.stalls.append(Fault(STALL.name, before, now))
+            before = now
+            self.load = max(self.load, os.getloadavg()[0] / (os.cpu_count() or 1))

@@ -7,11 +7,9 @@ from itertools import pairwise
 import pytest
 
 from tests.chaos.broken import BROKEN, directed
-from tests.chaos.faults import FAULTS
-from tests.chaos.kinds import KINDS
-from tests.chaos.plan import POISONS, draw, healthy_partitions
+from tests.chaos.faults import KINDS, choose_snapshot
+from tests.chaos.plan import POISONS, beside_faults, draw, healthy_partitions
 from tests.chaos.setting import FLOWS, HARMLESS, STANDING_PARTITIONS, is_poison, keys_of, partition_of
-from tests.chaos.snapshots import beside_faults, chosen
 
 SEEDS = range(20)
 
@@ -24,15 +22,16 @@ def test_a_seed_gives_one_plan_with_each_kind_of_fault_that_its_servers_can_have
     assert len({plan.steps for plan in plans}) == len(plans)
     possible = {k.name for k in KINDS.values() if k.members <= members and not (k.alone and members > 1)}
     for plan in plans:
-        assert {step.does for step in plan.faults} == possible
-        assert all(step.at < plan.seconds for step in plan.faults)
+        assert {step.does for step in plan.steps if step.does in KINDS} == possible
+        assert all(step.at < plan.seconds for step in plan.steps)
 
 
 def test_no_two_faults_befall_one_thing_at_a_time() -> None:
     """Else the end of one would end the other."""
     for plan in (*(draw(seed, 180) for seed in SEEDS), *map(directed, BROKEN)):
         for on in {kind.on for kind in KINDS.values()}:
-            steps = [step for step in plan.faults if KINDS[step.does].on == on and step.lasts]
+            of_kind = {name for name, kind in KINDS.items() if kind.on == on}
+            steps = [each for each in plan.steps if each.does in of_kind and each.lasts]
             assert all(before.at + before.lasts <= after.at for before, after in pairwise(steps))
 
 
@@ -56,18 +55,12 @@ def test_each_flow_writes_to_healthy_partitions() -> None:
         assert len(used & healthy_partitions()) >= 3
 
 
-def test_every_kind_of_fault_can_be_done_and_every_broken_build_has_a_plan() -> None:
+def test_the_plans_of_broken_builds_and_of_snapshots_have_known_faults_in_order() -> None:
     """A name that is planned and not known would end a run in its middle."""
-    assert set(FAULTS) == set(KINDS)
-    for name in BROKEN:
-        plan = directed(name)
+    for plan in (*map(directed, BROKEN), beside_faults()):
         assert plan.steps == tuple(sorted(plan.steps, key=lambda step: step.at))
-        assert {step.does for step in plan.faults} <= set(KINDS)
-
-
-def test_the_plan_of_snapshots_asks_for_those_of_all_subscriptions() -> None:
-    """With a rate, so that something befalls them, and without; and every fault of it is known."""
-    plan = beside_faults()
-    assert {step.does for step in plan.steps} <= set(KINDS)
-    asked = {(name, bool(rate)) for step in plan.steps if step.does == "snapshot" for name, rate in [chosen(step)]}
-    assert asked == {(name, slowly) for name in FLOWS for slowly in (False, True)}
+        assert {step.does for step in plan.steps if ": " not in step.does} <= set(KINDS)
+    orders = [choose_snapshot(step) for step in beside_faults().steps if step.does == "snapshot"]
+    assert {(name, bool(rate)) for name, rate in orders} == {
+        (name, slowly) for name in FLOWS for slowly in (False, True)
+    }

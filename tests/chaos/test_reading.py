@@ -12,14 +12,7 @@ from tests.chaos.setting import DATA, FACTS, SINK, STATE
 from tests.rig.history import Due, Effect, Led, SetAside, Started, Wrote
 
 _START = datetime(2025, 1, 1, tzinfo=UTC)
-_PARTITION = {
-    "committed": 0,
-    "term": 1,
-    "fencingToken": 1,
-    "state": "flowing",
-    "resumeToken": None,
-    "retry": None,
-}
+_PARTITION = {"committed": 0, "term": 1, "fencingToken": 1, "state": "flowing", "resumeToken": None, "retry": None}
 
 
 class Events:
@@ -56,38 +49,27 @@ def at(number: int) -> float:
     return _START.timestamp() + number
 
 
+FACT: dict[str, Any] = {"handler": "quick", "key": "k", "n": 1, "partition": 2, "seq": 1, "fence": 5}
+
+
 def test_writes_starts_and_effects() -> None:
     """A sink has the last effect of a partition: each one that differs is an effect."""
     events = Events()
     assert events.put((DATA, "quick"), "k", {"n": 1}) == [Wrote("k", 1, "8201", at(1), "quick")]
-    fact: dict[str, Any] = {"handler": "quick", "key": "k", "n": 1, "partition": 2, "seq": 1, "fence": 5}
-    assert events.put((FACTS, "start"), "x", {"fact": {**fact, "retries": 0, "pid": 9}}) == [
-        Started(**fact, retries=0, pid=9, at=at(2))
-    ]
-    assert events.put((FACTS, "brought"), "y", {"fact": fact, "place": "8201~"}) == [
-        Brought(("quick", 2), Due("quick", "k", 1), "8201~", at(3))
-    ]
-    assert events.put((DATA, SINK), "quick-2", {"last": fact}) == [Effect(**fact, at=at(4))]
+    start = {"fact": {**FACT, "retries": 0, "pid": 9}}
+    assert events.put((FACTS, "start"), "x", start) == [Started(**FACT, retries=0, pid=9, at=at(2))]
+    brought = Brought(("quick", 2), Due("quick", "k", 1), "8201~", at(3))
+    assert events.put((FACTS, "brought"), "y", {"fact": FACT, "place": "8201~"}) == [brought]
+    assert events.put((DATA, SINK), "quick-2", {"last": FACT}) == [Effect(**FACT, at=at(4))]
     assert events.update((DATA, SINK), "quick-2", {"_fence": {}}) == []
-    assert events.update((DATA, SINK), "quick-2", {"last.fence": 6}) == [Effect(**{**fact, "fence": 6}, at=at(6))]
+    assert events.update((DATA, SINK), "quick-2", {"last.fence": 6}) == [Effect(**{**FACT, "fence": 6}, at=at(6))]
 
 
 def test_a_transaction_that_is_repeated_is_one_start() -> None:
     """The driver repeats its body within one execution."""
-    events = Events()
-    fact: dict[str, Any] = {
-        "handler": "together",
-        "key": "k",
-        "n": 1,
-        "partition": 2,
-        "seq": 1,
-        "fence": 5,
-        "retries": 0,
-        "pid": 9,
-    }
-    assert len(events.put((FACTS, "start"), "x", {"fact": fact})) == 1
-    assert events.put((FACTS, "start"), "y", {"fact": fact}) == []
-    assert len(events.put((FACTS, "start"), "z", {"fact": {**fact, "fence": 6}})) == 1
+    events, fact = Events(), {**FACT, "handler": "together", "retries": 0, "pid": 9}
+    facts = [events.put((FACTS, "start"), "x", {"fact": {**fact, "fence": fence}}) for fence in (5, 5, 6)]
+    assert [len(each) for each in facts] == [1, 0, 1]
 
 
 def test_a_partition_from_event_to_event() -> None:
@@ -96,9 +78,9 @@ def test_a_partition_from_event_to_event() -> None:
     events.put((DATA, "quick"), "k", {"n": 1})
     assert events.put((STATE, "partitions"), where, _PARTITION) == []
     assert events.update((STATE, "partitions"), where, {"claim": {"owner": "o"}}) == []
-    charged = {"retry": {"count": 1, "crashes": 2}}
-    assert events.update((STATE, "partitions"), where, charged) == [Charged(("quick", 3), "", 1, 2, at(4))]
-    assert events.update((STATE, "partitions"), where, {"retry.crashes": 1}) == []
+    retried, crashed = {"retry": {"count": 1, "crashes": 0}}, {"retry.crashes": 2}
+    assert events.update((STATE, "partitions"), where, retried) == [Charged(("quick", 3), "", 1, 0, at(4))]
+    assert events.update((STATE, "partitions"), where, crashed) == [Charged(("quick", 3), "", 1, 2, at(5))]
     halted = {"state": "halted", "halted": {"resumeToken": {"_data": "8201"}}}
     assert events.update((STATE, "partitions"), where, halted) == [Changed(("quick", 3), "halted", "8201", at(6))]
     skipped = {"state": "flowing", "halted": None, "committed": 1, "resumeToken": {"_data": "8201"}}
@@ -111,19 +93,13 @@ def test_a_partition_from_event_to_event() -> None:
         assert events.update((STATE, "partitions"), where, waiting) == [Waited(("quick", 3), at(number))] * is_new
 
 
-def test_a_dead_letter_stands_before_the_position_that_passes_it() -> None:
-    """They are one transaction, in which the position is written first."""
-    events, where = Events(), "chaos/letters/0/3"
+def test_a_dead_letter_sets_its_change_aside_once() -> None:
+    """Whoever changes the letter later sets nothing aside."""
+    events, letters = Events(), (STATE, "dead_letters")
     events.put((DATA, "letters"), "k", {"n": 1})
-    events.put((STATE, "partitions"), where, _PARTITION)
-    both = {"txnNumber": 7, "lsid": {"id": b"1"}}
     letter = {"handler": "letters", "resumeToken": {"_data": "8201"}}
-    assert events.update((STATE, "partitions"), where, {"committed": 1, "resumeToken": {"_data": "8201"}}, **both) == []
-    assert events.put((STATE, "dead_letters"), "chaos/letters/8201", letter, **both) == []
-    assert events.update((STATE, "dead_letters"), "chaos/letters/8201", {"at": 1}, **both) == []
-    facts = events.put((DATA, "letters"), "l", {"n": 1})
-    assert [type(fact) for fact in facts] == [SetAside, Wrote]
-    assert facts[0] == SetAside(Due("letters", "k", 1))
+    assert events.put(letters, "chaos/letters/8201", letter) == [SetAside(Due("letters", "k", 1))]
+    assert events.update(letters, "chaos/letters/8201", {"at": 1}) == []
 
 
 def test_the_letters_of_a_parked_key() -> None:
@@ -136,13 +112,9 @@ def test_the_letters_of_a_parked_key() -> None:
     assert events.put((STATE, "dead_letters"), "chaos/parking/8201", None) == [Let(Due("parking", "k", 1))]
 
 
-def test_the_lease() -> None:
-    """Who took it."""
-    events = Events()
-    free = {"listenerId": None, "term": 1, "expiresAt": None}
-    assert events.put((STATE, "leases"), "chaos", free) == []
-    taken = {"listenerId": "a", "term": 2, "expiresAt": _START + timedelta(seconds=9)}
-    assert events.update((STATE, "leases"), "chaos", taken) == [Led("a", 2, at(2))]
-    assert events.update((STATE, "leases"), "chaos", {"expiresAt": _START + timedelta(seconds=8)}) == []
-    taken = {"listenerId": "b", "term": 3, "expiresAt": _START + timedelta(seconds=20)}
-    assert events.update((STATE, "leases"), "chaos", taken) == [Led("b", 3, at(4))]
+def test_a_term_is_taken_and_not_extended() -> None:
+    """A free lease leads nobody, and a renewal is no new term."""
+    events, lease = Events(), (STATE, "leases")
+    assert events.put(lease, "chaos", {"listenerId": None, "term": 1, "expiresAt": None}) == []
+    assert events.update(lease, "chaos", {"listenerId": "a", "term": 2}) == [Led("a", 2, at(2))]
+    assert events.update(lease, "chaos", {"expiresAt": _START}) == []

@@ -23,11 +23,11 @@ from tests.chaos.setting import APP, BRIDGE, LISTENER, LISTENERS, MESSAGE_BYTES_
 from tests.fixtures.leaks import adopt_orphans
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 from tests.fixtures.proxy import Proxy
+from tests.rig.project import QUIET
 
 _OPLOG_MB = 2000
 _AGAIN_SECONDS = 1.0
 _END_SECONDS = 20.0
-_QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
 
 
 class Role:
@@ -162,7 +162,7 @@ class World:
     def _start(self, name: str) -> ProjectProcess:
         arguments = ["listener"]
         if name.startswith("worker"):
-            arguments = ["worker", "-c", str(POOL), "-n", f"{name}@%h", *_QUIET]
+            arguments = ["worker", "-c", str(POOL), "-n", f"{name}@%h", *QUIET]
         return self.processes.celery(APP, *arguments, "-l", "INFO", name=name, environment=self.environment(name))
 
     def _keep(self) -> None:

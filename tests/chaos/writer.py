@@ -15,7 +15,7 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient, WriteConcern
 from pymongo.errors import DuplicateKeyError, PyMongoError
 
-from tests.chaos.plan import Step
+from tests.chaos.facts import Step
 from tests.chaos.setting import BROKEN_TEXT, DATA, FLOWS, HOT, MESSAGE_BYTES_MAX, OWNERLESS, Flow, keys_of
 from tests.rig.history import Due
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from uuid import uuid4
 
+import pytest
 from pymongo import MongoClient
 
 from mongo_celery import Participant, TwoPhaseCommit
+from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.twophase.transaction import Transaction
 from tests.fixtures.mongo import empty
 from tests.integration.twophase_rig import Gate, advance, held_run, step
@@ -20,9 +23,9 @@ CLUSTERS = ("own", "east", "west")
 
 class Clusters:
     """
-    Accounts A of each cluster, and transactions over them; "own" is the log's.
+    Accounts A of each cluster, and transactions over them.
 
-    `east` and `west` are two aliases with databases of their own. They may be one server.
+    "own" is the log's, "east" is another replica set, and "west" is a standalone server.
     """
 
     def __init__(self, name: str, urls: Mapping[str, str]) -> None:
@@ -80,3 +83,16 @@ class Clusters:
             for client in clients.values():
                 closing.enter_context(client)
             yield closing.enter_context(held_run(self.coordinator(clients), identity, gate.released))
+
+
+@pytest.fixture(scope="module")
+def other_cluster() -> Iterator[MongoReplicaSet]:
+    with MongoReplicaSet(parameters=["enableTestCommands=1"]) as started:
+        yield started
+
+
+@pytest.fixture
+def clusters(mongo_url: str, other_cluster: MongoReplicaSet, standalone_url: str) -> Iterator[Clusters]:
+    made = Clusters(f"c{uuid4().hex[:10]}", {"own": mongo_url, "east": other_cluster.url, "west": standalone_url})
+    yield made
+    made.close()

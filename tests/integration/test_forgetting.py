@@ -155,7 +155,7 @@ def test_a_listener_that_serves_it_keeps_it(stage: PositionsRig, emptied: Bridge
     """This app may be another one than that which leads."""
     stage.lead()
     plan = emptied.operations.remove(HANDLER, dead_letters=True)
-    with pytest.raises(CommandRefusedError, match="serves summarise"):
+    with pytest.raises(CommandRefusedError, match="still has summarise"):
         plan.run()
     stage.state["leases"].update_one({}, {"$rename": {f"identity.handlers.{HANDLER}": f"identity.handlers.{OTHER}"}})
     plan.run()

@@ -292,7 +292,7 @@ def test_a_handler_that_is_added_while_all_others_are_lost_can_be_read(
         found = find_starts(rig.store, bridge.client, rig.renewal, rig.options, rig.handlers, takeover.documents)
     assert (found["late"].place, found["record"].place[0]) == ((bridge.oldest, ""), ROLLED.cluster_time)
     (record,) = [each for each in caplog.records if each.__dict__["event"] == "subscription_added"]
-    assert "the oldest entry of the oplog" in record.getMessage()
+    assert "the oplog's oldest entry" in record.getMessage()
     led = {each.name: each for each in rig.led(takeover, {"record": ROLLED})}
     later = replace(bridge, rig=rig, led=led)
     assert later.begin() == Position(None, bridge.oldest)

@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Any
 
 import pytest
-from bson import ObjectId
 from celery import Celery
 from celery.exceptions import Retry, SoftTimeLimitExceeded
 from pymongo.collection import Collection
@@ -17,7 +16,6 @@ from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
 from mongo_celery import once
-from mongo_celery.outbox.idempotency import IdempotencyStore
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
@@ -112,20 +110,6 @@ def test_a_run_that_was_taken_over_says_so_and_leaves_the_mark_to_the_other(
     stored = marks.find_one({"_id": "t1"})
     assert stored is not None
     assert (stored["state"], stored["owner"]) == ("running", 1)
-
-
-def test_only_what_somebody_else_has_is_lost(marks: Collection[Document]) -> None:
-    """A renewal may be under way while a run ends: it has the mark, or it has freed it."""
-    place = IdempotencyStore(marks, 60, 60)
-    owners = {name: ObjectId() for name in ("running", "done", "freed", "taken", "taken and done")}
-    for name, owner in owners.items():
-        assert place.claim({"t": "send", "k": name}, owner).owner == owner
-    place.finish({"t": "send", "k": "done"}, owners["done"], None)
-    place.free({"t": "send", "k": "freed"}, owners["freed"])
-    marks.update_many({"_id.k": {"$regex": "^taken"}}, {"$set": {"owner": ObjectId()}})
-    marks.update_one({"_id.k": "taken and done"}, {"$set": {"state": "done"}})
-    lost = {name for name, owner in owners.items() if not place.renew({"t": "send", "k": name}, owner)}
-    assert lost == {"taken", "taken and done"}
 
 
 def test_a_failover_between_claim_and_mark_costs_nothing(

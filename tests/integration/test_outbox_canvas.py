@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +13,6 @@ from celery import chain, chord, group
 from celery.signals import task_prerun
 from pymongo.database import Database
 
-from mongo_celery import STORED_ID
 from mongo_celery.errors import OutboxRefusedError
 from tests.rig.outbox import Rig, opened, pending, ripen
 
@@ -39,64 +39,50 @@ CANVASES: dict[str, Canvas] = {
 
 
 @pytest.mark.parametrize("name", CANVASES)
-def test_every_dispatch_of_a_stored_canvas_sends_the_same_ids(rig: Rig, name: str) -> None:
-    """All ids of all messages and of what is embedded in them; else consumers could not tell duplicates."""
-    outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": 1}, tasks=[CANVASES[name](rig)])
-    stored = rig.pending(1)
+def test_every_dispatch_of_a_stored_canvas_sends_the_same_ids(
+    database: Database[Document], redis_url: str, name: str
+) -> None:
+    """
+    All ids of all messages and of what is embedded in them; else consumers could not tell duplicates.
+
+    It is stored while the result backend is down: no write asks it for anything, as it is often also the broker.
+    """
+    with opened(database, redis_url, backend="redis://127.0.0.1:1/0") as rig:
+        rig.app.conf.result_backend_transport_options = {"retry_policy": {"max_retries": 0}}
+        rig.outbox(at_once=False).insert_one({"_id": 1}, tasks=[CANVASES[name](rig)])
+        stored = rig.pending(1)
     sent = []
-    for _ in range(2):
-        assert outbox.runtime.relay.deliver(1).dispatched == stored["count"]
-        sent.append([(message.id, message.headers["group"], message.body) for message in rig.drain()])
-        rig.orders.update_one({"_id": 1}, {"$set": {"pendingEvents": stored}})
+    with opened(database, redis_url) as rig:
+        outbox = rig.outbox(at_once=False)
+        for _ in range(2):
+            assert outbox.runtime.relay.deliver(1).dispatched == stored["count"]
+            sent.append([(message.id, message.headers["group"], message.body) for message in rig.drain()])
+            rig.orders.update_one({"_id": 1}, {"$set": {"pendingEvents": stored}})
 
     assert len(sent[0]) > 0
     assert sorted(map(repr, sent[0])) == sorted(map(repr, sent[1]))
 
 
-@pytest.mark.parametrize("name", CANVASES)
-def test_a_canvas_is_stored_while_the_result_backend_is_down(
-    database: Database[Document], redis_url: str, name: str
-) -> None:
-    """No write asks it for anything: it is often the same server as the broker."""
-    with opened(database, redis_url, backend="redis://127.0.0.1:1/0") as rig:
-        rig.app.conf.result_backend_transport_options = {"retry_policy": {"max_retries": 0}}
-        rig.outbox(at_once=False).insert_one({"_id": 1}, tasks=[CANVASES[name](rig)])
-    assert pending(database, 1)["count"] > 0
-
-
-def test_a_chain_is_sent_as_celery_sends_it(rig: Rig) -> None:
-    """The same message as `apply_async`, but for its ids and origin."""
-    rig.outbox().insert_one({"_id": 1}, tasks=[chain(rig.add.s(1, 2), rig.add.s(3), rig.add.si(4, 5))])
-    chain(rig.add.s(1, 2), rig.add.s(3), rig.add.si(4, 5)).apply_async()
-
-    ours, theirs = rig.drain()
-    steps = [
-        [(step["task"], step["args"], step["immutable"]) for step in each.body[2]["chain"]] for each in (ours, theirs)
-    ]
-    assert steps[0] == steps[1]
-    for header in ("task", "argsrepr", "kwargsrepr", "retries", "timelimit", "eta", "expires"):
-        assert ours.headers[header] == theirs.headers[header], header
-
-
-@pytest.mark.parametrize(
-    ("canvas", "said"),
-    [
-        (lambda rig: object(), "not a Celery signature"),  # noqa: ARG005
-        (lambda rig: rig.add, "not a Celery signature"),
-        (lambda rig: group(), "at least one"),  # noqa: ARG005
-        (lambda rig: chain(), "signature|at least one"),  # noqa: ARG005
-        (lambda rig: chord([rig.add.s(1, 1)], rig.total.s()), "start the chord"),
-        (lambda rig: chain(group(rig.add.s(1, 1), rig.add.s(1, 1)), rig.total.s()), "start the chord"),
-        (lambda rig: rig.add.s(ObjectId(), 1), "cannot encode"),
-        (lambda rig: chain(rig.add.s(1, 2), rig.add.s(object())), "cannot encode"),
-        (lambda rig: rig.add.s(1), "arguments"),
-    ],
-)
-def test_what_could_not_be_sent_is_refused_and_nothing_is_written(rig: Rig, canvas: Canvas, said: str) -> None:
+def test_what_could_not_be_sent_is_refused_and_nothing_is_written(rig: Rig) -> None:
     """As `delay` would refuse it, at the place where it was written."""
-    with pytest.raises(OutboxRefusedError, match=said):
-        rig.outbox().insert_one({"_id": 1}, tasks=[canvas(rig)])
+    add, outbox, accepted = rig.add, rig.outbox(), []
+    two = group(add.s(1, 1), add.s(1, 1))
+    refused: dict[str, Callable[[], Any]] = {
+        "no signature": object,
+        "a task": lambda: add,
+        "an empty group": group,
+        "an empty chain": chain,
+        "a chord": lambda: chord([add.s(1, 1)], rig.total.s()),
+        "a chord at the beginning": lambda: chain(two, rig.total.s()),
+        "what JSON has not": lambda: add.s(ObjectId(), 1),
+        "what JSON has not, later": lambda: chain(add.s(1, 2), add.s(object())),
+        "too few arguments": lambda: add.s(1),
+    }
+    for name, canvas in refused.items():
+        with suppress(OutboxRefusedError):
+            outbox.insert_one({"_id": 1}, tasks=[canvas()])
+            accepted.append(name)
+    assert accepted == []
     assert rig.orders.count_documents({}) == 0
 
 
@@ -110,7 +96,7 @@ def test_no_task_runs_before_its_write_with_task_always_eager(
         canvas = rig.add.s(1, 2).set(countdown=5) if name == "later" else CANVASES[name](rig)
         task_prerun.connect(lambda task_id, **_: ran.append(task_id), weak=False, dispatch_uid=name)
         try:
-            with pytest.raises(OutboxRefusedError, match="task_always_eager"):
+            with pytest.raises(OutboxRefusedError):
                 rig.outbox(at_once=False).insert_one({"_id": 1}, tasks=[canvas])
             assert (ran, database["orders"].count_documents({})) == ([], 0)
             rig.outbox(name="plain", at_once=False).insert_one({"_id": 2}, tasks=[rig.add.s(1, 2)])
@@ -143,48 +129,27 @@ def test_headers_of_a_signature_arrive_however_late_it_is_sent(rig: Rig) -> None
     assert [message.headers["tenant"] for message in rig.drain()] == ["acme", "acme"]
 
 
-def test_each_task_is_encoded_by_its_own_serializer(rig: Rig) -> None:
-    """A task with pickle takes what JSON cannot hold."""
-    outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": 1}, tasks=[rig.pickled.s({1, 2}), rig.add.s(1, 2)])
-    types = [entry["contentType"] for entry in rig.pending(1)["events"]]
-    assert types == ["application/x-python-serialize", "application/json"]
-    assert outbox.runtime.relay.deliver(1).dispatched == 2
-
-
 def test_a_serializer_that_the_app_does_not_accept_is_never_loaded(rig: Rig) -> None:
-    """A pickle that somebody has put into a document is no way to run code."""
+    """A task with pickle takes what JSON cannot hold. A pickle in a document is no way to run code."""
     outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
-    outbox.insert_one({"_id": 1}, tasks=[rig.pickled.s(1)])
-    ripen(rig.orders, 1)
+    outbox.insert_one({"_id": 1}, tasks=[rig.pickled.s({1, 2}), rig.add.s(1, 2)])
+    assert outbox.runtime.relay.deliver(1).dispatched == 2
+    assert len(rig.drain()) == 2
+    outbox.insert_one({"_id": 2}, tasks=[rig.pickled.s(1)])
+    ripen(rig.orders, 2)
     rig.app.conf.accept_content = ["json"]
 
-    assert outbox.runtime.relay.deliver(1).dead == 1
+    assert outbox.runtime.relay.deliver(2).dead == 1
     assert rig.drain() == []
-    dead_letter = outbox.runtime.dead_letters.find()[0]
-    assert "ontentDisallowed" in dead_letter.error
+    with pytest.raises(OutboxRefusedError):
+        outbox.insert_one({"_id": 3}, tasks=[rig.pickled.s(1)])
+    assert rig.orders.count_documents({"_id": 3}) == 0
 
 
-def test_an_entry_says_what_it_is_without_its_payload(rig: Rig) -> None:
+def test_an_entry_shows_short_arguments_or_what_the_user_shows_instead(rig: Rig) -> None:
     """For people who look into a document at night."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s("x" * 5000, "y"), rig.add.s(1, 2).set(argsrepr="(secret)")])  # type: ignore[call-arg]
-
     long, given = rig.pending(1)["events"]
-    assert (long["name"], given["name"]) == ("add", "add")
     assert len(long["argsrepr"]) <= 200
     assert given["argsrepr"] == "(secret)"
-
-
-def test_a_canvas_can_be_stored_again(rig: Rig) -> None:
-    """Each time with ids of its own, and with the `_id` of its own document in all of its parts."""
-    outbox = rig.outbox(at_once=False)
-    canvas = chain(rig.add.s(STORED_ID, 1), rig.add.si(STORED_ID, 2)).set(link=[rig.add.si(STORED_ID, 3)])  # type: ignore[arg-type]
-    linked = rig.add.s(STORED_ID, 1).set(link=[rig.add.si(STORED_ID, 3)])  # type: ignore[arg-type]
-    for key in ("a", "b"):
-        outbox.insert_one({"_id": key}, tasks=[canvas, linked])
-        outbox.runtime.relay.deliver(key)
-        for message in rig.drain():
-            assert message.args[0] == key
-            assert "STORED_ID" not in repr(message.body)
-            assert f"'{key}', 3" in repr(message.body).replace('"', "'")

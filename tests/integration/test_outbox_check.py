@@ -56,56 +56,27 @@ def levels(found: dict[str, Finding]) -> dict[str, str]:
     }
 
 
-def test_a_collection_that_is_not_there_and_an_outbox_that_nobody_sweeps_are_told(outbox: Outbox) -> None:
-    """Nothing is created by looking; a sweep notes itself, and all is well."""
-    found = findings(outbox)
-    assert levels(found) == {"collection": "degraded", "sweep": "failing"}
+def test_what_is_wrong_with_a_collection_is_found_and_nothing_is_created_by_looking(outbox: Outbox) -> None:
+    """A sweep notes itself and makes the index. Then a schema comes that does not list the field, and entries wait."""
+    assert levels(findings(outbox)) == {"collection": "degraded", "sweep": "failing"}
     assert outbox.collection.database.list_collection_names() == []
-
-    outbox.collection.insert_one({"_id": 1})
-    outbox.sweep()
-
-    found = findings(outbox)
-    assert levels(found) == {}
-    assert {"rights", "collection", "index", "sweep", "late", "broker"} <= found.keys()
-
-
-def test_a_validator_that_refuses_the_field_is_found(outbox: Outbox) -> None:
-    """A schema that lists its properties, and not the field."""
-    database, name = outbox.collection.database, outbox.collection.name
-    outbox.collection.insert_one({"_id": 1, "total": 3})
-    properties: Document = {"_id": {}, "total": {"bsonType": "int"}}
-    listed: Document = {"$jsonSchema": {"additionalProperties": False, "properties": properties}}
-    allowing: Document = {"$jsonSchema": {"additionalProperties": False, "properties": {**properties, FIELD: {}}}}
-    for validator, action, severity in (
-        (listed, "error", "failing"),
-        (listed, "warn", "degraded"),
-        (allowing, "error", "ok"),
-    ):
-        database.command("collMod", name, validator=validator, validationAction=action)
-        assert findings(outbox)["validator"].severity == severity, validator
-
-
-def test_a_missing_index_is_found(outbox: Outbox) -> None:
-    """With the command that creates it."""
-    outbox.collection.insert_one({"_id": 3, FIELD: {"count": 1, "events": "none"}})
+    outbox.collection.insert_one({"_id": 1, FIELD: {"count": 1, "events": "none"}})
     found = findings(outbox)
     assert levels(found)["index"] == "degraded"
-    (command,) = found["index"].commands
-    assert 'createIndex({"pendingEvents.count": 1, "pendingEvents.claim.until": 1}' in command
+    assert "pendingEvents.count" in found["index"].commands[0]
 
-
-def test_what_is_late_failing_or_set_aside_is_told(outbox: Outbox) -> None:
-    """The state is part of the check, so that "all is well" is true."""
     outbox.sweep()
-    for number in (1, 3):
-        outbox.insert_one({"_id": number}, tasks=[outbox.app.signature("mail")])
-    changes = {f"{FIELD}.events.0.at": datetime(2020, 1, 1, tzinfo=UTC), f"{FIELD}.events.0.attempts": 1}
-    outbox.collection.update_one({"_id": 1}, {"$set": changes})
-    outbox.runtime.dead_letters.add(2, {"id": "one", "name": "mail"}, LookupError("gone"))
     found = findings(outbox)
-    assert levels(found).items() >= {"late": "failing", "failing": "degraded", "dead_letters": "degraded"}.items()
-    assert found["dead_letters"].commands == ("celery -A shop outbox dead-letters list",)
+    assert levels(found) == {"dead_letters": "degraded"}, "whatever was there may be somebody's"
+    assert {"rights", "collection", "index", "sweep", "late", "broker"} <= found.keys()
+
+    outbox.insert_one({"_id": 2}, tasks=[outbox.app.signature("mail")])
+    changes = {f"{FIELD}.events.0.at": datetime(2020, 1, 1, tzinfo=UTC), f"{FIELD}.events.0.attempts": 1}
+    outbox.collection.update_one({"_id": 2}, {"$set": changes})
+    validator: Document = {"$jsonSchema": {"additionalProperties": False, "properties": {"_id": {}}}}
+    outbox.collection.database.command("collMod", outbox.collection.name, validator=validator)
+    degraded = dict.fromkeys(("dead_letters", "failing"), "degraded")
+    assert levels(findings(outbox)) == {"validator": "failing", **degraded}, "that explains what is late"
 
 
 def test_a_missing_right_is_named_and_the_rest_is_looked_at(
@@ -117,7 +88,7 @@ def test_a_missing_right_is_named_and_the_rest_is_looked_at(
         outbox = Outbox(Celery("shop", broker=redis_url), orders, database=state_database)
         found = findings(outbox)
     assert found["rights"].severity == "failing"
-    assert f"on {orders.full_name}" in found["rights"].sentence
+    assert orders.full_name in found["rights"].sentence
     assert "state_unreadable" in found
 
 
@@ -151,12 +122,6 @@ def test_an_outbox_of_transactions_is_looked_at_like_one_of_documents(
     outbox.runtime.publisher.close()
 
 
-# -- models ----------------------------------------------------------------------------------------
-
-
-# -- a writer that nobody sweeps -------------------------------------------------------------------
-
-
 def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +140,6 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
         wait_for(lambda: looked == [False])
 
     assert [getattr(each, "event", "") for each in caplog.records] == ["nobody_sweeps"]
-    assert "no sweep has run yet" in caplog.text
     outbox.sweep()
     assert outbox.runtime.sweeps.read_age() is not None
     assert make_sweep_watch(lambda: "orders", lambda: outbox.runtime.sweeps, 5.0, lambda: False).look() is True

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
-from dataclasses import replace
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,18 +14,13 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
 from mongo_celery.errors import (
-    CommandRefusedError,
     ConfigurationError,
     OutboxRefusedError,
     TransactionError,
     TransactionRequiredError,
 )
-from mongo_celery.outbox import dispatcher
-from mongo_celery.outbox.entries import Entry
-from mongo_celery.outbox.pending import LONG_AGO
-from mongo_celery.outbox.replay import replay
 from tests.fixtures.process import wait_for
-from tests.rig.outbox import Rig, damage, run_together
+from tests.rig.outbox import Rig, run_together
 
 Document = dict[str, Any]
 
@@ -56,44 +50,6 @@ def test_what_a_transaction_sends_is_stored_with_it_and_dispatched_after_the_com
     assert messages[0].id == id
     assert rig.stored == []
     assert outbox.status().pending == 0
-
-
-def test_a_body_that_fails_or_is_repeated_leaves_one_set_of_tasks_or_none(rig: Rig) -> None:
-    outbox, seats, attempts = rig.messages(), rig.database["seats"], list[int]()
-    seats.insert_one({"_id": 1, "free": 2})
-
-    @transactional(rig.database.client, outbox=outbox)
-    def book(*, session: Any, fails: bool = False) -> None:
-        attempts.append(1)
-        rig.add.delay(1, len(attempts))
-        if len(attempts) == 1:
-            with rig.database.client.start_session() as other:
-                seats.find_one({"_id": 1}, session=session)
-                seats.update_one({"_id": 1}, {"$inc": {"free": -1}}, session=other)
-        seats.update_one({"_id": 1}, {"$inc": {"free": -1}}, session=session)
-        if fails:
-            raise KeyError
-
-    book()
-    with pytest.raises(KeyError):
-        book(fails=True)
-    with pytest.raises(ValueError, match="invalid literal"), transactional(rig.database.client, outbox=outbox):
-        int(rig.add.delay(1, 99).id)
-    with transactional(rig.database.client, outbox=outbox):
-        rig.add.delay(1, 4)
-
-    assert len(attempts) == 3
-    assert outbox.sweep(older_than=0).dispatched == 2
-    assert rig.sent() == [[1, 2], [1, 4]]
-
-
-def test_what_can_be_gone_through_once_only_is_stored_as_a_whole(rig: Rig) -> None:
-    """A generator, given to the outbox or to a box."""
-    outbox = rig.messages()
-    outbox.add((rig.add.s(1, each) for each in range(2)), (Event("told", each) for each in range(2)))  # type: ignore[arg-type]
-    with transactional(rig.database.client) as session, outbox.collect(session) as box:
-        box.add(rig.add.s(2, each) for each in range(2))  # type: ignore[arg-type]
-    assert sorted(parcel["pendingEvents"]["count"] for parcel in rig.stored) == [2, 4]
 
 
 def test_the_order_of_a_key_is_that_of_transactions_that_follow_each_other(rig: Rig) -> None:
@@ -216,7 +172,7 @@ def test_what_was_committed_is_dispatched_by_the_same_process(rig: Rig) -> None:
 def test_a_block_needs_a_transaction_and_ends_before_it(rig: Rig) -> None:
     outbox = rig.messages()
     with rig.database.client.start_session() as session:
-        with pytest.raises(TransactionRequiredError, match="in progress"), outbox.collect(session):
+        with pytest.raises(TransactionRequiredError), outbox.collect(session):
             pass
 
         def ended(end: Any) -> None:
@@ -226,35 +182,14 @@ def test_a_block_needs_a_transaction_and_ends_before_it(rig: Rig) -> None:
                 end()
 
         for end in (session.commit_transaction, session.abort_transaction):
-            with pytest.raises(OutboxRefusedError, match="ended inside"):
+            with pytest.raises(OutboxRefusedError):
                 ended(end)
         session.start_transaction()
         with outbox.collect(session):
             session.abort_transaction()
     assert rig.stored == []
-    with pytest.raises(ConfigurationError, match="OutboxCollection"):
+    with pytest.raises(ConfigurationError):
         transactional(rig.database.client, outbox=rig.outbox())  # type: ignore[arg-type]
-
-
-def test_functions_that_join_a_transaction_gather_into_its_box(rig: Rig) -> None:
-    outbox = rig.messages()
-    decorated = transactional(rig.database.client, outbox=outbox)
-
-    @decorated
-    def inner(*, session: Any) -> None:
-        del session
-        rig.add.delay(1, 2)
-
-    @decorated
-    def outer(*, session: Any) -> None:
-        rig.add.delay(1, 1)
-        inner(session=session)
-        rig.add.delay(1, 3)
-
-    outer()
-    assert len(rig.stored) == 1
-    outbox.sweep(older_than=0)
-    assert rig.sent() == [[1, 1], [1, 2], [1, 3]]
 
 
 @pytest.mark.parametrize("outer_has_a_box", [False, True])
@@ -271,13 +206,13 @@ def test_what_was_sent_before_an_error_that_is_caught_has_the_fate_of_the_writes
         raise ValueError
 
     def outer(seat: int, session: Any, end: type[Exception] | None = None) -> None:
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             leave(seat, session=session)
         if end is not None:
             raise end
 
     run = transactional(rig.database.client, outbox=outbox if outer_has_a_box else None).run
-    with pytest.raises(TransactionError, match="ValueError"):
+    with pytest.raises(TransactionError):
         run(lambda session: outer(1, session))
     with pytest.raises(KeyError):
         run(lambda session: outer(2, session, KeyError))
@@ -303,26 +238,23 @@ def test_an_error_that_ends_a_transaction_passes_a_box_unchanged(rig: Rig) -> No
 
     with pytest.raises(DuplicateKeyError):
         rig.run(lambda session: body(session, "x"))
-    with pytest.raises(OutboxRefusedError, match="16 MB"):
+    with pytest.raises(OutboxRefusedError):
         rig.run(lambda session: body(session, "x" * 17_000_000))
     assert rig.stored == []
 
 
-WRONG: list[tuple[Any, str]] = [
-    (lambda outbox, _: outbox.add("add"), "lists"),
-    (lambda outbox, _: outbox.add([object()]), "not a Celery signature"),
-    (lambda outbox, add: outbox.add([add.s(STORED_ID, 1)]), "the id itself"),
-    (lambda outbox, _: outbox.add(events=[Event("seat.booked", {"seat": STORED_ID})]), "the id itself"),
-    (lambda outbox, add: outbox.add([add.s(1, "x" * 17_000_000)]), "16 MB"),
-    *((lambda outbox, _, key=key: outbox.add([], key=key), "must be text") for key in ([1], True)),
-    *((lambda outbox, _, key=key: outbox.add([], key=key), "1 to 1024") for key in ("", "\ud800", "x" * 1025)),
-]
-
-
-@pytest.mark.parametrize(("write", "sentence"), WRONG)
-def test_what_cannot_be_stored_is_refused_by_one_sentence(rig: Rig, write: Any, sentence: str) -> None:
-    with pytest.raises(OutboxRefusedError, match=sentence):
-        write(rig.messages(), rig.add)
+def test_what_cannot_be_stored_is_refused(rig: Rig) -> None:
+    outbox, add, accepted = rig.messages(), rig.add, []
+    refused: list[Document] = [
+        *({"tasks": tasks} for tasks in ("add", [object()], [add.s(STORED_ID, 1)], [add.s(1, "x" * 17_000_000)])),
+        {"events": [Event("seat.booked", {"seat": STORED_ID})]},
+        *({"key": key} for key in ([1], True, "", "\ud800", "x" * 1025)),
+    ]
+    for given in refused:
+        with suppress(OutboxRefusedError):
+            outbox.add(**{"tasks": [], **given})
+            accepted.append(given)
+    assert accepted == []
     assert rig.stored == []
 
 
@@ -378,52 +310,14 @@ def test_a_relay_that_wakes_up_late_removes_nothing_that_it_has_not_published(ri
     assert rig.stored == []
 
 
-def test_a_dead_letter_lets_its_key_go_on_and_is_put_back_under_it(rig: Rig) -> None:
-    outbox = rig.messages(failure_policy="dead_letter")
-    for number in range(3):
-        outbox.add([rig.add.s(1, number)], key="k")
-    damage(outbox, {"_id": "k"}, 1, content_type="nonsense")
-    ripe = {"pendingEvents.events.1.attempts": 99, "pendingEvents.events.1.at": LONG_AGO}
-    rig.database["outbox"].update_one({"_id": "k"}, {"$set": ripe})
-
-    delivery = outbox.sweep(older_than=0)
-    assert (delivery.dispatched, delivery.dead) == (2, 1)
-    assert rig.sent() == [[1, 0], [1, 2]]
-    (letter,) = outbox.runtime.dead_letters.find()
-    assert letter.document == "k"
-    stored = Entry.from_document(outbox.runtime.dead_letters.get(letter.id).entry)  # type: ignore[union-attr]
-    sound = outbox.runtime.signer.sign(replace(stored, content_type="application/json"))
-    rig.database["outbox_dead_letters"].update_one(
-        {"_id": {"$regex": letter.id}}, {"$set": {"entry": sound.to_document()}}
-    )
-    assert replay(outbox, letter.id) == f"{letter.id}~1"
-    (parcel,) = rig.stored
-    assert (parcel["_id"], parcel["pendingEvents"]["events"][0]["attempts"]) == ("k", 0)
-    assert outbox.sweep(older_than=0).dispatched == 1
-    assert rig.sent() == [[1, 1]]
-    with pytest.raises(CommandRefusedError, match="no dead letter"):
-        replay(outbox, letter.id)
-
-
-@pytest.mark.parametrize("written", [{"count": 1}, {"count": 1, "events": []}, {"count": 1, "events": 7}])
-def test_what_somebody_else_has_written_over_a_document_stops_nobody(rig: Rig, written: Any) -> None:
+def test_what_somebody_else_has_written_over_a_document_stops_nobody(rig: Rig) -> None:
     """It is set aside, and its key continues."""
-    outbox = rig.messages()
-    outbox.add([rig.add.s(1, 0)], key="k")
-    rig.database["outbox"].update_one({"_id": "k"}, {"$set": {"pendingEvents": written}})
-    outbox.sweep(older_than=0)
-    outbox.add([rig.add.s(1, 1)], key="k")
-    outbox.sweep(older_than=0)
-    assert rig.sent() == [[1, 1]]
+    outbox, written = rig.messages(), [{"count": 1}, {"count": 1, "events": []}, {"count": 1, "events": 7}]
+    for number, each in enumerate(written):
+        outbox.add([rig.add.s(1, 99)], key="k")
+        rig.database["outbox"].update_one({"_id": "k"}, {"$set": {"pendingEvents": each}})
+        outbox.sweep(older_than=0)
+        outbox.add([rig.add.s(1, number)], key="k")
+        outbox.sweep(older_than=0)
+    assert rig.sent() == [[1, 0], [1, 1], [1, 2]]
     assert rig.stored == []
-
-
-def test_looks_go_on_until_nothing_waits(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an outage: the sweep need not deliver what the dispatcher can."""
-    monkeypatch.setattr(dispatcher, "_POLL", 2)
-    elsewhere, outbox = rig.messages(), rig.messages(at_once=True)
-    for number in range(9):
-        elsewhere.add([rig.add.s(number, 0)])
-    outbox.runtime.dispatcher.hint()
-    wait_for(lambda: not rig.stored)
-    assert sorted(rig.sent()) == [[number, 0] for number in range(9)]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from celery import Celery
 from pymongo import MongoClient
 from pymongo.database import Database
 
@@ -20,7 +20,6 @@ from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
-from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.forking import holds_after_a_fork
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
@@ -42,10 +41,6 @@ from tests.rig.outbox import (
 Document = dict[str, Any]
 
 PROGRAM = Path(__file__).with_name("outbox_exits.py")
-
-
-def _note(name: str) -> str:
-    return name
 
 
 def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_it_is_back(
@@ -109,41 +104,6 @@ def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(rig: Ri
     assert rig.orders.count_documents({"pendingEvents": {"$exists": True}}) == 0
 
 
-def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "QUEUE_MAX", 2)
-    outbox = rig.outbox(at_once=True, claim_ttl=600)
-    with held_up(outbox) as (_asked, begun):
-        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
-        assert begun.wait(120)
-        for number in range(1, 8):
-            outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
-        assert outbox.status().dispatcher.passed_over == 5
-    wait_for(lambda: settled(outbox))
-    assert sorted(rig.sent()) == [[number, 0] for number in range(8)]
-
-
-def test_a_removal_that_mongodb_does_not_answer_is_made_again(
-    rig: Rig,
-    failpoint: Failpoint,
-    make_client: MakeClient,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """What was published is remembered until it is removed, and is sent once."""
-    client = make_client(appName="dispatcher", retryWrites=False)
-    outbox = rig.outbox(client[rig.database.name]["orders"], name="cut", at_once=True)
-    outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
-    wait_for(lambda: settled(outbox))
-    rig.drain()
-    with failpoint(mode={"skip": 1}, failCommands=["update"], closeConnection=True, appName="dispatcher"):  # a claim
-        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
-        wait_for(lambda: "left_to_sweep" in [getattr(each, "event", "") for each in caplog.records])
-        assert rig.sent() == [[1, 0]]
-        assert outbox.status().pending == 1
-    wait_for(lambda: settled(outbox))
-    assert rig.sent() == []
-    outbox.runtime.close()
-
-
 def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write(
     database: Database[Document], make_redis: MakeRedis
 ) -> None:
@@ -174,67 +134,71 @@ def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write
 
 
 def test_a_child_has_a_dispatcher_of_its_own_and_leaves_its_parents_queue_alone(
-    mongo_url: str, redis_url: str, database: Database[Document]
+    mongo_url: str, rig: Rig, redis_client: Any
 ) -> None:
     """Forked in the middle of a message and of a hand-over; both deliver what is their own, and once."""
-    app = Celery("forking", broker=redis_url, set_as_current=False)
-    add = app.task(name="add", shared=False)(_note)
+    name = rig.database.name
     outbox = Outbox(
-        app, lambda: MongoClient(mongo_url)[database.name]["orders"], name="forked", sweep_every=None, claim_ttl=600
+        rig.app, lambda: MongoClient(mongo_url)[name]["orders"], name="forked", sweep_every=None, claim_ttl=600
     )
 
     def child() -> bool:
-        mine = outbox.runtime.dispatcher
-        assert mine.state.queued == 0
-        outbox.insert_one({"_id": "child"}, tasks=[add.s("child")])
+        assert outbox.runtime.dispatcher.state.queued == 0
+        outbox.insert_one({"_id": "child"}, tasks=[rig.add.s(0, 0)])
         wait_for(lambda: outbox.runtime.latest.find_one({"_id": "child"}) == {"_id": "child"}, 20)
         return True
 
-    with held_up(outbox) as (asked, begun):
-        outbox.insert_one({"_id": "parent"}, tasks=[add.s("parent")])
+    with held_up(outbox) as (_asked, begun):
+        outbox.insert_one({"_id": "parent"}, tasks=[rig.add.s(1, 0)])
         assert begun.wait(120)
-        outbox.insert_one({"_id": "queued"}, tasks=[add.s("queued")])
+        outbox.insert_one({"_id": "queued"}, tasks=[rig.add.s(2, 0)])
         with outbox.runtime.dispatcher._thread.changed:
             assert holds_after_a_fork(child)
-        assert outbox.status().dispatcher.queued == 1
-        assert outbox.status().pending == 2
+        assert (outbox.status().dispatcher.queued, outbox.status().pending) == (1, 2)
     wait_for(lambda: settled(outbox))
-    assert len(asked) <= 2
-    with redis.Redis.from_url(redis_url) as broker:
-        assert broker.llen("celery") == 3
+    assert redis_client.llen("celery") == 3
     outbox.runtime.close()
     outbox.collection.database.client.close()
-    app.close()
 
 
-ENDS = [*((way, "deliver") for way in ("atexit", "multiprocessing", "billiard", "worker")), ("atexit", "hint")]
+ENDS = [
+    *((way, "deliver") for way in ("atexit", "multiprocessing", "billiard", "worker")),
+    *(("atexit", what) for what in ("hint", "hang")),
+]
 
 
 @pytest.mark.parametrize(("way", "what"), ENDS)
 def test_a_process_that_ends_delivers_what_it_has_queued(
     way: str, what: str, mongo_url: str, redis_url: str, redis_client: Any, database: Database[Document]
 ) -> None:
-    """By whatever way Python or Celery ends one, also if a script writes by the driver and only says so."""
-    ended = _ended(way, what, mongo_url, redis_url, database.name)
+    """
+    By whatever way Python or Celery ends one, also if a script writes by the driver and only says so.
+
+    While the broker is silent it ends in time, though a message is under way: what it has not begun is free.
+    """
+    arguments = [sys.executable, str(PROGRAM), way, what, mongo_url, redis_url, database.name]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert redis_client.llen("celery") == 3
-    assert list(database["orders"].find({}, {"_id": 1, "pendingEvents": 1})) == [{"_id": each} for each in range(3)]
+    if what == "hang":
+        assert NOBODY in [pending(database, number)["claim"]["owner"] for number in range(3)]
+    else:
+        assert redis_client.llen("celery") == 3
+        assert list(database["orders"].find({}, {"_id": 1, "pendingEvents": 1})) == [{"_id": each} for each in range(3)]
 
 
-def test_a_process_ends_in_time_while_the_broker_is_silent(
-    mongo_url: str, redis_url: str, database: Database[Document]
-) -> None:
-    """Though a message is under way. Its claim lapses, and what it has not begun is free."""
-    ended = _ended("atexit", "hang", mongo_url, redis_url, database.name)
-    assert ended.returncode == 0, ended.stderr
-    owners = [pending(database, number)["claim"]["owner"] for number in range(3)]
-    assert owners.count(NOBODY) >= 1
-
-
-def _ended(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
+def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By more than one look, where more waits than it finds."""
+    monkeypatch.setattr(module, "QUEUE_MAX", 2)
+    monkeypatch.setattr(module, "_POLL", 2)
+    outbox = rig.outbox(at_once=True, claim_ttl=600)
+    with held_up(outbox) as (_asked, begun):
+        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
+        assert begun.wait(120)
+        for number in range(1, 8):
+            outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+        assert outbox.status().dispatcher.passed_over == 5
+    wait_for(lambda: settled(outbox))
+    assert sorted(rig.sent()) == [[number, 0] for number in range(8)]
 
 
 def test_entries_that_cannot_be_published_keep_nothing_else_in_the_index_waiting(rig: Rig) -> None:
@@ -273,3 +237,76 @@ def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bou
         wait_for(lambda number=number: waiting.dispatched == number, 25)  # type: ignore[misc]
     proxy.pass_through()
     silent.runtime.close()
+
+
+# -- documents that MongoDB keeps closed or refuses -----------------------------------------------------
+
+
+@contextmanager
+def closed(database: Database[Document], identity: Any) -> Iterator[None]:
+    """Somebody's transaction has written to a document, and stays open until the block ends."""
+    with database.client.start_session() as session, session.start_transaction():
+        database["orders"].update_one({"_id": identity}, {"$inc": {"n": 1}}, session=session)
+        yield
+
+
+def delivered(database: Database[Document], *identities: Any) -> bool:
+    """Return True if nothing is pending in some documents."""
+    field = {"_id": {"$in": list(identities)}, "pendingEvents": {"$exists": True}}
+    return not database["orders"].count_documents(field)
+
+
+def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(rig: Rig) -> None:
+    """Its removal and its claim are made when the transaction has ended; nothing is sent twice."""
+    elsewhere, outbox = rig.outbox(name="elsewhere", at_once=False), rig.outbox(at_once=True, claim_ttl=600)
+    outbox.sweep()  # which makes the index: that would wait for the transaction, or end it
+    elsewhere.insert_one({"_id": "look"}, tasks=[rig.add.s(7, 0)])
+    elsewhere.insert_one({"_id": "free"}, tasks=[rig.add.s(8, 0)])
+    with held_up(outbox) as (_asked, begun):
+        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
+        assert begun.wait(120)
+        opened_first = closed(rig.database, 0)
+        opened_first.__enter__()
+    with closed(rig.database, "look"):
+        for number in range(1, 4):
+            outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+        wait_for(lambda: delivered(rig.database, 1, 2, 3))
+        outbox.dispatch("look", "free")
+        wait_for(lambda: delivered(rig.database, "free"))
+        assert rig.pending(0)["count"] == rig.pending("look")["count"] == 1
+    opened_first.__exit__(None, None, None)
+    wait_for(lambda: settled(outbox))
+    assert sorted(rig.sent()) == [[0, 0], [1, 0], [2, 0], [3, 0], [7, 0], [8, 0]]
+
+
+def test_a_sweep_goes_on_beside_an_open_transaction(rig: Rig) -> None:
+    """It says what it could not deliver."""
+    outbox = rig.outbox(at_once=False)
+    outbox.sweep()  # which makes the index
+    for number in range(4):
+        outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+    with closed(rig.database, 1):
+        done = outbox.sweep(older_than=0)
+    assert (done.dispatched, done.left) == (3, 1)
+    assert done.error is not None
+    assert outbox.sweep(older_than=0).dispatched == 1
+    assert sorted(rig.sent()) == [[number, 0] for number in range(4)]
+
+
+def test_a_document_that_mongodb_refuses_takes_no_other_with_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """A validator that came later: its claim is refused, and those of the others are made."""
+    outbox = rig.outbox(at_once=True, claim_ttl=600)
+    with held_up(outbox) as (_asked, begun):
+        for number in range(5):
+            outbox.insert_one({"_id": number, **({"bad": 1} if number == 2 else {})}, tasks=[rig.add.s(number, 0)])
+        assert begun.wait(120)
+        rig.database.command("collMod", "orders", validator={"bad": {"$exists": False}})
+    wait_for(lambda: delivered(rig.database, 0, 1, 3, 4))
+    wait_for(lambda: caplog.records)
+    elsewhere = rig.outbox(name="elsewhere", at_once=False)
+    for number in range(5, 8):
+        elsewhere.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+    outbox.dispatch(5, 2, {"$gt": ""}, 6)
+    wait_for(lambda: delivered(rig.database, 5, 6))
+    assert sorted(rig.sent()) == [[number, 0] for number in (0, 1, 3, 4, 5, 6)]
+    assert rig.pending(7)["count"] == 1, "an operator is nobody's _id"

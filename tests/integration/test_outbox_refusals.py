@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from amqp.exceptions import NotFound, PreconditionFailed
 from bson import encode
 
 from mongo_celery import Outbox
-from mongo_celery.errors import ConfigurationError, OutboxRefusedError
+from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
@@ -43,7 +44,6 @@ def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(
         ripen(rig.orders, number)
     rig.app.tasks[SWEEP_TASK]()
     assert first.runtime.dead_letters.count() == 4
-    assert "WRONGTYPE" in first.runtime.dead_letters.find()[0].error
 
 
 def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig) -> None:
@@ -68,37 +68,29 @@ def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig) -> None
     assert sorted(rig.sent()) == [[3, 3], [4, 4]]
 
 
-def test_a_document_that_was_replaced_behind_the_outboxs_back_is_left_as_it_is(rig: Rig) -> None:
-    """While its entry failed; later writes with tasks work."""
-    outbox = rig.outbox(at_once=False)
+@pytest.mark.parametrize("change", ["replaced", "emptied", "deleted"])
+def test_a_document_that_changes_while_its_entry_fails_is_left_as_it_is(rig: Rig, change: str) -> None:
+    """Behind the outbox's back. Later writes with tasks work: nobody waits for a claim to lapse."""
+    outbox, emptied = rig.outbox(at_once=False), {"$set": {"pendingEvents.events": [], "pendingEvents.count": 0}}
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    changes: dict[str, Callable[[], object]] = {
+        "replaced": lambda: rig.orders.replace_one({"_id": 1}, {"fresh": 1}),
+        "emptied": lambda: rig.orders.update_one({"_id": 1}, emptied),
+        "deleted": lambda: rig.orders.delete_one({"_id": 1}),
+    }
 
-    def poison(_publish: Publish, entry: Entry) -> None:
-        rig.orders.replace_one({"_id": 1}, {"fresh": 1})
-        raise ValueError(f"poison {entry.id}")
-
-    with publishing(outbox, poison):
-        outbox.runtime.relay.deliver(1)
-    assert rig.orders.find_one() == {"_id": 1, "fresh": 1}
-    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
-    assert outbox.runtime.relay.deliver(1).dispatched == 1
-
-
-def test_a_relay_that_fails_lets_its_claim_go_though_another_has_emptied_the_document(rig: Rig) -> None:
-    """Else the next entry would wait for the claim to lapse."""
-    outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-
-    def empty(_publish: Publish, entry: Entry) -> None:
-        change = {"$set": {"pendingEvents.events": [], "pendingEvents.count": 0}}
-        rig.orders.update_one({"_id": 1}, change)
+    def fail(_publish: Publish, entry: Entry) -> None:
+        changes[change]()
         raise ValueError(entry.id)
 
-    with publishing(outbox, empty):
+    with publishing(outbox, fail):
         outbox.runtime.relay.deliver(1)
+    if change == "replaced":
+        assert rig.orders.find_one() == {"_id": 1, "fresh": 1}
     due_again(rig.orders)
-    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
+    outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, upsert=True, tasks=[rig.add.s(2, 2)])
     assert outbox.runtime.relay.deliver(1).dispatched == 1
+    assert rig.sent() == [[2, 2]]
 
 
 @pytest.mark.parametrize(
@@ -142,18 +134,8 @@ def test_a_poison_entry_that_fills_its_document_becomes_a_dead_letter(rig: Rig) 
     assert rig.pending(1)["count"] == 0
 
 
-def test_what_no_relay_could_read_is_refused_at_the_write(rig: Rig) -> None:
-    """An encoding that the app does not accept, and a chord that Celery could not start."""
-    rig.app.conf.accept_content = ["json"]
-    with pytest.raises(OutboxRefusedError, match="accept_content"):
-        rig.outbox().insert_one({"_id": 1}, tasks=[rig.pickled.s(1)])
-    assert rig.orders.count_documents({}) == 0
-
-
-def test_an_outbox_says_at_once_what_it_cannot_work_with(rig: Rig) -> None:
-    """A class such as a Django model is callable, and no way to a collection."""
+def test_a_class_is_no_way_to_a_collection(rig: Rig) -> None:
+    """Such as a Django model, which is callable."""
     for wrong in (Rig, 42):
-        with pytest.raises(ConfigurationError, match="get_collection"):
+        with pytest.raises(ConfigurationError):
             Outbox(rig.app, wrong, sweep_every=None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="claim_ttl"):
-        rig.outbox(claim_ttl=0.9)

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,19 +19,19 @@ from mongo_celery.outbox.claims import build_count
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.health import read_health
-from mongo_celery.outbox.pending import EVENTS, NOBODY
+from mongo_celery.outbox.pending import EVENTS
 from mongo_celery.outbox.sweep import sweep_all
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.tasks import register_tasks
 from tests.rig.commands import CommandRecorder
-from tests.rig.outbox import Publish, Rig, damage, due_again, hold, pause_of, publishing, ripen, run_together
+from tests.rig.outbox import Publish, Rig, damage, due_again, hold, pause_of, publishing, ripen
 
 Document = dict[str, Any]
 
 
 def test_a_document_of_a_crashed_relay_is_free_again_by_the_servers_clock(rig: Rig) -> None:
-    """Held until its time is over; a time beyond all claims is not a relay's, and holds nothing."""
+    """Held until its time is over. A time beyond all claims is not a relay's, and no writer's clock decides."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
 
@@ -45,31 +44,12 @@ def test_a_document_of_a_crashed_relay_is_free_again_by_the_servers_clock(rig: R
     assert outbox.runtime.relay.deliver(1).dispatched == 1
     assert rig.sent() == [[1, 1], [2, 2]]
 
-
-def test_an_entry_of_a_writer_whose_clock_is_ahead_is_swept_like_any_other(rig: Rig) -> None:
-    outbox = rig.outbox(at_once=False)
     for identity, ahead in ((1, 0), (2, 3600), (3, -3600)):
-        outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, 0)])
+        outbox.update_one({"_id": identity}, {"$set": {"a": 2}}, upsert=True, tasks=[rig.add.s(identity, 0)])
         at = datetime.now(UTC) + timedelta(seconds=ahead)
         rig.orders.update_one({"_id": identity}, {"$set": {"pendingEvents.events.0.at": at}})
-
     assert outbox.sweep(older_than=60).dispatched == 2
     assert sorted(rig.sent()) == [[2, 0], [3, 0]]
-    assert outbox.sweep(older_than=0).dispatched == 1
-
-
-def test_relays_at_the_same_time_send_each_entry_once_and_in_order(rig: Rig) -> None:
-    """Four relays, each with an outbox of its own, on documents with ten entries."""
-    first = rig.outbox(at_once=False)
-    for identity in range(5):
-        first.insert_one({"_id": identity}, tasks=[rig.add.s(identity, step) for step in range(10)])
-    relays = [rig.outbox(name=str(each)) for each in range(4)]
-    run_together(*(partial(each.sweep, older_than=0) for each in relays))
-
-    sent = rig.sent()
-    assert len(sent) == 50
-    for identity in range(5):
-        assert [step for each, step in sent if each == identity] == list(range(10))
 
 
 def test_a_relay_that_sleeps_past_its_claim_repeats_but_never_overtakes(rig: Rig) -> None:
@@ -128,15 +108,14 @@ def test_a_poison_entry_holds_back_its_own_document_and_becomes_a_dead_letter_in
 
 
 @pytest.mark.parametrize("retention", [None, 3600])
-def test_dead_letters_are_found_by_an_index_and_expire_if_the_outbox_says_so(rig: Rig, retention: float | None) -> None:
-    """By default one stays until it is replayed or discarded."""
+def test_dead_letters_expire_if_the_outbox_says_so(rig: Rig, retention: float | None) -> None:
+    """By default one stays until it is replayed or discarded. The oldest is found by an index."""
     outbox = rig.outbox(at_once=False, dead_letter_retention=retention)
     for number in range(3):
         outbox.runtime.dead_letters.add(number, {"id": f"e{number}"}, ValueError("no"))
     letters = rig.database["outbox_dead_letters"]
-    (first, *_), found = outbox.runtime.dead_letters.find(), letters.find({}, {"_id": 0, "at": 1, "expiresAt": 1})
-    ages = {each["expiresAt"] - each["at"] if "expiresAt" in each else None for each in found}
-    assert (first.document, ages) == (0, {None if retention is None else timedelta(seconds=retention)})
+    ages = {each["expiresAt"] - each["at"] if "expiresAt" in each else None for each in letters.find()}
+    assert ages == {None if retention is None else timedelta(seconds=retention)}
     assert letters.index_information()["expired"]["expireAfterSeconds"] == 0
     look = letters.find({"outbox": outbox.collection.full_name}).sort([("at", 1), ("_id", 1)]).limit(1).explain()
     assert look["executionStats"]["totalDocsExamined"] == 1
@@ -180,7 +159,7 @@ def test_a_task_that_no_process_knows_yet_waits_and_counts_nothing(
             due_again(rig.orders)
             delivery = old.runtime.relay.deliver(document)
             assert (delivery.dispatched, delivery.dead) == (0, 0)
-            assert "shop.new" in str(delivery.error)
+            assert delivery.error is not None
             assert 0 < pause_of(rig.orders, document) < 6
     assert (old.status().failing, old.runtime.dead_letters.count(), old.runtime.counters.failures) == (0, 0, 0)
     assert rig.sent() == []
@@ -207,25 +186,6 @@ def severity_in_status(outbox: Outbox, code: str) -> str | None:
     return {each.code: each.severity for each in health.findings}.get(code)
 
 
-def test_apps_that_share_a_collection_deliver_what_they_know_the_tasks_of(rig: Rig) -> None:
-    """In the document's order: a task that only one of them knows waits for that one."""
-    other = Celery("other", broker=rig.app.conf.broker_url, set_as_current=False)
-    register_tasks(other, rig.add.name, "theirs")
-    mine, theirs = rig.outbox(at_once=False), rig.outbox(app=other, name="theirs", at_once=False)
-    mine.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
-    theirs.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[other.signature("theirs", (1, 1))])
-    mine.update_one({"_id": 1}, {"$set": {"a": 2}}, tasks=[rig.add.s(1, 2)])
-    mine.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
-
-    first = mine.runtime.relay.deliver(1)
-    assert (first.dispatched, first.left) == (1, 2)
-    assert mine.sweep(older_than=0).dispatched == 1
-    assert (mine.status().failing, mine.runtime.dead_letters.count()) == (0, 0)
-    rig.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.claim.until": datetime(2020, 1, 1, tzinfo=UTC)}})
-    assert theirs.runtime.relay.deliver(1).dispatched == 2
-    assert rig.sent() == [[1, 0], [2, 0], [1, 1], [1, 2]]
-
-
 def test_an_entry_of_an_app_with_another_broker_waits_for_that_app(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     """P9: whatever both know, nothing goes to the wrong broker. The log and the status name both brokers."""
     other = Celery("other", broker="memory://elsewhere/", set_as_current=False)
@@ -241,7 +201,6 @@ def test_an_entry_of_an_app_with_another_broker_waits_for_that_app(rig: Rig, cap
     assert (first.dispatched, first.left, second.dispatched) == (1, 2, 0)
     (record,) = caplog.records
     assert record.__dict__["event"] == "other_broker"
-    assert "memory://elsewhere" in record.getMessage()
     assert (mine.status().failing, mine.runtime.dead_letters.count(), mine.status().other_brokers) == (0, 0, 2)
     assert severity_in_status(mine, "other_broker") == "failing"
     assert severity_in_status(theirs, "other_broker") is None
@@ -264,15 +223,15 @@ def test_a_broker_that_has_moved_gets_what_its_app_has_left(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("collected", [1, 4])
-def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig, collected: int) -> None:
+def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(
+    rig: Rig, caplog: pytest.LogCaptureFixture, collected: int
+) -> None:
     """
-    It strikes in the first command or the second: what was sent is removed, and the next sweep can begin at once.
+    It strikes in the first command or the second: what was sent is removed, once, and the next sweep can begin.
 
     With kombu before 5.7 each message has a command of its own.
     """
     outbox = rig.outbox(at_once=False, max_attempts=1, failure_policy="dead_letter", claim_ttl=600, sweep_after=0.001)
-    for identity in range(3):
-        outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, step) for step in range(2)])
     published: list[Entry] = []
 
     def interrupt(publish: Publish, entry: Entry) -> None:
@@ -281,9 +240,14 @@ def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig, colle
         published.append(entry)
         publish()
 
-    with publishing(outbox, interrupt), pytest.raises(SoftTimeLimitExceeded):
-        sweep_all([outbox.runtime])
+    def leave_and_interrupt() -> None:
+        published.clear()
+        for identity in range(3):
+            outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, step) for step in range(2)])
+        with publishing(outbox, interrupt), pytest.raises(SoftTimeLimitExceeded):
+            sweep_all([outbox.runtime])
 
+    leave_and_interrupt()
     sent = rig.sent()
     left = 6 - len(sent)
     assert left > 0
@@ -292,30 +256,11 @@ def test_a_time_limit_is_no_entrys_fault_and_lets_every_claim_go(rig: Rig, colle
     sent += rig.sent()
     assert [[step for each, step in sent if each == identity] for identity in range(3)] == [[0, 1]] * 3
 
-
-def test_a_delivery_that_a_time_limit_has_ended_removes_nothing_twice(
-    rig: Rig, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once removed is removed: else a document that its owner deletes later is logged as deleted while it was held."""
-    outbox = rig.outbox(at_once=False, claim_ttl=600)
-    for identity in range(3):
-        outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, step) for step in range(2)])
-    published: list[Entry] = []
-
-    def interrupt(publish: Publish, entry: Entry) -> None:
-        if len(published) == 4:
-            raise SoftTimeLimitExceeded
-        published.append(entry)
-        publish()
-
-    with publishing(outbox, interrupt), pytest.raises(SoftTimeLimitExceeded):
-        outbox.sweep(older_than=0)
-    assert 0 < outbox.status().pending < 6
     rig.orders.delete_many({})
-
+    leave_and_interrupt()
+    rig.orders.delete_many({})  # else a document that its owner deletes later is logged as deleted while it was held
     with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
-        assert outbox.sweep(older_than=0).dispatched == 0
-        assert outbox.runtime.relay.deliver(1).dispatched == 0
+        assert outbox.sweep(older_than=0).dispatched == outbox.runtime.relay.deliver(1).dispatched == 0
     assert [getattr(each, "event", None) for each in caplog.records] == []
 
 
@@ -356,68 +301,21 @@ def test_what_was_published_is_removed_after_so_many_entries(rig: Rig) -> None:
     assert max(unremoved) == 200
 
 
-def test_a_document_that_somebody_writes_to_all_the_time_does_not_capture_a_relay(rig: Rig) -> None:
-    """It goes to the end after some entries, and is left to the next delivery after some turns."""
-    outbox = rig.outbox(at_once=False)
-    for identity in range(2):
-        outbox.insert_one({"_id": identity}, tasks=[rig.add.s(identity, 0)])
-
-    def publish_and_add(publish: Publish, entry: Entry) -> None:
-        publish()
-        if entry.argsrepr.startswith("add(0"):
-            outbox.update_one({"_id": 0}, {"$inc": {"n": 1}}, tasks=[rig.add.s(0, 1)])
-
-    with publishing(outbox, publish_and_add):
-        assert outbox.sweep(older_than=0).dispatched == 21
-    assert rig.pending(0)["claim"]["owner"] == NOBODY, "its claim was let go"
-    assert outbox.sweep(older_than=0).dispatched == 1
-    sent = rig.sent()
-    assert (len(sent), sent.index([1, 0]) < 2) == (22, True)
-
-
 def test_entries_that_somebody_has_damaged_are_set_aside_one_by_one(rig: Rig) -> None:
-    outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    rig.orders.update_one(
-        {"_id": 1},
-        {
-            "$push": {"pendingEvents.events": {"$each": [{"x": 1}, {"x": 2}, "text"], "$position": 0}},
-            "$inc": {"pendingEvents.count": 3},
-        },
-    )
-    delivery = outbox.runtime.relay.deliver(1)
-    assert (delivery.dispatched, delivery.dead) == (1, 3)
-    assert outbox.runtime.dead_letters.count() == 3
-    assert rig.sent() == [[1, 1]]
-
-
-def test_an_id_that_is_a_pattern_removes_and_counts_no_other_entry(rig: Rig) -> None:
     """Whatever an id can be, somebody has written: to a query, a regular expression is no value."""
     outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, number) for number in range(60)])
-    damaged = {"$each": [{"id": Regex("^"), "kind": "task", "attempts": 0}], "$position": 0}
-    rig.orders.update_one({"_id": 1}, {"$push": {"pendingEvents.events": damaged}, "$inc": {"pendingEvents.count": 1}})
+    damaged = [{"x": 1}, {"x": 2}, "text", {"id": Regex("^"), "kind": "task", "attempts": 0}]
+    first = {"$push": {"pendingEvents.events": {"$each": damaged, "$position": 0}}, "$inc": {"pendingEvents.count": 4}}
+    rig.orders.update_one({"_id": 1}, first)
     done = outbox.sweep(older_than=0)
-    assert (done.dispatched, done.dead) == (60, 1)
+    assert (done.dispatched, done.dead, outbox.runtime.dead_letters.count()) == (60, 4, 4)
     assert rig.sent() == [[1, number] for number in range(60)]
 
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
     change, array_filters = build_count(Regex("^"))
     rig.orders.update_one({"_id": 2}, change, array_filters=array_filters)
     assert rig.pending(2)["events"][0]["attempts"] == 0
-
-
-def test_a_document_that_is_deleted_behind_its_back_ends_the_delivery_quietly(rig: Rig) -> None:
-    outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-
-    def publish_and_delete(publish: Publish, _entry: Entry) -> None:
-        publish()
-        rig.orders.delete_one({"_id": 1})
-
-    with publishing(outbox, publish_and_delete):
-        assert outbox.runtime.relay.deliver(1).error is None
-    assert rig.sent() == [[1, 1]]
 
 
 def test_what_is_added_during_a_delivery_is_published_only_after_a_majority_write(
@@ -475,14 +373,15 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig) -> None:
     rig.drain()
 
 
-@pytest.mark.parametrize("stored", [[], [{}], None, 3, {"owner": [], "more": 1}])
-def test_whatever_stands_where_a_claim_is_to_stand_gives_way_to_one(rig: Rig, stored: Any) -> None:
+def test_whatever_stands_where_a_claim_is_to_stand_gives_way_to_one(rig: Rig) -> None:
     """An empty array would take it in silence, and the document would never be delivered."""
     outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    rig.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.claim": stored}})
-    assert outbox.sweep(older_than=0).dispatched == 1
-    assert rig.sent() == [[1, 1]]
+    stored: list[Any] = [[], [{}], None, 3, {"owner": [], "more": 1}]
+    for number, claim in enumerate(stored):
+        outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 1)])
+        rig.orders.update_one({"_id": number}, {"$set": {"pendingEvents.claim": claim}})
+    assert outbox.sweep(older_than=0).dispatched == len(stored)
+    assert sorted(rig.sent()) == [[number, 1] for number in range(len(stored))]
 
 
 def test_an_entry_that_lies_in_many_documents_is_removed_only_where_it_was_published(rig: Rig) -> None:

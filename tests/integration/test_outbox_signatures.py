@@ -24,7 +24,6 @@ from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.testing.processes import empty
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
-from tests.rig.commands import CommandRecorder
 from tests.rig.outbox import Rig
 
 Document = dict[str, Any]
@@ -69,32 +68,32 @@ FORGERIES: dict[str, Forge] = {
 }
 
 
-@pytest.mark.parametrize(("number", "forgery"), list(enumerate(FORGERIES)))
-def test_a_changed_entry_is_a_dead_letter_at_once_and_those_behind_it_go_on(
-    rig: Rig, number: int, forgery: str
-) -> None:
+@pytest.mark.parametrize("policy", FAILURE_POLICIES)
+def test_a_changed_entry_is_a_dead_letter_at_once_and_those_behind_it_go_on(rig: Rig, policy: Any) -> None:
     """Whatever is changed of it, in the middle of the document's other entries, whatever the policy for failures."""
-    policy = FAILURE_POLICIES[number % 2]
     outbox = rig.outbox(at_once=False, sweep_after=0.001, failure_policy=policy)
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0), rig.add.s(1, 1), rig.add.s(2, 2)])
-    forged = FORGERIES[forgery](rig.pending(1)["events"][1])
-    rig.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events.1": forged}})
+    for name, forge in FORGERIES.items():
+        outbox.insert_one({"_id": name}, tasks=[rig.add.s(name, 0), rig.add.s(1, 1), rig.add.s(name, 2)])
+        forged = forge(rig.pending(name)["events"][1])
+        rig.orders.update_one({"_id": name}, {"$set": {"pendingEvents.events.1": forged}})
 
     rig.app.tasks[SWEEP_TASK]()
 
-    assert rig.sent() == [[0, 0], [2, 2]]
-    assert rig.orders.find_one() == {"_id": 1}
-    (letter,) = outbox.runtime.dead_letters.find()
-    assert letter.error.startswith("UnsignedEntryError")
-    assert str(forged.get("id")) not in letter.id, "it goes into commands that people type"
+    sent = rig.sent()
+    assert {name: [n for each, n in sent if each == name] for name in FORGERIES} == {name: [0, 2] for name in FORGERIES}
+    assert len(sent) == 2 * len(FORGERIES)
+    assert list(rig.orders.find().sort("_id", 1)) == [{"_id": name} for name in sorted(FORGERIES)]
+    letters = outbox.runtime.dead_letters.find()
+    assert {each.document for each in letters} == set(FORGERIES)
+    assert all(str(each.entry.get("id")) not in each.id for each in letters), "it goes into commands that people type"
     status = outbox.status()
-    assert (status.dead_letters, status.unsigned, outbox.runtime.counters.unsigned) == (1, 1, 1)
+    assert (status.dead_letters, status.unsigned, outbox.runtime.counters.unsigned) == (len(FORGERIES),) * 3
 
 
 def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
     rig: Rig, outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What an app writes with `$set` as it came; in the log, the advice, the preflight and the dead letters."""
+    """What an app writes with `$set` as it came; in the log, the findings and the dead letters."""
     identity = "1\r\nERROR all is well \x1b]52;c;b3V0Ym94\x07"
     rig.orders.insert_one({"_id": identity})
     rig.orders.update_one({"_id": identity}, {"$set": json_of_a_request()})
@@ -103,13 +102,12 @@ def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
         rig.app.tasks[SWEEP_TASK]()
 
     assert rig.drain() == []
-    assert [(each.levelno, each.__dict__["event"]) for each in caplog.records] == [(logging.ERROR, "entry_unsigned")]
+    assert [each.__dict__["event"] for each in caplog.records] == ["entry_unsigned"]
     assert caplog.records[0].getMessage().isprintable(), "neither a line of its own, nor anything for a terminal"
     assert rig.orders.find_one() == {"_id": identity}
     (health,) = read_health(rig.app, [outbox])
-    found = {each.code: each for each in health.findings}
-    assert (found["unsigned"].severity, found["late"].severity) == ("failing", "ok")
-    assert "--sign" in found["unsigned"].sentence
+    found = {each.code: each.severity for each in health.findings}
+    assert (found["unsigned"], found["late"]) == ("failing", "ok")
 
 
 def test_an_entry_of_another_outbox_is_not_believed(rig: Rig) -> None:
@@ -126,38 +124,15 @@ def test_an_entry_of_another_outbox_is_not_believed(rig: Rig) -> None:
     assert len({document["keys"][0] for document in keys(rig.database).find()}) == 3
 
 
-def test_a_forged_message_of_an_outbox_collection_stops_nobody(rig: Rig) -> None:
-    """One that is changed, in the middle of a key, and a whole document that somebody has inserted."""
-    outbox = rig.messages("leaving")
-    for number in range(3):
-        outbox.add([rig.add.s(number, number)], key="k")
-    changed = {"pendingEvents.events.1.name": "harmless"}
-    rig.database["leaving"].update_one({"_id": "k"}, {"$set": changed})
-    rig.database["leaving"].insert_one({"_id": "other", **json_of_a_request()})
-
-    delivery = outbox.sweep(older_than=0)
-
-    assert (delivery.dispatched, delivery.dead, outbox.status().unsigned) == (2, 2, 2)
-    assert rig.sent() == [[0, 0], [2, 2]]
-    assert rig.database["leaving"].count_documents({}) == 0
-
-
 # -- keys ------------------------------------------------------------------------------------------
 
 
-def test_the_key_costs_the_first_write_of_a_process_and_is_in_no_log(
-    rig: Rig, make_client: MakeClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whoever writes first creates it, whoever is next reads it; every later write is one command."""
-    heard = CommandRecorder()
-    orders = make_client(event_listeners=[heard])[rig.database.name]["orders"]
-    for number, first in enumerate((["find", "findAndModify", "insert"], ["find", "insert"])):
-        outbox = rig.outbox(orders, name=str(number), at_once=False)
-        heard.sent.clear()
-        with caplog.at_level(logging.DEBUG):
-            for step in range(3):
-                outbox.insert_one({"n": step}, tasks=[rig.add.s(1, 1)])
-        assert heard.names == [*first, "insert", "insert"]
+def test_the_key_is_in_no_log(rig: Rig, make_client: MakeClient, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever writes first creates it, and whoever is next reads it."""
+    orders = make_client()[rig.database.name]["orders"]
+    with caplog.at_level(logging.DEBUG):
+        for name in ("first", "second"):
+            rig.outbox(orders, name=name, at_once=False).insert_one({}, tasks=[rig.add.s(1, 1)])
     assert keys(rig.database).find_one()["keys"][0].hex() not in caplog.text  # type: ignore[index]
     assert "$binary" not in caplog.text
 
@@ -171,27 +146,25 @@ def test_processes_that_begin_at_the_same_time_agree_on_a_key(rig: Rig) -> None:
     assert outboxes[0].sweep(older_than=0).dispatched == 8
 
 
-@pytest.mark.parametrize("write", ["insert_one", "with_tasks", "collection"])
-def test_a_process_without_the_key_writes_nothing(
-    rig: Rig, make_client: MakeClient, failpoint: Failpoint, write: str
-) -> None:
+def test_a_process_without_the_key_writes_nothing(rig: Rig, make_client: MakeClient, failpoint: Failpoint) -> None:
     """The error names the right. A process that has read the key needs it no more."""
     client = make_client(appName="unkeyed")
     outbox = rig.outbox(client[rig.database.name]["orders"], name="o", at_once=False)
     leaving = rig.messages(client[rig.database.name]["leaving"])
-    rig.orders.insert_one({"_id": 1})
-    writes: dict[str, Callable[[], object]] = {
-        "insert_one": lambda: outbox.insert_one({"_id": 2}, tasks=[rig.add.s(1, 1)]),
-        "with_tasks": lambda: outbox.with_tasks({"_id": 2}, tasks=[rig.add.s(1, 1)]),
-        "collection": lambda: leaving.add([rig.add.s(1, 1)]),
-    }
-    with failpoint(failCommands=["find"], appName="unkeyed", errorCode=13), pytest.raises(AccessError, match="keys"):
-        writes[write]()
-    assert (list(rig.orders.find()), rig.database["leaving"].count_documents({})) == ([{"_id": 1}], 0)
-
-    writes[write]()
+    writes: list[Callable[[], object]] = [
+        lambda: outbox.insert_one({}, tasks=[rig.add.s(1, 1)]),
+        lambda: outbox.with_tasks({}, tasks=[rig.add.s(1, 1)]),
+        lambda: leaving.add([rig.add.s(1, 1)]),
+    ]
+    for write in writes:
+        with failpoint(failCommands=["find"], appName="unkeyed", errorCode=13), pytest.raises(AccessError):
+            write()
+    assert (rig.orders.count_documents({}), rig.database["leaving"].count_documents({})) == (0, 0)
+    for write in writes:
+        write()
     with failpoint(failCommands=["find", "findAndModify"], appName="unkeyed", errorCode=13, mode="alwaysOn"):
-        outbox.with_tasks({}, [rig.add.s(1, 1)]) if write != "collection" else writes[write]()
+        outbox.with_tasks({}, [rig.add.s(1, 1)])
+        leaving.add([rig.add.s(1, 1)])
 
 
 def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_client: MakeClient) -> None:
@@ -208,7 +181,9 @@ def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_
         asyncio.run(write())
 
 
-def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(rig: Rig, outbox: Outbox) -> None:
+def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
+    rig: Rig, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A writer that has not heard of the new one goes on with the old; another has the new one alone."""
     late = rig.outbox(name="late", at_once=False)
     late.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
@@ -222,21 +197,9 @@ def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(rig: Rig, ou
     keys(rig.database).update_one({}, {"$pop": {"keys": 1}})
     fresh.runtime.signer.read()
     assert fresh.sweep(older_than=0).dead == 1
-    late.runtime.signer.read()
-    late.insert_one({"_id": 5}, tasks=[rig.add.s(5, 5)])
-    assert fresh.sweep(older_than=0).dispatched == 1
-
-
-def test_a_writer_signs_with_a_key_that_was_exchanged_meanwhile(
-    rig: Rig, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that only writes reads the keys again: its entries would be dead letters once the old key is gone."""
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    keys(rig.database).update_one({}, {"$set": {"keys": [new_key()]}})
     monkeypatch.setattr("mongo_celery.outbox.signing._REREAD_SECONDS", 0.0)
-    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
-    swept = rig.outbox(name="fresh", at_once=False).sweep(older_than=0)
-    assert (swept.dead, swept.dispatched) == (1, 1)
+    outbox.insert_one({"_id": 5}, tasks=[rig.add.s(5, 5)])  # a process that only writes reads the keys again
+    assert fresh.sweep(older_than=0).dispatched == 1
 
 
 def test_a_key_that_was_dropped_is_stored_again_by_a_process_that_has_it(rig: Rig, outbox: Outbox) -> None:
@@ -257,10 +220,9 @@ def test_entries_of_a_lost_key_are_dead_letters_until_somebody_vouches_for_them(
     fresh = rig.outbox(name="fresh", at_once=False)
     assert fresh.sweep(older_than=0).dead == 1
     (letter,) = fresh.runtime.dead_letters.find()
-    with pytest.raises(CommandRefusedError, match="--sign"):
-        replay(fresh, letter.id)
-    with pytest.raises(CommandRefusedError, match="--sign"):
-        replay(fresh, letter.id, without_document=True)
+    for options in ({}, {"without_document": True}):
+        with pytest.raises(CommandRefusedError):
+            replay(fresh, letter.id, **options)
 
     assert replay(fresh, letter.id, sign=True) == f"{letter.id}~1"
     (again,) = rig.pending(1)["events"]
@@ -275,9 +237,9 @@ def test_a_document_without_a_usable_key_stops_the_outbox_and_says_so(rig: Rig, 
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     keys(rig.database).update_one({}, {"$set": {"keys": ["text"]}})
     fresh = rig.outbox(name="fresh", at_once=False)
-    with pytest.raises(PyMongoError, match="has no key"):
+    with pytest.raises(PyMongoError):
         fresh.insert_one({}, tasks=[rig.add.s(1, 1)])
-    with pytest.raises(PyMongoError, match="has no key"):
+    with pytest.raises(PyMongoError):
         fresh.runtime.relay.deliver(1)
     assert (rig.pending(1)["count"], fresh.runtime.dead_letters.count()) == (1, 0)
 

@@ -82,42 +82,17 @@ def test_a_look_reads_what_is_due_and_no_document_that_is_held_back(rig: Rig) ->
     assert [(each["docsExamined"], each["keysExamined"] <= 12) for each in looks] == [(5, True), (10, True)]
 
 
-def test_documents_that_go_one_by_one_are_left_when_the_time_of_a_sweep_is_over(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each may take seconds; and the next outboxes have no turn."""
-    leave(rig, "orders", 3)
-    outbox, asked, now = rig.outbox(at_once=False), list[int](), time.monotonic()
-
-    def refuse(document_ids: list[Any], **_: Any) -> Any:
-        asked.append(len(document_ids))
-        raise OperationFailure("all of them")
-
-    monkeypatch.setattr(outbox.runtime.relay, "deliver_all", refuse)
-    sweep = OutboxSweep(outbox.runtime, 0.0)
-    sweep.take_turn(now)
-    assert (asked, sweep.total.left) == ([3], 3)
-    take_turns([sweep], 0.0)
-    assert asked == [3]
-
-
 def test_outboxes_have_their_turns_one_after_the_other(rig: Rig) -> None:
-    """A long backlog in one, and a single document in the next."""
+    """One that MongoDB refuses, one with a long backlog, and a single document in the last."""
+    rig.database.create_collection("view", viewOn="orders", pipeline=[{"$match": {"$expr": {"$divide": [1, "$_id"]}}}])
     leave(rig, "orders", 120)
     leave(rig, "parcels", 1, rig.add.s(1, 0))
-    sweeps = [OutboxSweep(rig.outbox(name, name=name, at_once=False).runtime, 0.0) for name in ("orders", "parcels")]
+    names = ("view", "orders", "parcels")
+    sweeps = [OutboxSweep(rig.outbox(name, name=name, at_once=False).runtime, 0.0) for name in names]
     take_turns(sweeps)
-    assert [sweep.total.dispatched for sweep in sweeps] == [120, 1]
+    assert [sweep.total.dispatched for sweep in sweeps] == [0, 120, 1]
+    assert [type(sweep.failure) for sweep in sweeps] == [OperationFailure, type(None), type(None)]
     assert rig.sent().index([1, 0]) == 50
-
-
-def test_an_outbox_that_mongodb_refuses_keeps_no_other_waiting(rig: Rig) -> None:
-    rig.database.create_collection("view", viewOn="orders", pipeline=[{"$match": {"$expr": {"$divide": [1, "$_id"]}}}])
-    leave(rig, "orders", 3)
-    sweeps = [OutboxSweep(rig.outbox(name, name=name, at_once=False).runtime, 0.0) for name in ("view", "orders")]
-    take_turns(sweeps)
-    assert [sweep.total.dispatched for sweep in sweeps] == [0, 3]
-    assert [type(sweep.failure) for sweep in sweeps] == [OperationFailure, type(None)]
 
 
 @pytest.mark.parametrize("is_ended", [False, True], ids=["whole", "ended by a time limit"])
@@ -135,12 +110,11 @@ def test_a_sweep_that_mongodb_refuses_is_logged(rig: Rig, caplog: pytest.LogCapt
     ended = pytest.raises(SoftTimeLimitExceeded) if is_ended else nullcontext()
     with caplog.at_level(logging.WARNING, "mongo_celery.outbox"), publishing(other, interrupt), ended:
         sweep_all([refused.runtime, other.runtime])
-    failed = [each for each in caplog.records if each.__dict__["event"] == "sweep_failed"]
-    assert [each.getMessage().split()[1] for each in failed] == ["view"]
+    assert "sweep_failed" in [each.__dict__["event"] for each in caplog.records]
 
 
 def test_a_document_with_more_than_its_share_goes_on_when_the_others_have_had_theirs(rig: Rig) -> None:
-    """It is still due after its turn, and yet the sweep of beat ends only when it is empty."""
+    """Beat's sweep ends only when it is empty. One by hand ends after its rounds, and says what is left."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": "much"}, tasks=[rig.add.s(9, number) for number in range(300)])
     leave(rig, "orders", 60)
@@ -149,15 +123,10 @@ def test_a_document_with_more_than_its_share_goes_on_when_the_others_have_had_th
     assert [number for a, number in sent if a == 9] == list(range(300))
     assert sent.index([9, 299]) > max(sent.index([0, number]) for number in range(60))
 
-
-def test_a_sweep_says_what_it_has_left_of_a_document_that_never_ends(rig: Rig) -> None:
-    """After its rounds a sweep by hand leaves the rest to others, and does not report that all is done."""
-    outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": "much"}, tasks=[rig.add.s(9, number) for number in range(120)])
+    outbox.insert_one({"_id": "more"}, tasks=[rig.add.s(9, number) for number in range(120)])
     sweep = OutboxSweep(outbox.runtime, 0.0, rounds=2)
     take_turns([sweep])
     assert (sweep.total.dispatched, sweep.total.left) == (100, 1)
-    assert outbox.sweep(older_than=0).dispatched == 20
 
 
 def test_a_sweep_does_not_go_on_with_what_is_written_meanwhile(rig: Rig) -> None:

@@ -12,8 +12,8 @@ from pymongo.database import Database
 
 from mongo_celery import Event
 from mongo_celery.errors import OutboxRefusedError
-from tests.fixtures.process import wait_for
-from tests.rig.outbox import Rig
+from tests.fixtures.mongo import MakeClient
+from tests.rig.outbox import Rig, opened
 
 Document = dict[str, Any]
 
@@ -60,8 +60,8 @@ UPDATES: dict[str, tuple[Document, Any, Document]] = {
 
 
 @pytest.mark.parametrize("name", UPDATES)
-@pytest.mark.parametrize("at_once", [True, False])
-def test_an_update_does_what_pymongos_does_and_adds_the_entry(rig: Rig, name: str, at_once: bool) -> None:
+@pytest.mark.parametrize("way", ["delivered in the write", "left to a sweep", "by the driver"])
+def test_an_update_does_what_pymongos_does_and_adds_the_entry(rig: Rig, name: str, way: str) -> None:
     """The same document and the same result as the plain method gives on a copy."""
     filter_, update, options = UPDATES[name]
     document = {"_id": 1, "a": 1, "b": 0, "items": [{"sku": "x", "n": 1}, {"sku": "y", "n": 1}]}
@@ -69,9 +69,12 @@ def test_an_update_does_what_pymongos_does_and_adds_the_entry(rig: Rig, name: st
     rig.database["plain"].insert_one(dict(document))
     plain = rig.database["plain"].update_one(filter_, update, **options)
 
-    result = (rig.outbox() if at_once else rig.outbox(at_once=False)).update_one(
-        filter_, update, tasks=[rig.add.s(1, 2)], **options
-    )
+    at_once, tasks = way == "delivered in the write", [rig.add.s(1, 2)]
+    outbox = rig.outbox() if at_once else rig.outbox(at_once=False)
+    if way == "by the driver":
+        result = rig.orders.update_one(filter_, outbox.with_tasks(update, tasks), **options)
+    else:
+        result = outbox.update_one(filter_, update, tasks=tasks, **options)
 
     assert result.matched_count == plain.matched_count
     assert (result.upserted_id is None) == (plain.upserted_id is None)
@@ -113,49 +116,33 @@ def test_a_document_near_16_mb_is_refused_or_delivered_never_stuck(rig: Rig) -> 
     probe = next(rig.orders.aggregate([{"$project": {"size": {"$bsonSize": "$$ROOT"}}}]))["size"]
     room = 16 * 1024 * 1024 - probe + 4  # the id is shorter
 
-    with pytest.raises(OutboxRefusedError, match="16 MB"):
+    with pytest.raises(OutboxRefusedError):
         outbox.insert_one({"_id": "x", "pad": "p" * (room + 1)}, tasks=[rig.add.s(1, 1)])
     outbox.insert_one({"_id": "x", "pad": "p" * room}, tasks=[rig.add.s(1, 1)])
-    with pytest.raises(OutboxRefusedError, match="16 MB"):
+    with pytest.raises(OutboxRefusedError):
         outbox.update_one({"_id": "x"}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
     assert outbox.runtime.relay.deliver("x").dispatched == 1
     assert rig.sent() == [[1, 1]]
 
 
 def test_a_delete_is_refused_while_something_is_pending(rig: Rig) -> None:
+    """In a transaction, too."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1, "a": 1}, tasks=[rig.add.s(1, 1)])
-    with pytest.raises(OutboxRefusedError, match="not deleted") as caught:
+    outbox.insert_one({"_id": 2})
+    with pytest.raises(OutboxRefusedError) as caught:
         outbox.delete_one({"a": 1})
     assert caught.value.retryable
-    assert rig.orders.count_documents({}) == 1
-    assert outbox.sweep(older_than=0).dispatched == 1
-    assert outbox.delete_one({"a": 1}).deleted_count == 1
-    assert outbox.delete_one({"_id": 1}).deleted_count == 0
-
-    eager = rig.outbox("others", at_once=True)
-    eager.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
-
-    def is_deleted() -> bool:
-        try:
-            return eager.delete_one({"_id": 2}).deleted_count == 1
-        except OutboxRefusedError:
-            return False
-
-    wait_for(is_deleted)
-    assert rig.sent() == [[1, 1], [2, 2]]
-
-
-def test_a_delete_in_a_transaction_is_refused_too(rig: Rig) -> None:
-    outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    outbox.insert_one({"_id": 2})
     with rig.database.client.start_session() as session, session.start_transaction():
-        outbox.update_one({"_id": 1}, {"$set": {"a": 1}}, session=session)
-        with pytest.raises(OutboxRefusedError, match="not deleted"):
+        outbox.update_one({"_id": 1}, {"$set": {"b": 1}}, session=session)
+        with pytest.raises(OutboxRefusedError):
             outbox.delete_one({"_id": 1}, session=session)
         assert outbox.delete_one({"_id": 2}, session=session).deleted_count == 1
     assert [document["_id"] for document in rig.orders.find({}, {"_id": 1})] == [1]
+    assert outbox.sweep(older_than=0).dispatched == 1
+    assert outbox.delete_one({"a": 1}).deleted_count == 1
+    assert outbox.delete_one({"_id": 1}).deleted_count == 0
+    assert rig.sent() == [[1, 1]]
 
 
 def test_the_index_is_made_again_for_a_collection_that_was_dropped(rig: Rig) -> None:
@@ -182,20 +169,31 @@ def test_an_events_subject_is_the_id_that_the_filter_demands(
     assert json.loads(changed["pendingEvents"]["events"][0]["payload"]).get("subject") == subject
 
 
-@pytest.mark.parametrize(
-    "condition",
-    [{"_id": 1, "pendingEvents.count": 5}, {"$and": [{"_id": 1}, {"pendingEvents": {"count": 5}}]}],
-    ids=["path", "in $and"],
-)
-def test_an_upsert_cannot_bring_the_outboxs_field_by_its_filter(rig: Rig, condition: Document) -> None:
+def test_an_upsert_cannot_bring_the_outboxs_field_by_its_filter(rig: Rig) -> None:
     """The server copies what a filter demands into the new document."""
-    outbox = rig.outbox()
-    change = {"$set": {"a": 1}}
-    for tasks in ([], [rig.add.s(1, 1)]):
-        with pytest.raises(OutboxRefusedError, match="pendingEvents"):
+    outbox, change = rig.outbox(), {"$set": {"a": 1}}
+    path: Document = {"_id": 1, "pendingEvents.count": 5}
+    inside: Document = {"$and": [{"_id": 1}, {"pendingEvents": {"count": 5}}]}
+    for condition, tasks in ((path, []), (path, [rig.add.s(1, 1)]), (inside, [])):
+        with pytest.raises(OutboxRefusedError):
             outbox.update_one(condition, change, upsert=True, tasks=tasks)
-        with pytest.raises(OutboxRefusedError, match="pendingEvents"):
+        with pytest.raises(OutboxRefusedError):
             outbox.with_tasks(UpdateOne(condition, change, upsert=True), tasks)
-    with pytest.raises(OutboxRefusedError, match="pendingEvents"):
+    with pytest.raises(OutboxRefusedError):
         outbox.insert_one({"_id": 1, "$a": 1, "pendingEvents": {"count": 9}})
     assert rig.orders.count_documents({}) == 0
+
+
+def test_a_standalone_server_keeps_and_delivers_entries(
+    standalone_url: str, make_client: MakeClient, redis_url: str
+) -> None:
+    """An outbox in documents needs no replica set."""
+    database = make_client(standalone_url)["outbox_on_a_standalone"]
+    with opened(database, redis_url) as rig:
+        outbox = rig.outbox(at_once=False)
+        outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 2)])
+        assert rig.pending(1)["count"] == 1
+        assert outbox.sweep(older_than=0).dispatched == 1
+        assert rig.sent() == [[1, 2]]
+        assert rig.orders.find_one({"_id": 1}) == {"_id": 1}
+    database.client.drop_database(database.name)

@@ -155,10 +155,10 @@ def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: WorkerRig)
     parking.rig.letters.insert_one({**{key: document[key] for key in document if key != "parked"}, **name})
     assert [each.result for each in parking.ask(1, over_newer=True)] == ["done"]
     tried = len(parking.started)
-    with pytest.raises(CommandRefusedError, match="Its key is parked"):
+    with pytest.raises(CommandRefusedError, match="is parked"):
         parking.replay()
     assert (len(parking.started), parking.rig.image.claim) == (tried, None)
-    assert "Its key is parked" in parking.find(1).letters[0].error
+    assert "is parked" in parking.find(1).letters[0].error
     parking.ask(2)
     parking.drain()
     assert parking.got[1:] == [("bad", 2), ("bad", 3)]
@@ -248,7 +248,7 @@ def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discar
     results = parking.ask()
     assert [each.result for each in results] == ["refused"] * 3
     assert "too large to store" in results[0].reason
-    assert f"behind {token(1)['_data']}, which cannot be replayed" in results[1].reason
+    assert f"waits for dead letter {token(1)['_data']} of the same key, which cannot be replayed" in results[1].reason
     assert parking.requests == []
     (discarded,) = parking.discard(1)
     assert (discarded.result, discarded.follow) == ("done", 2)

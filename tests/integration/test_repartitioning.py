@@ -183,7 +183,7 @@ def test_a_drain_that_takes_long_is_given_up_and_tried_again(shop: TermsOfShop) 
 
     seconds = 0.0
     while read_to() == token_data(40):
-        assert "changes are left" in term.waits[NAME]
+        assert "changes are not handled yet" in term.waits[NAME]
         seconds += 2.0
         assert seconds < 2 * DRAIN_SECONDS
     assert seconds > DRAIN_SECONDS / 2

@@ -80,7 +80,7 @@ def test_the_pinned_start_goes_back_too(stage: PositionsRig) -> None:
     assert stage.subscription["startAtOperationTime"] == stage.events[0]["clusterTime"]
     plan = stage.reset("oldest")
     assert stage.subscription["startAtOperationTime"] == place_of(plan) < stage.events[0]["clusterTime"]
-    with pytest.raises(CommandRefusedError, match="has handled nothing after"):
+    with pytest.raises(CommandRefusedError, match="has handled no change after"):
         stage.reset("oldest")
 
 
@@ -231,13 +231,13 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: Po
 @pytest.mark.parametrize(
     ("to", "said"),
     [
-        ("yesterday", "is no place in a stream"),
-        ("{}", "is no place in a stream"),
-        ("810000000000000001", "is no resume token"),
-        ("2001-01-01", "lies before the oldest entry"),
-        ("2099-01-01T00:00Z", "lies in the future"),
-        ("82FFFFFFFE000000012B022C", "lies in the future"),
-        ("820000000100000001~00000001", "lies before the oldest entry"),
+        ("yesterday", "is neither a time nor a resume token"),
+        ("{}", "is neither a time nor a resume token"),
+        ("810000000000000001", "is not the resume token"),
+        ("2001-01-01", "is before the oldest entry"),
+        ("2099-01-01T00:00Z", "is in the future"),
+        ("82FFFFFFFE000000012B022C", "is in the future"),
+        ("820000000100000001~00000001", "is before the oldest entry"),
         ("3026-01-01", "no change can have"),
     ],
 )
@@ -257,14 +257,14 @@ def test_nobody_is_sent_anywhere_while_a_listener_leads_or_has_led_since(stage: 
     """P9: refused, with who leads; what is begun in between is in conflict, and nothing changes."""
     plan = stage.plan("oldest")
     assert plan.fields["leader"] is not None
-    with pytest.raises(CommandRefusedError, match=r"is led by process .* Stop all its listeners"):
+    with pytest.raises(CommandRefusedError, match=r"is running .* Stop all listeners"):
         plan.run()
     stage.release()
     seen = stage.plan("oldest")
     stage.lead()
     stage.release()
     before = stage.everything()
-    with pytest.raises(CommandRefusedError, match="has changed since it was looked at"):
+    with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
         seen.run()
     assert stage.everything() == before
 

@@ -256,7 +256,7 @@ def test_at_the_bound_nothing_more_is_stored_and_it_says_what_waits(
     assert 20 < len(kept) < 60, "the longest prefix that has room"
     assert (term.marked(), term.watermark) == (token_data(kept[-1]), token_data(kept[-1]))
     sentence = term.storing.report()["storingWaits"]
-    assert all(word in sentence for word in (term.partition_id(), "bytes", "spill_bytes"))
+    assert all(word in sentence for word in ("record/0", "bytes", "spill_bytes"))
     assert events(caplog).count("spill_full") == 1
     term.retry()
     assert term.work(until=60) == list(range(1, 61))
@@ -341,6 +341,7 @@ def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     new = begin()
     new.retry()
     new.turn_until(lambda: "stored_changes_missing" in events(caplog))
+    assert f'db.partitions.updateOne({{_id: "{new.partition_id()}"}}, {{$unset: {{stored: 1}}}})' in caplog.text
     assert (new.dispatch(), new.marked()) == ([], token_data(2))
     assert new.storing.report()["storedMissing"] == ["record/0"]
     new.documents.insert_many(saved)

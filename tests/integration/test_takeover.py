@@ -269,7 +269,7 @@ def test_repartitioning_waits_for_a_locked_partition(mongo_client: MongoClient[D
         term = shop.begin(_PARTITIONS + 1)
         for _ in range(3):
             term.turn()
-        assert term.waits == {NAME: "an open transaction has locked partition 0"}
+        assert term.waits == {NAME: "an open transaction locks partition 0"}
     assert term.rig.store.partitions.win([before.rig.partition_id(NAME, 0)], term.rig.version)
     term.finish()
     assert shop.in_force(term).partitions == _PARTITIONS + 1

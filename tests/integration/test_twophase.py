@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 from bson import Decimal128
+from bson.datetime_ms import DatetimeMS
 from celery import Celery
 from pymongo import MongoClient, WriteConcern, monitoring
 from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
-from mongo_celery.twophase.twophase import get_engine
 from tests.integration.twophase_rig import Tutorial, balances, make_accounts, markers
-from tests.rig.commands import CommandRecorder
 
 Document = dict[str, Any]
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
@@ -56,20 +55,6 @@ def test_a_transfer_is_stored_in_the_tutorials_shape_and_moves_the_money(
     assert markers(database) == []
     assert bank.run(identity).state == "done"
     assert balances(database) == {"A": 900, "B": 1100}
-
-
-@pytest.mark.parametrize(("protocol", "commands"), [("auto", 3), ("documents", 9)])
-def test_a_transfer_takes_few_round_trips(
-    database: Database[Document], mongo_url: str, protocol: str, commands: int
-) -> None:
-    """Once indexes and versions are there: the entry, both changes and the commit."""
-    make_accounts(database, A=1000, B=1000)
-    with MongoClient[Document](mongo_url, event_listeners=[counting := CommandRecorder()]) as client:
-        counted = TwoPhaseCommit(None, client[database.name]["transactions"], application="bank", protocol=protocol)
-        counted.transfer("A", "B", 1)
-        counting.sent.clear()
-        counted.transfer("A", "B", 1)
-        assert len(counting.names) == commands, counting.names
 
 
 def test_the_tutorials_dialects_are_understood(bank: TwoPhaseCommit, database: Database[Document]) -> None:
@@ -112,43 +97,21 @@ def test_an_answer_that_is_lost_is_asked_for_again(
     assert balances(database) == {"A": 970, "B": 1030}
 
 
-@pytest.mark.parametrize("value", [Decimal("0.30"), Decimal128("0.30"), 2.5])
-def test_amounts_keep_their_type(bank: TwoPhaseCommit, database: Database[Document], value: Any) -> None:
-    """Money in decimals stays exact."""
-    bank.transfer("A", "B", value)
-
-    left = balances(database)["A"]
-    assert left == 997.5 if isinstance(value, float) else left == Decimal128("999.70")
-
-
 def test_what_is_paid_is_what_is_taken_to_the_last_digit(bank: TwoPhaseCommit, database: Database[Document]) -> None:
-    """Python's decimals round where a sign is changed, to the caller's context or to 28 digits; BSON has 34."""
+    """Python's decimals round where a sign is changed, to the caller's context or to 28 digits. BSON has 34."""
     digits = Decimal128("1.000000000000000000000000000000001")
-    make_accounts(database, **dict.fromkeys("CDEF", 0))
+    make_accounts(database, **dict.fromkeys("CDEFG", 0))
     with localcontext(prec=4):
         bank.transfer("A", "B", Decimal("123.45"))
     for source, destination in ("CD", "EF"):
         bank.transfer(source, destination, digits, require={})
     bank.compensate(bank.transfer("E", "F", digits, require={}))
+    bank.transfer("G", "E", 2.5, require={})
 
     left: dict[str, Any] = balances(database)
     assert (left["A"], left["B"]) == (Decimal128("876.55"), Decimal128("1123.45"))
-    assert (left["C"], left["D"]) == (Decimal128(f"-{digits}"), digits)
-    assert (left["E"], left["F"]) == (left["C"], left["D"])
-
-
-@pytest.mark.parametrize("value", [0, -1, True, "100", float("nan"), float("inf"), None, Decimal(-1)])
-def test_what_is_no_amount_is_refused_before_anything_is_written(
-    bank: TwoPhaseCommit, database: Database[Document], value: Any
-) -> None:
-    with pytest.raises(ConfigurationError, match="value"):
-        bank.transfer("A", "B", value)
-    assert database["transactions"].count_documents({}) == 0
-
-
-def test_a_transfer_to_itself_is_refused(bank: TwoPhaseCommit) -> None:
-    with pytest.raises(ConfigurationError, match="two documents"):
-        bank.transfer("A", "A", 1)
+    assert (left["C"], left["D"], left["F"]) == (Decimal128(f"-{digits}"), digits, digits)
+    assert left["G"] == -2.5
 
 
 def test_the_same_id_with_the_same_fields_has_the_same_outcome(
@@ -161,7 +124,7 @@ def test_the_same_id_with_the_same_fields_has_the_same_outcome(
     assert balances(database) == {"A": 999, "B": 1001}
 
     for _ in range(2):
-        with pytest.raises(TransactionCanceledError, match="does not meet"):
+        with pytest.raises(TransactionCanceledError):
             bank.transfer("A", "B", 1000, id="order-2")
         bank.transfer("B", "A", 1)  # by now it could be paid
     assert balances(database) == {"A": 1001, "B": 999}
@@ -180,31 +143,27 @@ def test_the_same_id_with_the_same_fields_has_the_same_outcome(
 
 
 def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database: Database[Document]) -> None:
-    """Also where the difference is a rule, a type or the kind, and where other code's document has the id."""
+    """Also where the difference is a rule, a type, the kind or the accounts, and where the document is other code's."""
     bank.transfer("A", "B", 1, id=1)
     database["transactions"].insert_one({"_id": 2, "what": 1})
     before = list(database["transactions"].find())
 
     one = Participant(database["accounts"], "A", {"$inc": {"balance": -1}})
+    elsewhere = TwoPhaseCommit(None, database["transactions"], application="bank", accounts=database["others"])
     others: list[Callable[[], object]] = [
         lambda: bank.transfer("A", "B", 2, id=1),
         lambda: bank.transfer("A", "B", 1.0, id=1),
         lambda: bank.transfer("B", "A", 1, id=1),
         lambda: bank.transfer("A", "B", 1, id=1, require={"balance": {"$gte": 1}}),
         lambda: bank.transfer("A", "B", 1, id=1, run=False, require={}),
+        lambda: elsewhere.transfer("A", "B", 1, id=1),
         lambda: bank.begin([one], id=1),
         lambda: bank.transfer("A", "B", 1, id=2),
     ]
     for again in others:
-        with pytest.raises(TransactionStateError, match="already"):
+        with pytest.raises(TransactionStateError):
             again()
-    other = TwoPhaseCommit(None, database["transactions"], application="other")
-    bank.transfer("A", "B", 1, id=3, run=False)
-    get_engine(bank).log.queue(3)
-    assert other.transfer("A", "B", 1, id=1) == 1  # done: whoever asks is told so
-    with pytest.raises(TransactionStateError, match="bank"):
-        other.transfer("A", "B", 1, id=3)
-    assert list(database["transactions"].find({"_id": {"$ne": 3}})) == before
+    assert list(database["transactions"].find()) == before
     assert balances(database) == {"A": 999, "B": 1001}
 
 
@@ -226,40 +185,24 @@ def test_many_that_ask_for_the_same_id_at_once_do_it_once(
 
 
 @pytest.mark.parametrize(
-    ("source", "destination", "value", "reason"),
-    [("A", "Z", 1, "does not exist"), ("Z", "B", 1, "does not exist"), ("A", "B", 1001, "does not meet")],
+    ("source", "destination", "value"), [("A", "Z", 1), ("Z", "B", 1), ("A", "B", 1001), ("A", "T", 100)]
 )
 def test_what_cannot_be_done_is_canceled_loudly_and_nothing_stays_applied(
-    bank: TwoPhaseCommit, database: Database[Document], source: str, destination: str, value: int, reason: str
+    bank: TwoPhaseCommit, database: Database[Document], source: str, destination: str, value: int
 ) -> None:
-    with pytest.raises(TransactionCanceledError, match=reason) as caught:
+    """An account that is not there, one that cannot pay, and a balance to which the server can add nothing."""
+    make_accounts(database, T="much")  # type: ignore[arg-type]
+    before = balances(database)
+    with pytest.raises(TransactionCanceledError) as caught:
         bank.transfer(source, destination, value, id=1)
 
     assert vars(caught.value)["id"] == 1
-    assert reason in vars(caught.value)["reason"]
+    assert vars(caught.value)["reason"] == (database["transactions"].find_one() or {})["reason"] != ""
     assert state_of(bank, 1) == "canceled"
-    assert balances(database) == {"A": 1000, "B": 1000}
+    assert balances(database) == before
     assert markers(database) == []
     with pytest.raises(TransactionCanceledError):
         bank.run(1)
-
-
-def test_a_change_that_the_server_refuses_is_canceled(bank: TwoPhaseCommit, database: Database[Document]) -> None:
-    """A balance that is no number: the source has paid already, and gets its money back."""
-    database["accounts"].insert_one({"_id": "T", "balance": "much", "pendingTransactions": []})
-
-    with pytest.raises(TransactionCanceledError, match="refuses"):
-        bank.transfer("A", "T", 100)
-    assert database["accounts"].find_one({"_id": "A"}, {"balance": 1}) == {"_id": "A", "balance": 1000}
-
-
-@pytest.mark.needs_mongodb(5, 0)
-def test_a_rule_of_the_users_replaces_the_default(bank: TwoPhaseCommit, database: Database[Document]) -> None:
-    """An account with a credit line may go below zero, down to its limit."""
-    bank.transfer("A", "B", 1500, require={"balance": {"$gte": 500}})
-    assert balances(database)["A"] == -500
-    with pytest.raises(TransactionCanceledError):
-        bank.transfer("A", "B", 1, require={"balance": {"$gte": 0}})
 
 
 def test_any_number_of_participants_in_any_collections(
@@ -287,60 +230,6 @@ def test_any_number_of_participants_in_any_collections(
     assert database["orders"].find_one({"_id": "o"}, {"lines": 1}) == {"_id": "o", "lines": left}
 
 
-def test_participants_in_another_cluster_are_found_by_alias(
-    database: Database[Document], make_client: Callable[..., MongoClient[Document]]
-) -> None:
-    """Another client stands for another cluster; what no process could find again is refused."""
-    other, unknown = make_client(), make_client()
-    billing = TwoPhaseCommit(None, database["transactions"], application="bank", clients={"billing": lambda: other})
-    remote = other[database.name]["invoices"]
-    remote.insert_one({"_id": 1, "total": 1})
-
-    identity = billing.begin([Participant(remote, 1, {"$inc": {"total": 4}})])
-    assert billing.run(identity).state == "done"
-    assert remote.find_one({"_id": 1}, {"total": 1}) == {"_id": 1, "total": 5}
-    stored = database["transactions"].find_one({"_id": identity})
-    assert stored is not None
-    assert stored["participants"][0]["cluster"] == "billing"
-    with pytest.raises(ConfigurationError, match="clients"):
-        billing.begin([Participant(unknown[database.name]["invoices"], 1, {"$inc": {"total": 4}})])
-    with pytest.raises(ConfigurationError, match="billing"):
-        TwoPhaseCommit(None, database["transactions"], application="bank").run(
-            billing.begin([Participant(remote, 1, {"$inc": {"total": 4}})])
-        )
-
-
-@pytest.mark.parametrize(
-    ("participant", "said"),
-    [
-        (Participant("db.c", 1, {}), "update operators"),
-        (Participant("db.c", 1, [{"$set": {"a": 1}}]), "pipeline"),  # type: ignore[arg-type]
-        (Participant("db.c", 1, {"a": 1}), "operator"),
-        (Participant("db.c", 1, {"$set": {"a": 1}}), "revert is missing"),
-        (Participant("db.c", 1, {"$inc": {"pendingTransactions": 1}}), "pendingTransactions"),
-        (Participant("db.c", 1, {"$inc": {"transactionFence": 1}}), "transactionFence"),
-        (Participant("db.c", 1, {"$rename": {"a": "_id"}}, {"$set": {"a": 1}}), "_id"),
-        (Participant("c", 1, {"$inc": {"a": 1}}), "collection"),
-        ("A", "not a participant"),
-    ],
-)
-def test_a_participant_that_cannot_work_is_refused_at_the_beginning(
-    bank: TwoPhaseCommit, database: Database[Document], participant: Any, said: str
-) -> None:
-    with pytest.raises(ConfigurationError, match=said):
-        bank.begin([participant])
-    assert database["transactions"].count_documents({}) == 0
-
-
-def test_a_document_takes_part_once(bank: TwoPhaseCommit) -> None:
-    """The marker could not tell one change from the other."""
-    one = Participant("db.c", 1, {"$inc": {"a": 1}})
-    with pytest.raises(ConfigurationError, match="twice"):
-        bank.begin([one, one])
-    with pytest.raises(ConfigurationError, match="at least one"):
-        bank.begin([])
-
-
 def test_cancel_rolls_back_what_is_pending_and_refuses_what_is_applied(
     bank: TwoPhaseCommit, database: Database[Document]
 ) -> None:
@@ -359,10 +248,10 @@ def test_cancel_rolls_back_what_is_pending_and_refuses_what_is_applied(
     assert balances(database) == {"A": 1000, "B": 1000}
 
     done = bank.transfer("A", "B", 100)
-    with pytest.raises(TransactionStateError, match="compensate"):
+    with pytest.raises(TransactionStateError):
         bank.cancel(done)
     assert balances(database) == {"A": 900, "B": 1100}
-    with pytest.raises(TransactionStateError, match="Only a transaction that is done"):
+    with pytest.raises(TransactionStateError):
         bank.compensate(waiting)
 
 
@@ -381,7 +270,7 @@ def test_what_is_compensated_has_come_back_when_the_call_returns(
     spent = bank.transfer("A", "C", 100)
     bank.transfer("C", "B", 100)
     for _ in range(2):
-        with pytest.raises(TransactionCanceledError, match="does not meet"):
+        with pytest.raises(TransactionCanceledError):
             bank.compensate(spent)
     bank.transfer("B", "C", 100)
     assert bank.compensate(spent)["attempt"] == 3
@@ -416,12 +305,11 @@ class Interrupting(monitoring.CommandListener):
                 raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("finished_by", ["the same call", "recovery"])
 @pytest.mark.parametrize("when", ["started", "succeeded"])
 def test_a_compensation_that_is_interrupted_anywhere_happens_once(
-    bank: TwoPhaseCommit, database: Database[Document], mongo_url: str, when: str, finished_by: str
+    bank: TwoPhaseCommit, database: Database[Document], mongo_url: str, when: str
 ) -> None:
-    """At each of its commands; recovery finishes what was stored, and whoever asks again finds the same."""
+    """At each of its commands. Recovery finishes what was stored, and whoever asks again finds the same."""
     interrupting, number, stored = Interrupting(), 0, 0
     with MongoClient[Document](mongo_url, event_listeners=[interrupting]) as client:
         fragile = TwoPhaseCommit(
@@ -440,15 +328,14 @@ def test_a_compensation_that_is_interrupted_anywhere_happens_once(
             else:
                 interrupted = False
             interrupting.left = 0
-            if finished_by == "recovery":
+            if number % 2:
                 stored += database["transactions"].count_documents({"_id.compensates": done})
                 bank.recover(0)
-            if finished_by == "the same call" or not database["transactions"].find_one({"_id.compensates": done}):
-                bank.compensate(done)
+            bank.compensate(done)
             assert [each["state"] for each in database["transactions"].find({"_id.compensates": done})] == ["done"]
             assert balances(database) == {"A": 1000, "B": 1000}
     assert number > 4
-    assert finished_by != "recovery" or stored > 2
+    assert stored > 1
     assert markers(database) == []
 
 
@@ -463,12 +350,10 @@ def test_a_cancel_that_would_take_back_what_was_spent_stays_visible_until_it_can
     tutorial.apply(3, "C", 100)
     bank.transfer("C", "B", 60)
 
-    with pytest.raises(TransactionStateError, match="canceling"):
+    with pytest.raises(TransactionStateError):
         bank.cancel(3)
     assert state_of(bank, 3) == "canceling"
-    stopped = database["transactions"].find_one({"_id": 3})
-    assert stopped is not None
-    assert "cannot be undone: it does not meet" in stopped["stoppedBy"]
+    assert "stoppedBy" in (database["transactions"].find_one({"_id": 3}) or {})
     assert [each.after for each in bank.recover(0)] == ["canceling"]
     assert balances(database)["C"] == 40
     bank.transfer("B", "C", 60)
@@ -504,28 +389,6 @@ def test_recovery_finishes_what_tutorial_code_has_left_at_any_point(
     assert markers(database) == []
 
 
-def test_recovery_waits_for_the_age_by_the_servers_clock_whatever_the_time_looks_like(
-    bank: TwoPhaseCommit, database: Database[Document]
-) -> None:
-    """Fresh ones are somebody's; a time that is missing or is no time counts as long ago."""
-    shape = {"source": "A", "destination": "B", "value": 1, "state": "pending"}
-    now = datetime.now(UTC)
-    database["transactions"].insert_many(
-        [
-            {"_id": "fresh", **shape, "lastModified": now},
-            {"_id": "old", **shape, "lastModified": now - timedelta(hours=1)},
-            {"_id": "timeless", **shape},
-            {"_id": "text", **shape, "lastModified": "yesterday"},
-        ]
-    )
-
-    assert {each.id for each in bank.recover()} == {"old", "timeless", "text"}
-    assert state_of(bank, "fresh") == "pending"
-    assert {each.id for each in bank.recover(timedelta(0))} == {"fresh"}
-    with pytest.raises(ConfigurationError):
-        bank.recover(-1)
-
-
 def test_an_application_leaves_transactions_of_others_alone_unless_asked(database: Database[Document]) -> None:
     """Begun or queued: another one may not know a cluster. Each has the name of its app, or has to be given one."""
     make_accounts(database, A=1000, B=1000)
@@ -538,47 +401,63 @@ def test_an_application_leaves_transactions_of_others_alone_unless_asked(databas
     assert [each.id for each in billing.recover(0)] == ["of nobody"]
     for identity in ("begun", "queued"):
         for call in (billing.run, billing.cancel, billing.delay):
-            with pytest.raises(TransactionStateError, match="shop"):
+            with pytest.raises(TransactionStateError):
                 call(identity)
+    with pytest.raises(TransactionStateError):
+        billing.transfer("A", "B", 100, id="queued")
     assert {each.id: each.after for each in shop.recover(0)} == {"begun": "done", "queued": "done"}
+    assert billing.transfer("A", "B", 100, id="queued") == "queued", "it is done, and whoever asks is told so"
 
     log.insert_one({"_id": "left", **shape, "application": "shop"})
     shop.delay(shop.transfer("A", "B", 100, id="queued, too", run=False))
     assert {each.id for each in billing.recover(0, all=True)} == {"left", "queued, too"}
     assert balances(database) == {"A": 797, "B": 1203}
     for app in (None, Celery(broker="memory://"), Celery("__main__", broker="memory://")):
-        with pytest.raises(ConfigurationError, match="application="):
+        with pytest.raises(ConfigurationError):
             TwoPhaseCommit(app, log)
 
 
-def test_foreign_states_and_shapes_are_refused_and_do_not_stop_recovery(
+_PART = {"cluster": None, "collection": "a.b", "id": 1, "apply": "{}", "revert": "{}", "require": "{}"}
+POISON: list[Document] = [
+    *({"version": version} for version in ("v1", 1.5, True, 2**63 - 1)),
+    *({"participants": parts} for parts in (None, ["a"], [{"collection": "x"}])),
+    *({"participants": [{**_PART, **part}]} for part in ({"collection": 5}, {"apply": '{"$oid": "zz"}'})),
+    {"participants": [{**_PART, "cluster": "gone"}]},
+    *({"state": ["pending"]}, {"require": 5}, {"value": "1"}, {"source": None, "destination": None}),
+]
+
+
+def test_what_nobody_can_read_is_refused_and_does_not_stop_recovery(
     bank: TwoPhaseCommit, database: Database[Document]
 ) -> None:
-    shape = {"source": "A", "destination": "B", "value": 1, "lastModified": LONG_AGO}
-    database["transactions"].insert_many(
-        [
-            {"_id": 1, **shape, "state": "frozen"},
-            {"_id": 2, "state": "pending", "lastModified": LONG_AGO},
-            {"_id": 3, **shape, "state": "pending", "value": "1"},
-            {"_id": 4, "state": "pending", "participants": [{"collection": "x"}], "lastModified": LONG_AGO},
-            {"_id": 5, **shape, "state": "pending"},
-        ]
-    )
+    """It is reported, each time, and takes no other's turn. Foreign states stay as they are."""
+    shape = {"source": "A", "destination": "B", "value": 1, "state": "pending", "lastModified": LONG_AGO}
+    database["transactions"].insert_many([{"_id": number, **shape, **each} for number, each in enumerate(POISON)])
+    database["transactions"].insert_many([{"_id": "frozen", **shape, "state": "frozen"}, {"_id": "good", **shape}])
 
-    for identity, said in [
-        (1, "unknown state"),
-        (2, "is damaged"),
-        (3, "is damaged"),
-        (4, "is damaged"),
-        (99, "no transaction"),
-    ]:
-        with pytest.raises(TransactionStateError, match=said):
+    for identity in ("frozen", POISON.index({"value": "1"}), "no such"):
+        with pytest.raises(TransactionStateError):
             bank.run(identity)
-    report = {each.id: each for each in bank.recover()}
-    assert set(report) == {2, 3, 4, 5}
-    assert report[5].after == "done"
-    assert all("is damaged" in (report[identity].error or "") for identity in (2, 3, 4))
-    assert state_of(bank, 1) == "frozen"
+    report = {each.id: each for _ in POISON for each in bank.recover(0, limit=3)}
+    assert report.pop("good").after == "done"
+    assert [number for number, _ in enumerate(POISON) if not report.pop(number).error] == []
+    assert (report, state_of(bank, "frozen")) == ({}, "frozen")
+    assert balances(database) == {"A": 999, "B": 1001}
+
+
+def test_recovery_takes_what_is_old_by_the_servers_clock(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+    """Fresh ones are somebody's. A time that is missing, or is none, or that Python cannot hold counts as long ago."""
+    shape = {"source": "A", "destination": "B", "value": 1, "state": "pending"}
+    now = datetime.now(UTC)
+    times = {"fresh": now, "old": now - timedelta(hours=1), "text": "yesterday", "ancient": DatetimeMS(-(2**60))}
+    database["transactions"].insert_many([{"_id": name, **shape, "lastModified": each} for name, each in times.items()])
+    database["transactions"].insert_one({"_id": "timeless", **shape})
+
+    taken = [each.id for each in bank.recover(limit=3)]
+    assert len(taken) == 3
+    assert {*taken, *(each.id for each in bank.recover())} == {"old", "timeless", "text", "ancient"}
+    assert state_of(bank, "fresh") == "pending"
+    assert {each.id for each in bank.recover(timedelta(0))} == {"fresh"}
 
 
 def test_a_participant_that_is_deleted_in_the_middle_leaves_the_sum_of_the_others_right(
@@ -600,15 +479,3 @@ def test_a_participant_that_is_deleted_in_the_middle_leaves_the_sum_of_the_other
 
     assert report == {1: "canceled", 2: "done"}
     assert balances(database) == {"A": 900}
-
-
-def test_options_that_cannot_work_are_refused(database: Database[Document]) -> None:
-    transactions = database["transactions"]
-    unfit: list[Document] = [{"application": ""}, {"older_than": 0}, {"timeout": -1}, {"accounts": 3}]
-    for options in unfit:
-        with pytest.raises(ConfigurationError):
-            TwoPhaseCommit(None, transactions, **{"application": "bank", **options})
-    with pytest.raises(ConfigurationError, match="transactions"):
-        TwoPhaseCommit(None, "db.transactions", application="bank")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="Celery app"):
-        TwoPhaseCommit(None, transactions, application="bank").delay(1)

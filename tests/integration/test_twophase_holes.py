@@ -1,8 +1,14 @@
-"""Coordinators that are paused at any command, overtaken, and wake up: nothing is applied a second time."""
+"""
+Coordinators that are paused at any command, overtaken, and wake up: nothing is applied a second time.
+
+Nor is it where an application writes a participant back as a whole in the middle.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +23,7 @@ from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Par
 from tests.fixtures.process import wait_for
 from tests.integration.twophase_rig import (
     Gate,
+    advance,
     balances,
     coordinator,
     held_coordinator,
@@ -33,7 +40,7 @@ COMMANDS = 13
 COMMANDS_WITH_VERSIONS = 9
 """The same once the documents have their versions: a look is then a read and nothing else."""
 
-CLAIM, FIRST_APPLY, SECOND_APPLY = 8, 9, 10
+FIRST_APPLY, SECOND_APPLY, APPLIED = 9, 10, 11
 
 
 @pytest.fixture
@@ -48,6 +55,15 @@ def rescuer(accounts: Database[Document], mongo_client: MongoClient[Document]) -
     return coordinator(mongo_client, accounts.name)
 
 
+@contextmanager
+def held(rescuer: TwoPhaseCommit, url: str, **hold: int) -> Iterator[tuple[Any, list[BaseException]]]:
+    """Inside, the coordinator of a transfer of 100 is held at a command: the transfer's id, and the errors of it."""
+    gate, identity = Gate(**hold), rescuer.transfer("A", "B", 100, run=False)
+    with held_coordinator(url, rescuer.transactions.database.name, identity, gate) as errors:
+        assert gate.held.wait(60)
+        yield identity, errors
+
+
 def test_a_driver_sends_as_many_commands_as_these_tests_hold(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
 ) -> None:
@@ -60,50 +76,27 @@ def test_a_driver_sends_as_many_commands_as_these_tests_hold(
         assert gate.count == commands
 
 
+@pytest.mark.parametrize("call", ["recover", "cancel"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("number", range(1, COMMANDS + 1))
-def test_a_driver_that_was_overtaken_by_recovery_applies_nothing_again(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, when: str
+def test_a_driver_that_was_overtaken_applies_nothing_again_and_leaves_nothing_half_applied(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, when: str, call: str
 ) -> None:
-    """Paused at every command, before it is sent and after its answer; recovery finishes; the coordinator wakes up."""
-    gate = Gate(**{f"hold_{when}": number})
-    identity = rescuer.transfer("A", "B", 100, run=False)
+    """Paused at every command, before it is sent and after its answer. Another finishes or cancels; it wakes up."""
+    is_canceled = call == "cancel"
 
-    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(60)
-        rescuer.recover(0)
+    with held(rescuer, mongo_url, **{f"hold_{when}": number}) as (identity, errors):
+        if is_canceled:
+            try:
+                rescuer.cancel(identity)
+            except TransactionStateError:
+                is_canceled = False
+        else:
+            rescuer.recover(0)
 
-    assert errors == []
-    assert rescuer.read(identity).state == "done"
-    assert balances(accounts) == {"A": 900, "B": 1100}
-    assert markers(accounts) == []
-
-
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("number", range(1, COMMANDS + 1))
-def test_a_driver_whose_transaction_was_canceled_leaves_nothing_half_applied(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, when: str
-) -> None:
-    """Canceled means both undone, done means both applied, wherever the coordinator stood."""
-    gate = Gate(**{f"hold_{when}": number})
-    identity = rescuer.transfer("A", "B", 100, run=False)
-    refused = None
-
-    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(60)
-        try:
-            rescuer.cancel(identity)
-        except TransactionStateError as error:
-            refused = error
-
-    if refused is None:
-        assert [type(error) for error in errors] == [TransactionCanceledError]
-        assert rescuer.read(identity).state == "canceled"
-        assert balances(accounts) == {"A": 1000, "B": 1000}
-    else:
-        assert errors == []
-        assert rescuer.read(identity).state == "done"
-        assert balances(accounts) == {"A": 900, "B": 1100}
+    assert [type(error) for error in errors] == [TransactionCanceledError] * is_canceled
+    assert rescuer.read(identity).state == ("canceled" if is_canceled else "done")
+    assert balances(accounts) == ({"A": 1000, "B": 1000} if is_canceled else {"A": 900, "B": 1100})
     assert markers(accounts) == []
 
 
@@ -123,30 +116,10 @@ def test_without_the_fence_the_same_schedule_applies_twice(
         return bool(collection.update_one(guard, change).matched_count)
 
     monkeypatch.setattr(documents, "apply", marker_alone)
-    gate = Gate(hold_before=number)
-    identity = rescuer.transfer("A", "B", 100, run=False)
-
-    with held_coordinator(mongo_url, accounts.name, identity, gate):
-        assert gate.held.wait(60)
+    with held(rescuer, mongo_url, hold_before=number):
         rescuer.recover(0)
 
     assert balances(accounts) != {"A": 900, "B": 1100}
-
-
-def test_a_value_that_somebody_left_in_the_versions_place_is_replaced(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
-) -> None:
-    accounts["accounts"].update_many({}, {"$set": {PARTICIPANT_VERSION: 1}})
-    gate = Gate(hold_before=FIRST_APPLY)
-    identity = rescuer.transfer("A", "B", 100, run=False)
-
-    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(60)
-        rescuer.recover(0)
-
-    assert errors == []
-    assert balances(accounts) == {"A": 900, "B": 1100}
-    assert all(list(each[PARTICIPANT_VERSION]) == ["of", "at"] for each in accounts["accounts"].find())
 
 
 def test_a_version_that_is_given_between_two_statements_leaves_no_marker(
@@ -205,17 +178,101 @@ def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
     assert markers(accounts) == []
 
 
+@pytest.mark.parametrize("left", [None, 1], ids=["no version", "somebody's value in its place"])
 def test_other_transactions_that_move_the_fence_only_make_a_driver_look_again(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, left: object
 ) -> None:
     """A busy account: both its version and its balance change between the look and the change."""
-    gate = Gate(hold_before=FIRST_APPLY)
-    identity = rescuer.transfer("A", "B", 100, run=False)
-
-    with held_coordinator(mongo_url, accounts.name, identity, gate) as errors:
-        assert gate.held.wait(60)
+    if left is not None:
+        accounts["accounts"].update_many({}, {"$set": {PARTICIPANT_VERSION: left}})
+    with held(rescuer, mongo_url, hold_before=FIRST_APPLY) as (_, errors):
         rescuer.transfer("B", "A", 1)
         rescuer.transfer("A", "B", 5)
 
     assert errors == []
     assert balances(accounts) == {"A": 896, "B": 1104}
+    assert all(list(each[PARTICIPANT_VERSION]) == ["of", "at"] for each in accounts["accounts"].find())
+
+
+# -- participants that an application writes back as a whole -----------------------------------------
+
+
+def write_back(accounts: Database[Document], identity: str) -> None:
+    """Save a document as an ODM does whose model has `balance` alone: read, then written whole."""
+    found = accounts["accounts"].find_one({"_id": identity})
+    assert found is not None
+    accounts["accounts"].replace_one({"_id": identity}, {"balance": found["balance"], "pendingTransactions": []})
+
+
+def let_go(accounts: Database[Document], identity: Any, stopped: list[Any]) -> None:
+    """End what stands, for those who wait for it."""
+    if stopped:
+        accounts["transactions"].update_one({"_id": identity}, {"$set": {"state": "canceled"}})
+
+
+@pytest.mark.parametrize("number", range(2, COMMANDS + 1))
+@pytest.mark.parametrize("who", ["A", "B"])
+def test_a_participant_that_is_written_back_whole_is_changed_once_or_stops_it_loudly(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, who: str
+) -> None:
+    """At every command of a coordinator: it sums to 2000, or a person is told and nothing doubles."""
+    with held(rescuer, mongo_url, hold_before=number) as (identity, errors):
+        write_back(accounts, who)
+        stopped: list[Any] = [each for each in rescuer.recover(0) if each.stopped]
+        let_go(accounts, identity, stopped)
+
+    for error in errors:
+        if isinstance(error, TransactionStateError):
+            assert vars(error)["state"] != "initial"
+            stopped.append(error)
+    state, found = rescuer.read(identity).state, balances(accounts)
+    if stopped:
+        assert found["A"] in {900, 1000}
+        assert found["B"] in {1000, 1100}
+    else:
+        assert found == ({"A": 900, "B": 1100} if state == "done" else {"A": 1000, "B": 1000})
+
+
+@pytest.mark.parametrize("has_change", [True, False])
+def test_what_a_person_puts_right_goes_on_and_nothing_else_does(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], caplog: pytest.LogCaptureFixture, has_change: bool
+) -> None:
+    """The error says what to write. Another transaction that was stopped there stays stopped."""
+    first, other = (rescuer.transfer("A", "B", 100, run=False) for _ in range(2))
+    for identity in (first, other):
+        advance(rescuer, identity)
+        if has_change:
+            accounts["accounts"].update_one({"_id": "A"}, {"$inc": {"balance": -100}, "$push": {MARKERS: identity}})
+    write_back(accounts, "A")
+    for act, identity in ((rescuer.run, first), (rescuer.cancel, first), (rescuer.run, other)):
+        caplog.clear()
+        with pytest.raises(TransactionStateError) as stopped:
+            act(identity)
+        assert "participant_replaced" in {each.__dict__["event"] for each in caplog.records}
+        found = accounts["transactions"].find_one({"_id": identity}) or {}
+        assert vars(stopped.value)["state"] == found["state"]
+        assert found["stoppedBy"]
+
+    if has_change:
+        accounts["accounts"].update_one({"_id": "A"}, {"$push": {MARKERS: first}})
+    else:
+        accounts["transactions"].update_one({"_id": first}, {"$set": {"incarnations.0": None}})
+
+    report = {each.id: (each.after, each.stopped) for each in rescuer.recover(0)}
+    assert report == {first: ("canceled", False), other: ("pending", True)}
+    assert balances(accounts) == {"A": 900 if has_change else 1000, "B": 1000}
+
+
+def test_the_look_of_another_transaction_does_not_reopen_the_hole(
+    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
+) -> None:
+    """It gives the participant a version again, but not the one that was recorded."""
+    with held(rescuer, mongo_url, hold_before=APPLIED) as (identity, errors):
+        write_back(accounts, "A")
+        rescuer.transfer("A", "B", 1)
+        stopped = [each for each in rescuer.recover(0) if each.stopped]
+        let_go(accounts, identity, stopped)
+
+    assert [each.id for each in stopped] == [identity]
+    assert [type(error) for error in errors] == [TransactionCanceledError]
+    assert balances(accounts) == {"A": 899, "B": 1101}

@@ -155,9 +155,6 @@ class Tutorial:
     def done(self, identity: Any) -> None:
         self._touch(identity, {"state": "applied"}, "done")
 
-    def canceling(self, identity: Any) -> None:
-        self._touch(identity, {"state": "pending"}, "canceling")
-
     def _touch(self, identity: Any, guard: Document, state: str) -> None:
         self.transactions.update_one(
             {"_id": identity, **guard}, {"$set": {"state": state}, "$currentDate": {"lastModified": True}}

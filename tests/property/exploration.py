@@ -39,7 +39,16 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         """Return the step as a line of a trace."""
-        return self.kind if self.who is None else f"{self.kind}: {self.who}"
+        return self.kind if self.who is None else f"{self.kind}: {describe(self.who)}"
+
+
+def describe(value: Any) -> str:
+    """Return a value for a trace: of a named tuple the fields that are not as they are mostly."""
+    if not hasattr(value, "_fields"):
+        return str(value)
+    usual = value._field_defaults
+    fields = {name: each for name, each in value._asdict().items() if name not in usual or each != usual[name]}
+    return f"{type(value).__name__}({', '.join(f'{name} {describe(each)}' for name, each in fields.items())})"
 
 
 class Move(NamedTuple, Generic[WorldT, StateT]):

@@ -23,6 +23,9 @@ What stands behind its shape:
 Left out: new layouts (``spill_model`` has them), rewinds, transactional handlers (their effect is a write of the same
 transaction), replays over newer data, the bounds, and the times of retries.
 
+A person decides when a key is released, if ever. So a quiescent state may have parked keys; but their first letter has
+failed itself, and says why, and nothing that a person has asked for is left.
+
 Fields marked "ghost" are never read by a rule: they are the memory of the oracles.
 """
 
@@ -32,7 +35,9 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from tests.property.exploration import Step
+from tests.property import exploration
+from tests.property.exploration import Model, Step
+from tests.property.stores import can
 
 KEPT_FREE = 8
 """Fencing tokens for the replays of a letter; more than any scenario uses."""
@@ -179,11 +184,6 @@ class Execution(NamedTuple):
     starts: int = 0
     first_letter: int = 0
 
-    def __str__(self) -> str:
-        """Return the execution as a part of a trace."""
-        what = "replay of change" if self.letter else "change"
-        return f"execution {self.owner}, {what} {self.number}, {self.phase}, token {self.token}"
-
 
 class Order(NamedTuple):
     """A command that a person has given, and the letters that it has yet to come to."""
@@ -191,10 +191,6 @@ class Order(NamedTuple):
     command: Command
     numbers: tuple[int, ...]
     id: int
-
-    def __str__(self) -> str:
-        """Return the command as a part of a trace."""
-        return f"{self.command} {', '.join(map(str, self.numbers))}"
 
 
 class Addition(NamedTuple):
@@ -206,10 +202,6 @@ class Addition(NamedTuple):
     what: str
     which: int
     id: int
-
-    def __str__(self) -> str:
-        """Return the write as a part of a trace."""
-        return f"{self.what} {self.which}"
 
 
 Actor = Execution | Order | Addition
@@ -230,10 +222,6 @@ class Transaction(NamedTuple):
     kind: str
     patch: Patch
     then: tuple[Actor, ...] = ()
-
-    def __str__(self) -> str:
-        """Return the transaction as a part of a trace."""
-        return f"{self.kind} by {self.who}"
 
 
 class Target(NamedTuple):
@@ -377,3 +365,599 @@ def owns(partition: Partition, run: Execution) -> bool:
 def counted(counts: tuple[int, ...], number: int, by: int = 1) -> tuple[int, ...]:
     """Return numbers by change with one of them grown."""
     return (*counts[: number - 1], counts[number - 1] + by, *counts[number:])
+
+
+# === the rules ===
+
+
+def is_free(state: State) -> bool:
+    """Tell whether the partition can be claimed."""
+    claim = state.stored.partition.claim
+    return claim is None or not claim.live
+
+
+def claim(world: World, state: State) -> Steps:
+    """An execution claims the next change, by whatever message, and reads which keys are parked."""
+    partition = state.stored.partition
+    number = partition.committed + 1
+    if not is_free(state) or number > len(world.keys):
+        return
+    owner = partition.fence + 1
+    is_behind = world.key(number) in partition.parked
+    phase = Phase.BEHIND if is_behind else Phase.RUNNING
+    run = Execution(owner, number, number, phase, parked=partition.parked, token=owner)
+    after = claimed(state, run)
+    yield Step("claim", run), after if is_behind else begun(after, number)
+
+
+def claim_for_replay(state: State) -> Steps:
+    """An execution claims the partition for a letter that is asked for, in whatever order messages come."""
+    partition = state.stored.partition
+    if not is_free(state):
+        return
+    for request in state.stored.requests:
+        owner, number = partition.fence + 1, request.number
+        run = Execution(owner, partition.committed + 1, number, Phase.CLAIMED, letter=number, starts=request.starts)
+        yield Step("claim for a replay", run), claimed(state, run)
+
+
+def claimed(state: State, run: Execution) -> State:
+    """Return the state in which an execution has the claim."""
+    draft = Draft(state.stored)
+    draft.partition = draft.partition._replace(fence=run.owner, claim=Claim(run.owner, letter=run.letter))
+    after = written(state, draft.patch())
+    return after._replace(actors=after.actors | {run})
+
+
+def begun(state: State, number: int) -> State:
+    """Return the state in which a handler has started with a change."""
+    return state._replace(starts=counted(state.starts, number))
+
+
+def execute(world: World, state: State, run: Execution) -> Steps:
+    """Yield what an execution does next, but for its misfortunes."""
+    match run.phase:
+        case Phase.CLAIMED:
+            yield from start(world, state, run)
+        case Phase.STARTED:
+            yield from load(world, state, run)
+        case Phase.RUNNING:
+            yield from take_effect(world, state, run)
+        case Phase.DONE if not run.letter:
+            yield from handle(state, run)
+            yield from go_on(world, state, run)
+        case _:
+            yield from begin(world, state, run)
+
+
+def start(world: World, state: State, run: Execution) -> Steps:
+    """Record a start, in the letter too; who finds nothing to start, or another start, ends its claim."""
+    draft = Draft(state.stored)
+    request = draft.requests.get(run.letter)
+    if request is None or request.starts != run.starts:
+        yield Step("nothing to start", run), relinquished(state, run)
+        return
+    draft.requests[run.letter] = request._replace(starts=request.starts + 1, fence=run.owner)
+    letter = draft.letters.get(run.letter)
+    if letter is not None and world.broken is not Broken.STARTS_FORGOTTEN:
+        draft.letters[run.letter] = letter._replace(replays=request.starts + 1)
+    after = written(state, draft.patch())
+    recorded = run._replace(phase=Phase.STARTED, starts=request.starts + 1)
+    yield Step("start", run), with_actor(after, run, recorded)
+
+
+def load(world: World, state: State, run: Execution) -> Steps:
+    """Read the letter, and whether it is the first of its key."""
+    draft = Draft(state.stored)
+    letter = draft.letters.get(run.letter)
+    if letter is None:
+        draft.requests.pop(run.letter, None)
+        forgotten = written(state, draft.patch())
+        yield Step("forget", run), relinquished(forgotten, run)
+        return
+    first = draft.first_of(world, world.key(run.letter))
+    if first != run.letter and world.broken is not Broken.START_UNCHECKED:
+        yield Step("not the first", run), with_actor(state, run, run._replace(phase=Phase.LATER, first_letter=first))
+        return
+    ready = run._replace(phase=Phase.RUNNING, token=letter.fence + run.starts)
+    yield Step("handler starts", ready), begun(with_actor(state, run, ready), run.letter)
+
+
+def take_effect(world: World, state: State, run: Execution) -> Steps:
+    """The handler's effect, which the target accepts by its token; who is refused has failed, or was replaced."""
+    key = world.key(run.number)
+    target = state.targets[key]
+    if run.token < target.token:
+        refused = with_actor(state, run, run._replace(phase=Phase.FAILED)) if run.letter else without(state, run)
+        yield Step("refused", run), refused
+        return
+    new = Target(run.token, run.number, run.owner)
+    targets = (*state.targets[:key], new, *state.targets[key + 1 :])
+    yield Step("effect", run), with_actor(state, run, run._replace(phase=Phase.DONE))._replace(targets=targets)
+
+
+def handle(state: State, run: Execution) -> Steps:
+    """Everything up to the execution's change is done; who was replaced writes nothing."""
+    if not owns(state.stored.partition, run):
+        yield Step("superseded", run), without(state, run)
+        return
+    yield Step("handled", run), without(handled(state, run, run.number), run)
+
+
+def handled(state: State, run: Execution, last: int) -> State:
+    """Return the state in which a run is committed up to a change."""
+    draft = Draft(state.stored)
+    draft.partition = draft.partition._replace(committed=last, claim=None)
+    after = written(state, draft.patch())
+    return after._replace(done=after.done | frozenset(range(run.first, last + 1)))
+
+
+def go_on(world: World, state: State, run: Execution) -> Steps:
+    """A run may go on with its next change, unless the key of that was parked when it was claimed."""
+    number = run.number + 1
+    if number >= run.first + world.length or number > len(world.keys):
+        return
+    if world.key(number) in run.parked and world.broken is not Broken.RUN_GOES_ON:
+        return
+    following = run._replace(number=number, phase=Phase.RUNNING)
+    yield Step("next of the run", following), begun(with_actor(state, run, following), number)
+
+
+def relinquished(state: State, run: Execution) -> State:
+    """Return the state in which an execution has ended without an outcome, and its claim with it."""
+    draft = Draft(state.stored)
+    if draft.partition.claim is not None and draft.partition.claim.owner == run.owner:
+        draft.end_claim()
+    return without(written(state, draft.patch()), run)
+
+
+# -- transactions ---------------------------------------------------------------------------------------------------
+
+
+def begin(world: World, state: State, run: Execution) -> Steps:
+    """The first half of an execution's last transaction: what it reads decides what it will write."""
+    if any(each.who == run for each in state.transactions):
+        return
+    if not owns(state.stored.partition, run) and not (world.broken is Broken.OUTCOME_WITHOUT_FENCE and not run.letter):
+        yield Step("superseded", run), without(state, run)
+        return
+    if run.phase is Phase.FAILED and run.number > run.first and not run.letter:
+        yield Step("handled before", run), without(handled(state, run, run.number - 1), run)
+        return
+    draft = Draft(state.stored)
+    if run.phase is Phase.BEHIND and not _may_wait(world, draft, run):
+        yield Step("released meanwhile", run), relinquished(state, run)
+        return
+    then = outcome(world, draft, run)
+    opened = Transaction(run, kind_of(run), draft.patch(), then)
+    yield Step("begin", opened), state._replace(transactions=state.transactions | {opened})
+
+
+def _may_wait(world: World, draft: Draft, run: Execution) -> bool:
+    return world.key(run.first) in draft.partition.parked or world.broken is Broken.BEHIND_UNASKED
+
+
+def kind_of(run: Execution) -> str:
+    """Return the name of the outcome that an execution writes in a transaction."""
+    names = {
+        Phase.DONE: "succeed",
+        Phase.FAILED: "fail" if run.letter else "park",
+        Phase.BEHIND: "set aside behind",
+        Phase.LATER: "redirect",
+        Phase.RETRYING: "postpone",
+    }
+    return names[run.phase]
+
+
+def outcome(world: World, draft: Draft, run: Execution) -> tuple[Actor, ...]:
+    """Write an execution's outcome into a draft; return who goes on behind it."""
+    if not run.letter:
+        return set_aside(world, draft, run, parks=run.phase is Phase.FAILED)
+    draft.end_claim()
+    match run.phase:
+        case Phase.DONE:
+            return succeed(world, draft, run)
+        case Phase.FAILED:
+            fail(world, draft, run)
+        case Phase.LATER:
+            redirect(world, draft, run)
+        case _:
+            _postpone(draft, run)
+    return ()
+
+
+def set_aside(world: World, draft: Draft, run: Execution, *, parks: bool) -> tuple[Actor, ...]:
+    """Pass over the first change, and keep it: as one that parks its key, or as one that waits behind."""
+    key, partition = world.key(run.first), draft.partition
+    kept = 0 if world.broken is Broken.TOKENS_NOT_KEPT else KEPT_FREE
+    fence = partition.fence if world.broken is Broken.OUTCOME_WITHOUT_FENCE else run.owner
+    draft.partition = partition._replace(committed=run.first, claim=None, fence=fence + kept)
+    if world.broken is Broken.LETTER_LATER:
+        return (Addition("keep", run.first, run.owner),)
+    draft.letters[run.first] = Letter(run.first, run.owner, failed=parks)
+    count(world, draft, key, 1)
+    if parks and world.broken is Broken.PARKED_LATER:
+        return (Addition("add", key, run.first),)
+    if parks:
+        draft.partition = draft.partition._replace(parked=draft.partition.parked | {key})
+    return ()
+
+
+def succeed(world: World, draft: Draft, run: Execution) -> tuple[Actor, ...]:
+    """Remove a letter whose handler has succeeded; the next one follows, or the key is released."""
+    if draft.remove(run.letter) is None:
+        return ()
+    return removed(world, draft, run.letter, asks=True)
+
+
+def removed(world: World, draft: Draft, number: int, *, asks: bool) -> tuple[Actor, ...]:
+    """Behind a letter that is removed: ask for the next one, or take the hash away; return who goes on behind it."""
+    key = world.key(number)
+    following = draft.first_of(world, key)
+    is_last = not following
+    if world.broken is Broken.COUNT:
+        is_last = not count(world, draft, key, -1)
+    if world.broken is not Broken.REMOVED_UNWRITTEN:
+        draft.write(PARTITION)
+    if is_last:
+        if world.broken is Broken.RELEASED_LATER:
+            return (Addition("take", key, number),)
+        draft.partition = draft.partition._replace(parked=draft.partition.parked - {key})
+    if following and asks:
+        if world.broken is Broken.ASKED_LATER:
+            return (Addition("ask", following, number),)
+        draft.ask(following)
+    return ()
+
+
+def count(world: World, draft: Draft, key: int, by: int) -> int:
+    """Count a letter of a key, where that is the rule; return how many are counted."""
+    if world.broken is not Broken.COUNT:
+        return 0
+    counts = dict(draft.partition.counts)
+    counts[key] = counts.get(key, 0) + by
+    draft.partition = draft.partition._replace(counts=tuple(sorted(counts.items())))
+    return counts[key]
+
+
+def fail(world: World, draft: Draft, run: Execution) -> None:
+    """Leave a letter with its new error; its request goes, with those after it of its key."""
+    letter, key = draft.letters.get(run.letter), world.key(run.letter)
+    if letter is not None:
+        draft.letters[run.letter] = letter._replace(failed=True, replays=run.starts)
+    for number in [each for each in draft.requests if each >= run.letter and world.key(each) == key]:
+        del draft.requests[number]
+
+
+def redirect(world: World, draft: Draft, run: Execution) -> None:
+    """Ask for the first letter in the place of this one; where this is the first by now, for this one again."""
+    first = draft.first_of(world, world.key(run.letter))
+    if world.broken is Broken.REDIRECT_AS_READ:
+        first = run.first_letter
+    if first in {0, run.letter}:
+        _postpone(draft, run)
+        return
+    draft.requests.pop(run.letter, None)
+    draft.ask(first)
+
+
+def _postpone(draft: Draft, run: Execution) -> None:
+    """End a start after which the letter is to be started again."""
+    request = draft.requests.get(run.letter)
+    if request is not None:
+        draft.requests[run.letter] = request._replace(fence=0)
+
+
+def commit(world: World, state: State, transaction: Transaction) -> Steps:
+    """The second half of a transaction: nobody has written what it writes since it has read."""
+    done, discarded = state.done, state.discarded
+    who = transaction.who
+    if isinstance(who, Execution) and transaction.kind == "succeed":
+        done |= {who.letter}
+    elif not isinstance(who, Execution):
+        gone = {name[1] for name, value in transaction.patch.documents if name[0] == "letter" and value is None}
+        discarded |= gone
+    after = without(state, who)
+    after = after._replace(actors=after.actors | {*transaction.then}, done=done, discarded=discarded)
+    if transaction.kind == "fail" and isinstance(who, Execution):
+        key = world.key(who.letter)
+        failed = frozenset(each for each in after.owed if each >= who.letter and world.key(each) == key)
+        after = after._replace(owed=after.owed - failed)
+    yield Step("commit", transaction), written(after, transaction.patch)
+
+
+def add(state: State, addition: Addition) -> Steps:
+    """A write that a broken rule makes on its own."""
+    draft = Draft(state.stored)
+    partition, key = draft.partition, addition.which
+    if addition.what == "ask":
+        if addition.which in draft.letters:
+            draft.ask(addition.which)
+    elif addition.what == "keep":
+        draft.letters[addition.which] = Letter(addition.which, addition.id, failed=True)
+    elif addition.what == "add":
+        draft.partition = partition._replace(parked=partition.parked | {key})
+    else:
+        draft.partition = partition._replace(parked=partition.parked - {key})
+    yield Step("write", addition), without(written(state, draft.patch()), addition)
+
+
+# === what may go wrong at any moment, and persons ===
+
+
+def hit(world: World, state: State, run: Execution) -> State:
+    """Return the state with one fault less to come, and one more start justified of each change of a run."""
+    justified = state.justified
+    last = min(run.first + world.length - 1, len(world.keys))
+    for number in [run.number] if run.letter else range(run.first, last + 1):
+        justified = counted(justified, number)
+    return state._replace(budget=state.budget - 1, justified=justified)
+
+
+def lapse(world: World, state: State) -> Steps:
+    """A claim lapses: sooner or later if its execution is dead, as a fault while it goes on."""
+    claim = state.stored.partition.claim
+    if claim is None or not claim.live:
+        return
+    draft = Draft(state.stored)
+    draft.partition = draft.partition._replace(claim=claim._replace(live=False))
+    owner = next((run for run in state.actors if isinstance(run, Execution) and run.owner == claim.owner), None)
+    # That time passes writes nothing: no transaction is in conflict with it.
+    after = state._replace(stored=draft.stored())
+    if owner is None:
+        yield Step("lapse", claim), after
+    elif can(world, state, Fault.LAPSE):
+        yield Step("lapse", claim, fair=False), hit(world, after, owner)
+
+
+def misfortune(world: World, state: State, run: Execution) -> Steps:
+    """An execution dies, asks for a retry, or its handler fails for good."""
+    if can(world, state, Fault.CRASH):
+        yield Step("crash", run, fair=False), hit(world, without(state, run), run)
+    if run.phase is not Phase.RUNNING:
+        return
+    if state.failures > 0:
+        failed = with_actor(state, run, run._replace(phase=Phase.FAILED))
+        is_later = run.number > run.first and not run.letter  # it becomes the head of a run of its own
+        justified = counted(state.justified, run.number) if is_later else state.justified
+        yield Step("fail", run, fair=False), failed._replace(failures=state.failures - 1, justified=justified)
+    if can(world, state, Fault.RETRY) and (run.letter or run.number == run.first):
+        asked = with_actor(state, run, run._replace(phase=Phase.RETRYING))
+        if not run.letter:
+            asked = without(asked, run._replace(phase=Phase.RETRYING))
+            asked = relinquished(asked, run) if owns(state.stored.partition, run) else asked
+        yield Step("retry", run, fair=False), hit(world, asked, run)
+
+
+def crash_between(world: World, state: State, addition: Addition) -> Steps:
+    """Whoever writes in two steps may die between them."""
+    if can(world, state, Fault.CRASH):
+        yield Step("crash", addition, fair=False), without(state, addition)._replace(budget=state.budget - 1)
+
+
+def remove_by_hand(world: World, state: State) -> Steps:
+    """Somebody removes a letter without any command, in a quiet moment; not the only one of its key."""
+    if not can(world, state, Fault.HAND) or state.transactions or state.stored.requests:
+        return
+    for letter in state.stored.letters:
+        if any(each != letter and world.key(each.number) == world.key(letter.number) for each in state.stored.letters):
+            draft = Draft(state.stored)
+            del draft.letters[letter.number]
+            after = written(state, draft.patch())
+            ended = after._replace(budget=state.budget - 1, discarded=after.discarded | {letter.number})
+            yield Step("remove by hand", letter, fair=False), ended
+
+
+# -- a person -------------------------------------------------------------------------------------------------------
+
+
+def order(world: World, state: State) -> Steps:
+    """A person gives a command about letters that are there."""
+    if state.commands == 0:
+        return
+    numbers = [each.number for each in state.stored.letters]
+    for command in sorted(world.person):
+        if command is not Command.DISCARD_ALL:
+            for number in numbers:
+                yield _ordered(world, state, Order(command, (number,), state.commands))
+        elif len(numbers) > 1:
+            forward = world.broken is Broken.DISCARD_FORWARD
+            given = Order(command, tuple(sorted(numbers, reverse=not forward)), state.commands)
+            yield _ordered(world, state, given)
+
+
+def _ordered(world: World, state: State, given: Order) -> tuple[Step, State]:
+    justified = state.justified
+    keys = {world.key(number) for number in given.numbers}
+    if given.command is Command.REPLAY:
+        for letter in state.stored.letters:  # those before it come first, and those behind it follow
+            if world.key(letter.number) in keys:
+                justified = counted(justified, letter.number)
+    else:
+        if keys.isdisjoint(_wanted(world, state)):
+            for number in given.numbers:  # from now on nobody wants these started
+                justified = counted(justified, number, state.starts[number - 1] - justified[number - 1])
+        for letter in state.stored.letters:
+            if letter.number > max(given.numbers) and world.key(letter.number) in keys:  # but these, behind them
+                justified = counted(justified, letter.number)
+    after = state._replace(commands=state.commands - 1, actors=state.actors | {given}, justified=justified)
+    return Step("command", given, fair=False), after
+
+
+def _wanted(world: World, state: State) -> set[int]:
+    """The keys of which something is asked for, or will be by what somebody has begun before."""
+    asked = {each.number for each in state.stored.requests}
+    for actor in state.actors:
+        asked |= {actor.letter or actor.number} if isinstance(actor, Execution) else set()
+        asked |= {*actor.numbers} if isinstance(actor, Order) else set()
+    return {world.key(number) for number in asked}
+
+
+def obey(world: World, state: State, given: Order) -> Steps:
+    """The first half of the transaction for the next letter of a command."""
+    if any(each.who == given for each in state.transactions):
+        return
+    number, left = given.numbers[0], given.numbers[1:]
+    then: tuple[Actor, ...] = (given._replace(numbers=left),) if left else ()
+    draft = Draft(state.stored)
+    if given.command is Command.REPLAY:
+        is_asked = _ask(draft, number)
+        if not is_asked:
+            yield Step("nothing to ask for", given), _gone_on(state, given, then)
+            return
+        opened = Transaction(given, "ask", draft.patch(), then)
+    else:
+        additions = _discard(world, draft, number)
+        if additions is None:
+            yield Step("not discarded", given), _gone_on(state, given, then)
+            return
+        opened = Transaction(given, "discard", draft.patch(), (*additions, *then))
+    yield Step("begin", opened), state._replace(transactions=state.transactions | {opened})
+
+
+def _gone_on(state: State, given: Order, then: tuple[Actor, ...]) -> State:
+    after = without(state, given)
+    return after._replace(actors=after.actors | {*then})
+
+
+def _ask(draft: Draft, number: int) -> bool:
+    """The letter is written too: who discards it at the same time is in conflict with this."""
+    there = draft.requests.get(number)
+    if number not in draft.letters or there is not None:
+        return False
+    draft.ask(number)
+    draft.write(("letter", number))
+    return True
+
+
+def _discard(world: World, draft: Draft, number: int) -> tuple[Actor, ...] | None:
+    """Remove a letter and its request; None where it is gone, or its replay is running."""
+    request, claim, key = draft.requests.get(number), draft.partition.claim, world.key(number)
+    if request is not None and request.fence and claim is not None:
+        is_mine = draft.partition.fence == request.fence and claim.letter == number
+        if is_mine and claim.live and world.broken is not Broken.DISCARD_IGNORES_CLAIM:
+            return None
+        if is_mine and not claim.live:
+            draft.partition = draft.partition._replace(fence=draft.partition.fence + 1, claim=None)
+    first = draft.first_of(world, key)
+    if draft.remove(number) is None:
+        return None
+    asks = first == number or world.broken is Broken.LATER_DISCARD_ASKS
+    return removed(world, draft, number, asks=asks and world.broken is not Broken.DISCARD_ASKS_NOBODY)
+
+
+# -- the listener ---------------------------------------------------------------------------------------------------
+
+
+def take_over(world: World, state: State) -> Steps:
+    """A listener takes over, and writes the partition."""
+    if can(world, state, Fault.TAKE_OVER):
+        touched = Patch(frozenset({(PARTITION, state.stored.partition)}))
+        yield Step("take-over", fair=False), written(state, touched)._replace(budget=state.budget - 1)
+
+
+# === the oracles, and the search ===
+
+Move = exploration.Move[World, State]
+
+
+def _ended(state: State) -> frozenset[int]:
+    return state.done | state.discarded
+
+
+def no_loss(move: Move) -> Iterator[str]:
+    """P1: what the position has passed is handled, discarded by a person, or a letter."""
+    state = move.after
+    letters = {each.number for each in state.stored.letters}
+    for number in range(1, state.stored.partition.committed + 1):
+        if number not in letters and number not in _ended(state):
+            yield f"change {number} is passed, and neither handled nor discarded nor a letter"
+
+
+def in_order(move: Move) -> Iterator[str]:
+    """P2: an effect is accepted when all earlier changes of its key are handled or discarded."""
+    run = move.step.who
+    if move.step.kind == "effect" and isinstance(run, Execution):
+        for number in range(1, run.number):
+            is_done = number in _ended(move.before) or (run.first <= number and not run.letter)
+            if move.world.key(number) == move.world.key(run.number) and not is_done:
+                yield f"the effect of change {run.number} was accepted, and change {number} of its key is not done"
+
+
+def fenced(move: Move) -> Iterator[str]:
+    """P3: no older effect over a newer one, none of the rightful refused, no outcome of a replaced execution."""
+    for old, new in zip(move.before.targets, move.after.targets, strict=True):
+        if (new.number, new.owner) < (old.number, old.owner):
+            yield f"change {new.number} by execution {new.owner} went over change {old.number} by {old.owner}"
+    who, partition = move.step.who, move.before.stored.partition
+    if move.step.kind == "refused" and isinstance(who, Execution) and owns(partition, who):
+        yield f"execution {who.owner} is the newest, and the target has refused it"
+    run = who.who if move.step.kind == "commit" and isinstance(who, Transaction) else None
+    if isinstance(run, Execution) and not owns(partition, run):
+        yield f"the replaced execution {run.owner} has written its outcome"
+
+
+def no_more_starts(move: Move) -> Iterator[str]:
+    """P6: a handler starts once per change, once more per fault or command, and never when a person has said no."""
+    for number, (starts, most) in enumerate(zip(move.after.starts, move.after.justified, strict=True), 1):
+        if starts > most and starts > move.before.starts[number - 1]:
+            yield f"the handler of change {number} has started {starts} times, and {most} are justified"
+    run, kind = move.step.who, move.step.kind
+    if not isinstance(run, Execution):
+        return
+    if kind in {"claim", "handler starts"} and run.number in _ended(move.before):
+        yield f"the handler of change {run.number} has started, which is done or discarded"
+    if kind == "effect" and run.number in move.before.discarded and owns(move.before.stored.partition, run):
+        yield f"change {run.number} was discarded, and took effect afterwards"
+
+
+def left_undone(world: World, state: State) -> Iterator[str]:
+    """P12: where nothing more will happen, no hash is without letters, and nothing waits that nobody knows of."""
+    partition, draft = state.stored.partition, Draft(state.stored)
+    if partition.committed < len(world.keys):
+        yield f"the partition stands at {partition.committed} for ever"
+    keys = {world.key(each.number) for each in state.stored.letters}
+    for key in partition.parked - keys:
+        yield f"key {key} is parked for ever, and has no letter"
+    for key in keys - partition.parked:
+        yield f"a letter waits for key {key}, which is not parked"
+    for key in keys:
+        first = draft.letters[draft.first_of(world, key)]
+        if not first.failed and Fault.HAND not in world.faults:
+            yield f"letter {first.number} is the first of its key, has not failed, and nobody asks for it"
+    if state.owed and Fault.HAND not in world.faults:
+        yield f"a person has asked for the replay of {sorted(state.owed)}, and nothing has come of it"
+    for request in state.stored.requests:
+        yield f"the request for letter {request.number} is left"
+
+
+def steps(world: World, state: State) -> Steps:
+    """Yield every step that a state allows."""
+    yield from claim(world, state)
+    yield from claim_for_replay(state)
+    yield from lapse(world, state)
+    for actor in state.actors:
+        if isinstance(actor, Execution):
+            yield from execute(world, state, actor)
+            yield from misfortune(world, state, actor)
+        elif isinstance(actor, Order):
+            yield from obey(world, state, actor)
+        elif isinstance(actor, Addition):
+            yield from add(state, actor)
+            yield from crash_between(world, state, actor)
+    for transaction in state.transactions:
+        for step, after in commit(world, state, transaction):
+            who = transaction.who
+            asks = transaction.kind == "ask" and isinstance(who, Order)
+            yield step, after._replace(owed=after.owed | {who.numbers[0]}) if asks and isinstance(who, Order) else after
+    yield from order(world, state)
+    yield from take_over(world, state)
+    yield from remove_by_hand(world, state)
+
+
+PARK_MODEL = Model(
+    initial=initial,
+    steps=steps,
+    oracles={"P1": (no_loss,), "P2": (in_order,), "P3": (fenced,), "P6": (no_more_starts,)},
+    at_rest={"P12": left_undone},
+)

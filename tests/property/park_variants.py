@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tests.property.park_model import Broken, Command, Fault, World
-from tests.property.park_search import PARK_MODEL
-from tests.property.scenarios import Scenarios, Sound, caught
+from tests.property.park_model import PARK_MODEL, Broken, Command, Fault, World
+from tests.property.scenarios import Scenarios, Sound, caught, sound
 
 LAPSE = frozenset({Fault.LAPSE})
 CRASH = frozenset({Fault.CRASH})
@@ -29,23 +28,22 @@ REDIRECTED = World("the second letter replayed, the first discarded", (0, 0), co
 SOUND = (
     Sound(World("three changes, a replay, two failures", (0, 0, 0), failures=2), 580),
     Sound(World("three changes, any two commands", (0, 0, 0), commands=2, person=ANY), 18_000),
-    Sound(
-        World("two changes, any two commands, a fault", (0, 0), commands=2, person=ANY, faults=EVERY, budget=1), 50_000
-    ),
+    Sound(World("two changes, any two commands, a fault", (0, 0), commands=2, person=ANY, faults=EVERY, budget=1),
+        50_000),
     Sound(World("two changes, a replay, a fault", (0, 0), faults=EVERY, budget=1), 2_000),
     Sound(World("two changes, a replay, two faults", (0, 0), faults=EVERY, budget=2), 45_000),
     Sound(World("two keys, any two commands", (0, 1, 0), commands=2, person=ANY), 2_200),
-    Sound(RUNS._replace(name="two keys in runs, any fault", faults=EVERY, budget=1), 5_500),
-    Sound(HANDED._replace(name="three changes, a letter removed by hand", keys=(0, 0, 0), commands=2), 10_000),
-)
+    sound(5_500, RUNS, "two keys in runs, any fault", faults=EVERY, budget=1),
+    sound(10_000, HANDED, "three changes, a letter removed by hand", keys=(0, 0, 0), commands=2),
+)  # fmt: skip
 SLOW = (
     Sound(World("four changes, two commands, two failures", (0, 0, 0, 0), failures=2, commands=2, person=ANY), 210_000),
     Sound(World("two keys, any two commands, two failures", (0, 1, 0, 1), failures=2, commands=2, person=ANY), 60_000),
-    Sound(World("three changes, any command, two failures, a fault", (0, 0, 0), failures=2, person=ANY,
-                faults=EVERY, budget=1), 33_000),
+    Sound(World("three changes, any command, two failures, a fault", (0, 0, 0), failures=2, person=ANY, faults=EVERY,
+        budget=1), 33_000),
     Sound(World("two changes, any three commands, two failures", (0, 0), failures=2, commands=3, person=ANY), 43_000),
     Sound(World("two changes, any two commands, two failures, a fault", (0, 0), failures=2, commands=2, person=ANY,
-                faults=EVERY, budget=1), 98_000),
+        faults=EVERY, budget=1), 98_000),
     Sound(World("three changes, a replay, two faults", (0, 0, 0), faults=EVERY, budget=2), 500_000),
 )  # fmt: skip
 """Larger scenarios, minutes of them."""
@@ -73,11 +71,4 @@ CAUGHT = (
     caught(Broken.STARTS_FORGOTTEN, LAPSING, "P3"),
 )
 
-PARK = Scenarios(
-    model=PARK_MODEL,
-    broken=Broken,
-    large=10_000,
-    sound=SOUND,
-    caught=CAUGHT,
-    slow=SLOW,
-)
+PARK = Scenarios(model=PARK_MODEL, broken=Broken, large=10_000, sound=SOUND, caught=CAUGHT, slow=SLOW)

@@ -1,7 +1,7 @@
 """The protocol of the bridge as a finite machine: its state, its rules and the faults that may hit it.
 
 Nothing here is imported from the package: the model is a second, independent reading of the design, small
-enough to try every interleaving (see ``protocol_search``). What stands behind its shape:
+enough to try every interleaving. What stands behind its shape:
 
 - *Time is absent.* A lease or a claim may lapse whenever its owner is slow, a grace may end at once. What
   holds here holds under every clock.
@@ -25,16 +25,22 @@ enough to try every interleaving (see ``protocol_search``). What stands behind i
 Left out, because time or people decide them: the waiting for ``notBefore``, the limit of crashes, new layouts
 (``spill_model``), and the keys held back by ``park_key`` (``park_model``).
 
-Fields marked "ghost" are never read by a rule of the protocol: they are the memory of the oracles.
+Each rule is a generator of steps with the states they lead to. A variant (``Broken``) is one ``if`` beside the rule it
+breaks, so that the difference can be read.
+Every fair step adds something that no other such step takes away, so there are no circles. Fields marked "ghost" are
+never read by a rule: they are the memory of the oracles.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import NamedTuple
 
-from tests.property.exploration import Step
+from tests.property import exploration
+from tests.property.exploration import Model, Step, changed, gone_back, passed, put
+from tests.property.stores import can, spent, with_partition
 
 MARK = -1
 """In a stream: a post-batch token instead of a change."""
@@ -163,10 +169,6 @@ class Claim(NamedTuple):
     owner: int
     live: bool
 
-    def __str__(self) -> str:
-        """Return the claim as a part of a trace."""
-        return f"claim of execution {self.owner}"
-
 
 class Handled(NamedTuple):
     """The durable success of a handler; ``config`` is ghost, and so is ``also``: what else of its run is done."""
@@ -175,10 +177,6 @@ class Handled(NamedTuple):
     token: int
     config: int
     also: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        """Return the mark as a part of a trace."""
-        return f"number {self.last}, change {self.token}"
 
 
 class Partition(NamedTuple):
@@ -225,12 +223,6 @@ class Listener(NamedTuple):
     at_opening: tuple[Image, ...] = ()
     locked: frozenset[int] = frozenset()
 
-    def __str__(self) -> str:
-        """Return the listener as a part of a trace."""
-        seen = ", ".join(f"{image.committed}/{image.token}" for image in self.images)
-        where = f"read {self.opened}..{self.cursor}" if self.taken >= 0 else "ended"
-        return f"term {self.term}, {self.taken} taken, {where}, number/token seen [{seen}]"
-
 
 class Message(NamedTuple):
     """A chain in the broker: its handler task and its commit task; ``rest`` are the later changes of its run."""
@@ -240,10 +232,6 @@ class Message(NamedTuple):
     first: int
     token: int
     rest: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        """Return the message as a part of a trace."""
-        return f"term {self.term}, partition {self.partition}: number {self.first} is change {self.token}"
 
 
 class Run(NamedTuple):
@@ -269,10 +257,6 @@ class Run(NamedTuple):
     def success(self) -> Handled:
         """What is done once the change that is under way is."""
         return Handled(self.first + len(self.done), self.token, self.config, self.done)
-
-    def __str__(self) -> str:
-        """Return the execution as a part of a trace."""
-        return f"execution {self.owner}, fence {self.fence}, partition {self.partition}: change {self.token}"
 
 
 class Target(NamedTuple):
@@ -333,3 +317,642 @@ def owns(partition: Partition, run: Run) -> bool:
         and partition.committed == run.first - 1
         and partition.handled is None
     )
+
+
+# === the rules ===
+
+# --- the position -------------------------------------------------------------------------------------------
+
+
+def excused(world: World, config: int, first: int, last: int) -> frozenset[int]:
+    """Return the changes from first to last that a configuration passes because it does not match them."""
+    return frozenset(
+        token
+        for token in range(first, last + 1)
+        if world.stream[token - 1] != MARK and not world.matched(config, token)
+    )
+
+
+def moved(world: World, state: State, index: int, to: Handled, done: int) -> State:
+    """Return the state in which a partition's position is what ``to`` says, claim and handled cleared.
+
+    ``done`` is the change that really succeeded: what else is passed goes to the ghost memory only if the
+    configuration does not want it.
+    """
+    old = state.partitions[index].replicated()
+    new = old._replace(committed=to.last, token=to.token, claim=None, handled=None)
+    passed = frozenset(
+        token
+        for token in excused(world, to.config, old.token + 1, to.token)
+        if world.partition(to.config, token) == index
+    )
+    return with_partition(state, index, new)._replace(settled=state.settled | passed | {done, *to.also})
+
+
+def committed(world: World, state: State, index: int) -> State:
+    """Return the state in which what is handled in a partition has become its position."""
+    handled = state.partitions[index].handled
+    return moved(world, state, index, handled, handled.token) if handled else state
+
+
+# --- the lease and the listener -----------------------------------------------------------------------------
+
+
+def in_office(state: State) -> Listener | None:
+    """Return the listener whose lease stands and whose term no document has left behind."""
+    if not state.holder:
+        return None
+    last = state.listeners[-1]
+    current = last.term >= state.epoch and all(last.term >= each.epoch for each in state.partitions)
+    return last if current else None
+
+
+def acquire(world: World, state: State) -> Steps:
+    """A standby takes a lease that is free or has lapsed; the version always grows.
+
+    Without anybody in office it happens sooner or later, else it is bounded by the scenario. That a take-over
+    which finds a larger epoch raises its version above it, and begins again, is contained in this step.
+    """
+    begun, needed = len(state.listeners), in_office(state) is None
+    if needed or begun < world.terms:
+        version = max(state.version, state.epoch, *(each.epoch for each in state.partitions)) + 1
+        listener = Listener(version, begun)
+        after = state._replace(version=version, holder=version, listeners=(*state.listeners, listener))
+        yield Step("acquire", listener, fair=needed), after
+
+
+def release(world: World, state: State) -> Steps:
+    """The holder stops: only a lease that carries its term is emptied, and the listener is gone."""
+    listener = in_office(state)
+    if listener is not None and len(state.listeners) < world.terms:
+        gone = put(state.listeners, len(state.listeners) - 1, ended(listener))
+        yield Step("release", listener, fair=False), state._replace(holder=0, listeners=gone)
+
+
+def ended(listener: Listener) -> Listener:
+    """Return what is left of a listener that does nothing any more."""
+    return Listener(listener.term, listener.config, taken=-1)
+
+
+def take_over(world: World, state: State, which: int) -> Steps:
+    """One atomic update per document: the larger epoch stays; what is handled is committed on the spot."""
+    listener = state.listeners[which]
+    if not 0 <= listener.taken <= len(state.partitions):
+        return
+    if listener.taken == 0:
+        epoch = max(state.epoch, listener.term)
+        after = state._replace(epoch=epoch)
+        taken = listener._replace(taken=1, opened=state.watermark, cursor=state.watermark)
+    else:
+        index = listener.taken - 1
+        after, image = taken_over(world, state, index, listener)
+        epoch = after.partitions[index].epoch
+        images = (*listener.images, image)
+        numbered = world.broken is Broken.NUMBERED_AT_READING
+        taken = listener._replace(taken=listener.taken + 1, images=images, at_opening=images if numbered else ())
+    listener = taken if epoch == listener.term else ended(listener)
+    yield Step("take over", listener), after._replace(listeners=put(state.listeners, which, listener))
+
+
+def taken_over(world: World, state: State, index: int, listener: Listener) -> tuple[State, Image]:
+    """Return the state after the take-over of one partition, and the image that it answered."""
+    after = committed(world, state, index)
+    partition = after.partitions[index].replicated()
+    partition = partition._replace(epoch=max(partition.epoch, listener.term))
+    if world.broken is Broken.TAKE_OVER_CLEARS_CLAIMS:
+        partition = partition._replace(claim=None)
+    token = partition.token
+    if world.broken is Broken.TWO_IMAGES:  # the token as it was looked up while standing by
+        seen = [each.images[index] for each in state.listeners if len(each.images) > index]
+        token = seen[-1].token if seen else token
+    return with_partition(after, index, partition), Image(partition.committed, token)
+
+
+def win(world: World, state: State, which: int) -> Steps:
+    """A partition that was locked at the take-over is free now, and won like the others."""
+    listener = state.listeners[which]
+    for index in listener.locked:
+        after, image = taken_over(world, state, index, listener)
+        if after.partitions[index].epoch == listener.term:
+            won = listener._replace(images=put(listener.images, index, image), locked=listener.locked - {index})
+        else:
+            won = ended(listener)
+        yield Step("win", won), after._replace(listeners=put(state.listeners, which, won))
+
+
+def read(world: World, state: State, which: int) -> Steps:
+    """The listener reads on, or takes a fresh image of a partition."""
+    listener = state.listeners[which]
+    if listener.cursor < len(world.stream):
+        onward = listener._replace(cursor=listener.cursor + 1)
+        yield Step("read", onward), state._replace(listeners=put(state.listeners, which, onward))
+    for index, partition in enumerate(state.partitions):
+        found = partition if world.broken is Broken.LOOK_BEFORE_MAJORITY else partition.seen
+        image = Image(found.committed, found.token)
+        if image != listener.images[index]:
+            aware = listener._replace(images=put(listener.images, index, image))
+            yield Step("look", aware), state._replace(listeners=put(state.listeners, which, aware))
+
+
+def buffered(world: World, listener: Listener, index: int, after: int) -> list[int]:
+    """Return the changes of a partition that were read and lie after a token, in order."""
+    return [
+        token
+        for token in range(max(listener.opened, after) + 1, listener.cursor + 1)
+        if world.matched(listener.config, token) and world.partition(listener.config, token) == index
+    ]
+
+
+def dispatch(world: World, state: State, which: int) -> Steps:
+    """Window 1: the first change that is not done goes out; again and again, which is the sweep.
+
+    More than the design allows: neither a live claim nor a lock holds it back. Waiting saves messages, not safety.
+    """
+    listener = state.listeners[which]
+    for index, image in enumerate(listener.images):
+        waiting = buffered(world, listener, index, image.token)
+        if waiting:
+            first = image.committed + 1
+            if listener.at_opening:
+                base = listener.at_opening[index]
+                first = base.committed + 1 + buffered(world, listener, index, base.token).index(waiting[0])
+            message = Message(index, listener.term, first, waiting[0], tuple(waiting[1:2]) if world.runs else ())
+            if message not in state.messages:
+                yield Step("dispatch", message), state._replace(messages=state.messages | {message})
+
+
+def complete(world: World, listener: Listener, token: int) -> bool:
+    """Tell whether an item of the window is complete, as far as the listener knows."""
+    if not world.matched(listener.config, token):
+        return True
+    index = world.partition(listener.config, token)
+    if world.broken is Broken.WATERMARK_PASSES_LOCKED and index in listener.locked:
+        return True
+    return token <= listener.images[index].token
+
+
+def low_watermark(world: World, listener: Listener) -> int:
+    """Return the last token of the completed prefix of a listener's window."""
+    window = range(listener.opened + 1, listener.cursor + 1)
+    done = [token for token in window if complete(world, listener, token)]
+    if world.broken is Broken.WATERMARK_IS_MAXIMUM:
+        return max(done, default=listener.opened)
+    prefix = next((token - 1 for token in window if token not in done), listener.cursor)
+    if world.broken is Broken.MARK_BESIDE_WINDOW and prefix == listener.cursor:
+        arrived = range(prefix + 1, len(world.stream) + 1)  # the driver has the batch, nobody has read it
+        return next((token for token in arrived if world.stream[token - 1] == MARK), prefix)
+    return prefix
+
+
+def store_watermark(world: World, state: State, which: int) -> Steps:
+    """One update: the subscription's epoch is my term, and the new token is larger."""
+    listener = state.listeners[which]
+    if state.epoch != listener.term and world.broken is not Broken.WATERMARK_IGNORES_EPOCH:
+        return
+    token = low_watermark(world, listener)
+    if token > state.watermark:
+        passed = excused(world, listener.config, state.watermark + 1, token)
+        # What is passed for good stays settled, also where its position is taken back.
+        partitions = tuple(each._replace(settling=each.settling - passed) for each in state.partitions)
+        after = state._replace(watermark=token, settled=state.settled | passed, partitions=partitions)
+        yield Step("watermark", listener), after
+
+
+# --- workers ------------------------------------------------------------------------------------------------
+
+
+def claimable(world: World, partition: Partition, message: Message) -> bool:
+    """Tell whether the filter of a claim matches."""
+    return (
+        (partition.epoch == message.term or world.broken is Broken.CLAIM_IGNORES_EPOCH)
+        and partition.committed == message.first - 1
+        and partition.token < message.token
+        and (partition.handled is None or world.broken is Broken.CLAIM_IGNORES_HANDLED)
+        and (partition.claim is None or not partition.claim.live)
+        and not partition.halted
+    )
+
+
+def ruling(world: World, state: State, partition: Partition) -> int:
+    """Return the configuration of the term to which a partition belongs (after a rewind: of the last before).
+
+    Where all configurations are alike it is always the first: fewer states that differ in nothing.
+    """
+    if not world.matches and not world.moved:
+        return 0
+    return next(each.config for each in reversed(state.listeners) if each.term <= partition.epoch)
+
+
+def deliver(world: World, state: State) -> Steps:
+    """A worker gets a message, for the first time or again, and claims; without a match it drops it."""
+    for message in state.messages:
+        partition = state.partitions[message.partition]
+        if claimable(world, partition, message):
+            owner, fence = partition.owners + 1, partition.fence + 1
+            if world.broken is Broken.FENCE_IS_LEASE_VERSION:
+                fence = message.term
+            base = partition.replicated()
+            if world.broken is Broken.CLAIM_BEFORE_MAJORITY:
+                base = partition._replace(before=partition.seen)
+            claimed = base._replace(fence=fence, owners=owner, claim=Claim(owner, live=True))
+            config = ruling(world, state, partition)
+            run = Run(
+                message.partition, config, message.first, message.token, owner, fence, state.era, rest=message.rest
+            )
+            after = with_partition(state, message.partition, claimed)
+            starts = put(state.starts, message.token - 1, state.starts[message.token - 1] + 1)
+            yield Step("claim", run), after._replace(runs=state.runs | {run}, starts=starts)
+
+
+def execute(world: World, state: State, run: Run) -> Steps:
+    """The handler writes its effect to the fenced target; after it returned, ``handled`` or the position is written.
+
+    Both happen at any time, also long after the claim has lapsed and another execution has passed.
+    """
+    others = state.runs - {run}
+    partition = state.partitions[run.partition]
+    if world.broken is Broken.INLINE_BEFORE_SUCCESS and not run.wrote and owns(partition, run):
+        yield Step("position", run), inline(world, state, run)
+    if not run.wrote:
+        if run.fence < state.targets[run.partition].stamp:
+            yield Step("refused effect", run), state._replace(runs=others)
+            return
+        stamp = Target(run.fence, run.era, run.token, run.owner, run.config)
+        targets = put(state.targets, run.partition, stamp)
+        after = state._replace(targets=targets, runs=others | {run._replace(wrote=True)})
+        yield Step("effect", run), after
+    elif run.rest:
+        token, *rest = run.rest
+        following = run._replace(token=token, rest=tuple(rest), done=(*run.done, run.token), wrote=False)
+        starts = put(state.starts, token - 1, state.starts[token - 1] + 1)
+        yield Step("go on", run), state._replace(runs=others | {following}, starts=starts)
+    elif owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE:
+        ended = state._replace(runs=others)
+        if run.moved:  # its message asks for a first change that is passed
+            yield Step("position", run), moved(world, ended, run.partition, run.success, run.token)
+            return
+        if world.commit is not Commit.CHAIN:
+            yield Step("position", run), inline(world, ended, run)
+        if world.commit is not Commit.INLINE:
+            done = partition.replicated()._replace(handled=run.success, before=partition.seen)
+            yield Step("handled", run), with_partition(ended, run.partition, done)
+    else:
+        yield Step("refused outcome", run), state._replace(runs=others)
+
+
+def inline(world: World, state: State, run: Run) -> State:
+    """Return the state in which an execution has written the position, for now without a majority."""
+    done = run.token if run.wrote else 0
+    after = moved(world, state, run.partition, run.success, done)
+    return unsure(state, after, run.partition, {done, *run.done})
+
+
+def unsure(before: State, after: State, index: int, done: AbstractSet[int]) -> State:
+    """Return the state behind a position that was written with w:1: until it is replicated, it may be taken back."""
+    old = before.partitions[index]
+    settling = old.settling | (done - before.settled)
+    return with_partition(after, index, after.partitions[index]._replace(before=old.seen, settling=settling))
+
+
+def replicate(state: State) -> Steps:
+    """What was written with w:1 reaches a majority."""
+    for index, partition in enumerate(state.partitions):
+        if partition.before is not None:
+            yield Step("replicated"), with_partition(state, index, partition.replicated())
+
+
+def progress(world: World, state: State, run: Run) -> Steps:
+    """The position moves behind what is done of a run, at any time; the claim stands."""
+    too_far = world.broken is Broken.PROGRESS_BEFORE_SUCCESS and run.rest and not run.wrote
+    if not run.done and not too_far:
+        return
+    others = state.runs - {run}
+    if not owns(state.partitions[run.partition], run) and world.broken is not Broken.PROGRESS_WITHOUT_FENCE:
+        yield Step("refused progress", run), state._replace(runs=others)
+        return
+    *also, last = (*run.done, run.token) if too_far else run.done
+    count = len(also) + 1
+    to = Handled(run.first + count - 1, last, run.config, tuple(also))
+    after = moved(world, state, run.partition, to, 0 if too_far else last)
+    if world.broken is not Broken.PROGRESS_ENDS_CLAIM:
+        partition = after.partitions[run.partition]
+        after = with_partition(after, run.partition, partition._replace(claim=state.partitions[run.partition].claim))
+    following = run._replace(first=run.first + count, done=(), moved=True)
+    if too_far:
+        token, *rest = run.rest
+        following = following._replace(token=token, rest=tuple(rest))
+    yield Step("progress", run), after._replace(runs=others | {following})
+
+
+def commit(world: World, state: State) -> Steps:
+    """Whoever comes first, task or listener, turns what is handled into the position."""
+    for index, partition in enumerate(state.partitions):
+        if partition.handled is None:
+            continue
+        if world.broken is not Broken.COMMIT_BELIEVES_MESSAGE:
+            handled = partition.handled
+            after = unsure(state, committed(world, state, index), index, {handled.token, *handled.also})
+            yield Step("commit", partition.handled), after
+            continue
+        for message in state.messages:
+            if message.partition == index and message.first == partition.committed + 1:
+                believed = Handled(message.first, message.token, partition.handled.config)
+                yield Step("commit", message), moved(world, state, index, believed, partition.handled.token)
+
+
+# === what may go wrong at any moment, and persons ===
+
+
+def lapse(world: World, state: State) -> Steps:
+    """A claim lapses: sooner or later if nobody beats for it, as a fault while its execution goes on."""
+    owners = {(run.partition, run.owner) for run in state.runs}
+    for index, partition in enumerate(state.partitions):
+        claim = partition.claim
+        if claim is None or not claim.live:
+            continue
+        lapsed = partition._replace(claim=claim._replace(live=False))
+        if (index, claim.owner) not in owners:
+            yield Step("lapse", claim), with_partition(state, index, lapsed)
+        elif can(world, state, Fault.LAPSE):
+            yield Step("lapse", claim, fair=False), hit(with_partition(state, index, lapsed), index)
+
+
+def hit(state: State, index: int) -> State:
+    """Return the state with one fault less to come and one more counted for a partition."""
+    partition = state.partitions[index]
+    counted = with_partition(state, index, partition._replace(faults=partition.faults + 1))
+    return spent(counted)
+
+
+def misfortune_of_runs(world: World, state: State, run: Run) -> Steps:
+    """An execution dies, asks for a retry, or fails for good; its outcome is guarded like every other."""
+    others = state._replace(runs=state.runs - {run})
+    partition = state.partitions[run.partition]
+    if can(world, state, Fault.CRASH):
+        yield Step("crash", run, fair=False), hit(others, run.partition)
+    guarded = owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE
+    if run.done and world.broken is Broken.FAILURE_CUTS_RUN and guarded and can(world, state, Fault.RETRY):
+        *also, last = run.done
+        done = Handled(run.first + len(also), last, run.config, tuple(also))
+        cut = with_partition(others, run.partition, partition._replace(handled=done))
+        yield Step("cut", run, fair=False), cut._replace(budget=cut.budget - 1)
+    if run.done and world.broken is not Broken.FAILURE_BEFORE_PROGRESS:
+        return
+    if guarded and can(world, state, Fault.RETRY):
+        retried = with_partition(others, run.partition, partition._replace(claim=None))
+        yield Step("retry", run, fair=False), answered(retried, run)
+    if guarded and can(world, state, Fault.FAILURE):
+        yield Step(world.policy, run, fair=False), answered(given_up(world, others, run), run)
+
+
+def answered(state: State, run: Run) -> State:
+    """Return the state with one fault less to come, which is that of one change alone."""
+    asked = put(state.asked, run.token - 1, state.asked[run.token - 1] + 1)
+    return state._replace(asked=asked, budget=state.budget - 1)
+
+
+def given_up(world: World, state: State, run: Run) -> State:
+    """Return the state after the failure policy was applied to a run."""
+    if world.policy is Policy.HALT:
+        halted = state.partitions[run.partition]._replace(claim=None, halted=True)
+        return with_partition(state, run.partition, halted)
+    return moved(world, state, run.partition, Handled(run.first, run.token, run.config), run.token)
+
+
+def misfortune_of_stores(world: World, state: State) -> Steps:
+    """A failover takes back what no majority has; the broker loses a message that still could claim."""
+    for index, partition in enumerate(state.partitions):
+        if partition.before is not None and can(world, state, Fault.ROLLBACK):
+            yield Step("rollback", fair=False), hit(rolled_back(state, index), index)
+    if can(world, state, Fault.LOSS):
+        for message in state.messages:
+            if message.term == state.partitions[message.partition].epoch:
+                after = state._replace(messages=state.messages - {message}, budget=state.budget - 1)
+                yield Step("loss", message, fair=False), after
+
+
+def rolled_back(state: State, index: int) -> State:
+    """Return the state in which a partition is again what a majority has of it; the ghosts remember more."""
+    partition = state.partitions[index]
+    again = partition.seen._replace(owners=partition.owners, faults=partition.faults)
+    return with_partition(state, index, again)._replace(settled=state.settled - partition.settling)
+
+
+def reopen(world: World, state: State, which: int) -> Steps:
+    """The stream breaks: the listener opens it again at the watermark and forgets what it had read."""
+    listener = state.listeners[which]
+    if listener.cursor > state.watermark and can(world, state, Fault.REOPEN):
+        again = listener._replace(opened=state.watermark, cursor=state.watermark)
+        after = state._replace(listeners=put(state.listeners, which, again), budget=state.budget - 1)
+        yield Step("reopen", again, fair=False), after
+
+
+def lock(world: World, state: State, which: int) -> Steps:
+    """The next partition of a take-over is locked: it is read by majority, and won later."""
+    listener = state.listeners[which]
+    index = listener.taken - 1
+    if 0 <= index < len(state.partitions) and can(world, state, Fault.LOCK):
+        partition = state.partitions[index]
+        image = Image(partition.seen.committed, partition.seen.token)
+        passed = listener._replace(
+            taken=listener.taken + 1, images=(*listener.images, image), locked=listener.locked | {index}
+        )
+        after = state._replace(listeners=put(state.listeners, which, passed), budget=state.budget - 1)
+        yield Step("lock", passed, fair=False), after
+
+
+def rewind(world: World, state: State) -> Steps:
+    """An operator sends the subscription back to its start: versions and fences grow, positions go back.
+
+    All of it is one transaction. In two writes a listener that comes in between moves either the watermark or
+    the positions past what the other write sends back, in whichever order they are made.
+    """
+    if world.rewind is Rewind.NEVER or not state.settled:
+        return
+    rewind_step, version = Step("rewind", fair=False), state.version + 1
+    raised = state._replace(version=version, holder=0)
+    if world.broken is Broken.REWIND_IN_TWO_WRITES:
+        if state.era == 0:
+            yield rewind_step, raised._replace(epoch=version, watermark=0, era=1)
+        elif state.era == 1:
+            back = sent_back(world, state, version)
+            yield Step("rewind"), raised._replace(partitions=back, settled=frozenset(), era=2)
+    elif state.era == 0:
+        alone = world.broken is Broken.REWIND_COUNTS_ALONE
+        base, epoch = (state, state.epoch + 1) if alone else (raised, version)
+        back = sent_back(world, state, None if alone else version)
+        yield (
+            rewind_step,
+            base._replace(epoch=epoch, watermark=0, partitions=back, settled=frozenset(), era=1),
+        )
+
+
+def sent_back(world: World, state: State, epoch: int | None) -> tuple[Partition, ...]:
+    """Return the partitions at their start, under a new epoch (without one: each under its own plus one).
+
+    It begins as every take-over: what is handled is committed.
+    """
+    for index in range(len(state.partitions)):
+        state = committed(world, state, index)
+    kept = world.rewind is Rewind.NUMBER_KEPT
+    return tuple(
+        each.replicated()._replace(
+            epoch=each.epoch + 1 if epoch is None else epoch,
+            committed=each.committed if kept else 0,
+            token=0,
+            fence=each.fence + 1,
+            claim=None,
+            handled=None,
+            faults=each.faults + 1,
+        )
+        for each in state.partitions
+    )
+
+
+# === the oracles, and the search ===
+
+Move = exploration.Move[World, State]
+
+
+OUTCOMES = frozenset({"handled", "position", "progress", "retry", *Policy})
+"""The kinds of steps by which an execution records how it ended, or how far it is."""
+
+
+def no_loss(move: Move) -> Iterator[str]:
+    """P1: a position never passes a change of its own configuration that is not done."""
+    if move.after.partitions is move.before.partitions:
+        return
+    for index, (old, new) in enumerate(zip(move.before.partitions, move.after.partitions, strict=True)):
+        if new.token <= old.token:
+            continue
+        config = old.handled.config if old.handled else getattr(move.step.who, "config", 0)
+
+        def is_owed(token: int, index: int = index, config: int = config) -> bool:
+            wanted = move.world.matched(config, token) and move.world.partition(config, token) == index
+            return wanted and token not in move.after.settled
+
+        yield from passed(old.token, new.token, index, is_owed)
+
+
+def order(move: Move) -> Iterator[str]:
+    """P2: accepted effects of a partition never go back to an earlier change (but by a rewind).
+
+    A change that the writer of the later effect did not match was not earlier for it: a new configuration
+    that matches more may still run it first, and then runs again what was begun behind it and not committed. And a run
+    of several changes is repeated by a newer execution from the first one that is not recorded.
+    """
+    for partition, (old, new) in zip(
+        move.before.partitions, zip(move.before.targets, move.after.targets, strict=True), strict=True
+    ):
+        again = move.world.runs and new.owner > old.owner and new.token > partition.token
+        back = old.era == new.era and new.token < old.token and move.world.matched(old.config, new.token)
+        if (back and not again) or new.era < old.era:
+            yield f"the effect of change {new.token} was accepted after that of change {old.token}"
+
+
+def fencing(move: Move) -> Iterator[str]:
+    """P3: no effect is accepted from an execution older than the last, no outcome from a replaced one."""
+    for old, new in changed(move.before.targets, move.after.targets):
+        if new.owner < old.owner:
+            yield f"execution {new.owner} overwrote what execution {old.owner} had written"
+    run = move.step.who
+    if isinstance(run, Run) and move.step.kind in OUTCOMES:
+        partition = move.before.partitions[run.partition]
+        if run.owner < partition.owners or run.era < move.before.era or run.first != partition.committed + 1:
+            yield f"the stale execution {run.owner} recorded the outcome {move.step.kind!r}"
+
+
+def monotone(move: Move) -> Iterator[str]:
+    """P4: versions, epochs and fences never go back; numbers and tokens only by a rewind."""
+    before, after, rewound = move.before, move.after, move.step.kind == "rewind"
+    yield from gone_back("a version", before.version, after.version)
+    yield from gone_back("an epoch", before.epoch, after.epoch)
+    if not rewound:
+        yield from gone_back("the watermark", before.watermark, after.watermark)
+    for old, new in changed(before.partitions, after.partitions):
+        if move.step.kind == "rollback":  # what no majority had does not count
+            continue
+        yield from gone_back("an epoch", old.epoch, new.epoch)
+        yield from gone_back("a fence", old.fence, new.fence)
+        if not rewound:
+            yield from gone_back("a number", old.committed, new.committed)
+            yield from gone_back("a position", old.token, new.token)
+        if rewound and not (new.epoch > old.epoch and new.fence > old.fence):
+            yield "a rewind has not raised epoch and fence"
+
+
+def prefix(move: Move) -> Iterator[str]:
+    """P5: a watermark never passes a change that is not committed or dead-lettered."""
+    if move.step.kind == "watermark":
+        for token in range(move.before.watermark + 1, move.after.watermark + 1):
+            if move.world.stream[token - 1] != MARK and token not in move.after.settled:
+                yield f"the watermark {move.after.watermark} has passed change {token}, which is not done"
+    for token in move.before.settled - move.after.settled:
+        if token <= move.after.watermark and move.step.kind == "rollback":
+            yield f"change {token} was taken back, and the watermark {move.after.watermark} has passed it"
+
+
+def bounded_duplicates(move: Move) -> Iterator[str]:
+    """P6: a handler starts once per change, once more for each outcome of its own, and per fault of the partition."""
+    run = move.step.who
+    if not isinstance(run, Run) or move.step.kind not in {"claim", "go on"}:
+        return
+    token = run.rest[0] if move.step.kind == "go on" else run.token
+    starts, faults = move.after.starts[token - 1], move.before.partitions[run.partition].faults
+    if starts > 1 + faults + move.before.asked[token - 1]:
+        yield f"change {token} has started {starts} times with {faults} faults"
+
+
+def left_undone(world: World, state: State) -> Iterator[str]:
+    """P1, where nothing more will happen: everything is done, or its partition has stopped loudly."""
+    listener = in_office(state)
+    if listener is None:
+        yield "nobody is in office"
+        return
+    for token in range(1, len(world.stream) + 1):
+        wanted = world.matched(listener.config, token) and token not in state.settled
+        if wanted and not state.partitions[world.partition(listener.config, token)].halted:
+            yield f"change {token} is neither done nor is its partition halted"
+    if state.watermark < len(world.stream) and not any(each.halted for each in state.partitions):
+        yield f"the watermark stands at {state.watermark} for ever"
+
+
+def steps(world: World, state: State) -> Steps:
+    """Yield every step that a state allows."""
+    yield from acquire(world, state)
+    yield from release(world, state)
+    for which, listener in enumerate(state.listeners):
+        if listener.taken > len(state.partitions):
+            yield from read(world, state, which)
+            yield from dispatch(world, state, which)
+            yield from store_watermark(world, state, which)
+            yield from reopen(world, state, which)
+            yield from win(world, state, which)
+        else:
+            yield from take_over(world, state, which)
+            yield from lock(world, state, which)
+    yield from deliver(world, state)
+    for run in state.runs:
+        yield from execute(world, state, run)
+        yield from progress(world, state, run)
+        yield from misfortune_of_runs(world, state, run)
+    yield from commit(world, state)
+    yield from replicate(state)
+    yield from lapse(world, state)
+    yield from misfortune_of_stores(world, state)
+    yield from rewind(world, state)
+
+
+PROTOCOL_MODEL = Model(
+    initial=initial,
+    steps=steps,
+    oracles={
+        "P1": (no_loss,),
+        "P2": (order,),
+        "P3": (fencing,),
+        "P4": (monotone,),
+        "P5": (prefix,),
+        "P6": (bounded_duplicates,),
+    },
+    at_rest={"P1": left_undone},
+)

@@ -23,6 +23,11 @@ class Sound(NamedTuple, Generic[WorldT]):
         return self.world.name
 
 
+def sound(floor: int, base: Any, name: str = "", **changes: Any) -> Sound[Any]:
+    """Return a scenario that has a name of its own, and differs from another one in some fields."""
+    return Sound(base._replace(name=name or base.name, **changes), floor)
+
+
 class Caught(NamedTuple, Generic[WorldT]):
     """A broken variant, the invariants that its shortest violation breaks, and those that are judged (None: all)."""
 
@@ -51,7 +56,6 @@ class Scenarios(NamedTuple):
         sound: Scenarios without a violation.
         slow: Larger ones, minutes of them.
         caught: Broken variants.
-        spared: Broken rules that the search has found superfluous.
         unsearched: Scenarios of variants that are too large, or not sound, with all rules whole.
     """
 
@@ -61,7 +65,6 @@ class Scenarios(NamedTuple):
     sound: tuple[Sound[Any], ...]
     caught: tuple[Caught[Any], ...]
     slow: tuple[Sound[Any], ...] = ()
-    spared: tuple[Any, ...] = ()
     unsearched: tuple[Any, ...] = ()
 
     def whole(self) -> list[Any]:

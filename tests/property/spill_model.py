@@ -18,7 +18,11 @@ has proved claims, fences and outcomes; here a claim *is* its execution, which l
 Left out: locks at the take-over and numbers (``protocol_model`` has both), pausing, parts of large documents, the
 choice of when to spill (it is always allowed, and due where the stream would wait).
 
-Fields marked "ghost" are never read by a rule: they are the memory of the oracles.
+Each rule is a generator of steps with the states they lead to. A variant (``Broken``) is one ``if`` beside the rule it
+breaks, so that the difference can be read.
+A change at or below the watermark that has not come to an end is *owed*: whatever a later configuration matches, it was
+matched when it was read (rule 10 of spill), and nobody reads it again. Fields marked "ghost" are never read by a rule:
+they are the memory of the oracles.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from tests.property.exploration import Step
+from tests.property import exploration
+from tests.property.exploration import Model, Step, gone_back, passed, put
+from tests.property.stores import acquire, can, in_office, land, spent, with_listener, with_partition, write
 
 
 class Broken(StrEnum):
@@ -73,7 +79,6 @@ class Fault(StrEnum):
 
     LAPSE = "a claim lapses while its handler runs"
     HALT = "a handler fails for good: its partition halts"
-    PARK = "a handler asks for a retry in an hour"
     ROLLBACK = "a failover loses `handled`, which was written with w:1"
     STALE_READ = "a deposed primary answers that nothing is stored"
     REOPEN = "the stream breaks and is opened again at the watermark"
@@ -96,14 +101,6 @@ class Decision(StrEnum):
 
     OLDEST = "oldest"
     NOW = "now"
-
-
-class Mode(StrEnum):
-    """The state of a partition. (A parked one is stored as flowing, with the time of its retry.)"""
-
-    FLOWING = "flowing"
-    HALTED = "halted"
-    PARKED = "parked"
 
 
 class World(NamedTuple):
@@ -147,10 +144,6 @@ class World(NamedTuple):
     bound: int = 0
     broken: Broken = Broken.NOTHING
 
-    def __str__(self) -> str:
-        """Return the scenario's name."""
-        return self.name
-
     def matched(self, config: int, token: int) -> bool:
         """Tell whether a configuration's handler wants the change at a position."""
         return not self.matches or token in self.matches[min(config, len(self.matches) - 1)]
@@ -182,10 +175,6 @@ class Claim(NamedTuple):
     live: bool = True
     handled: bool = False
 
-    def __str__(self) -> str:
-        """Return the claim as a part of a trace."""
-        return f"change {self.token} for term {self.term}"
-
 
 class Partition(NamedTuple):
     """A document of ``partitions``; ``token`` is the position, ``spilled`` the mark (0: none)."""
@@ -194,13 +183,12 @@ class Partition(NamedTuple):
     token: int = 0
     spilled: int = 0
     claim: Claim | None = None
-    mode: Mode = Mode.FLOWING
     head: Head | None = None
 
     @property
     def stands(self) -> bool:
-        """Whether the partition waits for a person, or for an hour."""
-        return self.mode is not Mode.FLOWING
+        """Whether the partition waits for a person."""
+        return self.head is not None
 
 
 class Document(NamedTuple):
@@ -227,10 +215,6 @@ class Listener(NamedTuple):
     stored: tuple[int, ...] = ()
     generation: int = 0
 
-    def __str__(self) -> str:
-        """Return the listener as a part of a trace."""
-        return f"term {self.term}: read {self.opened}..{self.cursor}, stored {self.stored}"
-
 
 class Message(NamedTuple):
     """A run in the broker: it can claim while its partition stands at ``base``.
@@ -246,10 +230,6 @@ class Message(NamedTuple):
     config: int
     stored: bool = False
 
-    def __str__(self) -> str:
-        """Return the message as a part of a trace."""
-        return f"term {self.term}, partition {self.generation}/{self.partition}: change {self.token} after {self.base}"
-
 
 class Write(NamedTuple):
     """A write on its way.
@@ -263,10 +243,6 @@ class Write(NamedTuple):
     generation: int
     partition: int
     place: int
-
-    def __str__(self) -> str:
-        """Return the write as a part of a trace."""
-        return f"{self.kind} {self.place} of term {self.term} in partition {self.generation}/{self.partition}"
 
 
 class Started(NamedTuple):
@@ -342,3 +318,762 @@ def found(state: State, generation: int, index: int, token: int) -> Document | N
     """Return the document of a change, if there is one."""
     wanted = (generation, index, token)
     return next((each for each in state.documents if each[:3] == wanted), None)
+
+
+# === the writes, and what each does where it lands, if its own guard lets it ===
+
+
+def landed(world: World, state: State, one: Write) -> State:
+    """Return the state after a write, which its own guard may have refused."""
+    if one.kind is Late.WATERMARK:
+        matches = state.epoch == one.term and one.place > state.watermark
+        return passed_over(world, state, one) if matches else state
+    if one.kind in {Late.SWITCH, Late.DISCARD}:
+        return switched(world, state, one) if one.kind is Late.SWITCH else discarded(world, state, one)
+    if one.kind in {Late.INSERT, Late.REMOVE}:
+        return inserted(world, state, one) if one.kind is Late.INSERT else removed(world, state, one)
+    return marked(world, state, one)
+
+
+def removed(world: World, state: State, one: Write) -> State:
+    """Return the state without a partition's documents up to a place, but for those of later terms."""
+    guarded = world.broken is not Broken.REMOVAL_IGNORES_TERM
+    return state._replace(
+        documents=frozenset(
+            each
+            for each in state.documents
+            if (each.generation, each.partition) != (one.generation, one.partition)
+            or each.token > one.place
+            or (guarded and each.term > one.term)
+        )
+    )
+
+
+def marked(world: World, state: State, one: Write) -> State:
+    """Return the state after a partition's mark was set or cleared."""
+    if one.generation != state.generation or state.partitions[one.partition].epoch != one.term:
+        return state
+    partition = state.partitions[one.partition]
+    if one.kind is Late.MARK:
+        grows = one.place > partition.spilled or world.broken is Broken.MARK_IGNORES_GROWTH
+        return with_partition(state, one.partition, partition._replace(spilled=one.place)) if grows else state
+    same = partition.spilled == one.place <= partition.token or world.broken is Broken.CLEAR_IGNORES_MARK
+    return with_partition(state, one.partition, partition._replace(spilled=0)) if same else state
+
+
+def inserted(world: World, state: State, one: Write) -> State:
+    """Return the state after one document was inserted, or the term of the one that is there was raised."""
+    there = found(state, one.generation, one.partition, one.place)
+    if there is None:
+        new = Document(one.generation, one.partition, one.place, one.term)
+        return state._replace(documents=state.documents | {new})
+    if there.term >= one.term or world.broken is Broken.DUPLICATE_DOES_NOTHING:
+        return state
+    return state._replace(documents=state.documents - {there} | {there._replace(term=one.term)})
+
+
+def passed_over(world: World, state: State, one: Write) -> State:
+    """Return the state with a new watermark; what its term does not match is owed to nobody."""
+    config = next((each.config for each in state.listeners if each.term == one.term), 0)
+    passed = frozenset(token for token in range(state.watermark + 1, one.place + 1) if not world.matched(config, token))
+    return state._replace(watermark=one.place, excused=state.excused | passed)
+
+
+# --- repartitioning -----------------------------------------------------------------------------------------
+
+
+def discarded(world: World, state: State, one: Write) -> State:
+    """Return the state without the documents of some former partitions, but for those of later terms."""
+    if world.broken is Broken.DISCARDS_ALL_OTHERS:
+        gone = frozenset(each for each in state.documents if each.generation != one.place and each.term <= one.term)
+    else:
+        gone = frozenset(
+            each for each in state.documents if each.generation == one.generation and each.term <= one.term
+        )
+    return state._replace(documents=state.documents - gone)
+
+
+def switched(world: World, state: State, one: Write) -> State:
+    """Return the state with new partitions, if the old ones have nothing left to do at this moment."""
+    mine = state.epoch == one.term or world.broken is Broken.SWITCH_IGNORES_TERM
+    here = state.watermark == one.place or world.broken is Broken.SWITCH_IGNORES_BUFFER
+    if not mine or not here or state.generation != one.generation:
+        return state
+    if world.broken is not Broken.SWITCH_UNGUARDED and not is_drained(world, state, one.term, one.place):
+        return state
+    partitions = (Partition(one.term, one.place),) * one.partition
+    return state._replace(generation=one.term, partitions=partitions, messages=frozenset())
+
+
+def is_drained(world: World, state: State, term: int, place: int) -> bool:
+    """Tell whether all partitions are the term's, flow, and have nothing to do and nothing done after a place."""
+    for each in state.partitions:
+        busy = each.claim is not None and (each.claim.live or each.claim.handled)
+        unlike = each.epoch != term and world.broken is not Broken.SWITCH_IGNORES_TERM
+        if busy or unlike or each.stands:
+            return False
+        if each.spilled > each.token and world.broken is not Broken.SWITCH_IGNORES_STORED:
+            return False
+        if each.token > place and world.broken is not Broken.SWITCH_BEFORE_READ:
+            return False
+    return True
+
+
+# === the rules ===
+
+# --- what is where ------------------------------------------------------------------------------------------
+
+
+def read_changes(world: World, state: State, listener: Listener, index: int, after: int) -> list[int]:
+    """Return the changes of a partition that a listener has read and that lie after a place, in order."""
+    return [
+        token
+        for token in range(max(listener.opened, after) + 1, listener.cursor + 1)
+        if world.matched(listener.config, token) and partition_of(state, world, token) == index
+    ]
+
+
+def unstored(world: World, state: State, listener: Listener, index: int) -> list[int]:
+    """Return what a listener has read of a partition, and neither inserted itself nor seen done."""
+    partition = state.partitions[index]
+    after = max(listener.stored[index], partition.token)
+    if world.broken is Broken.MARK_SKIPS:
+        after = max(after, partition.spilled)
+    changes = read_changes(world, state, listener, index, after)
+    if world.broken is Broken.TRUSTS_DOCUMENTS:
+        there = stored(state, index, 0, partition.spilled)
+        return [token for token in changes if token not in there]
+    return changes
+
+
+def reach(world: World, state: State, listener: Listener, index: int) -> int:
+    """Return the place up to which everything of a partition was read, and inserted by this term or done."""
+    if world.broken is Broken.COLLECTION_AT_ONCE:
+        return len(world.keys)
+    waiting = unstored(world, state, listener, index)
+    return max(waiting[0] - 1 if waiting else listener.cursor, listener.stored[index])
+
+
+def is_complete(world: World, state: State, listener: Listener, token: int) -> bool:
+    """Tell whether an item of the window is complete: committed, or inserted by this term and under the mark."""
+    index = partition_of(state, world, token)
+    partition = state.partitions[index]
+    if not world.matched(listener.config, token) or token <= partition.token:
+        return True
+    if world.broken is Broken.TRUSTS_BARE_DOCUMENTS and token in stored(state, index, 0, token):
+        return True
+    if token > reach(world, state, listener, index):
+        return False
+    return token <= partition.spilled or world.broken is Broken.WATERMARK_BEFORE_MARK
+
+
+def unfinished(world: World, state: State, listener: Listener) -> int:
+    """Return how many changes a listener has in memory that are not complete."""
+    window = range(listener.opened + 1, listener.cursor + 1)
+    return sum(not is_complete(world, state, listener, token) for token in window)
+
+
+def is_lost(state: State, listener: Listener) -> bool:
+    """Tell whether the oplog has rolled past what a listener would read next."""
+    return listener.cursor + 1 < state.oldest
+
+
+# --- terms --------------------------------------------------------------------------------------------------
+
+
+def take_over(world: World, state: State, listener: Listener) -> Steps:
+    """The partitions of the subscription: the larger epoch stays, what is handled is committed."""
+    if state.epoch == listener.term:
+        after = state
+        for index in range(len(state.partitions)):
+            after = committed(world, after, index)
+            after = with_partition(after, index, after.partitions[index]._replace(epoch=listener.term))
+        leader = listener._replace(leads=True)
+        yield Step("take over", leader), with_listener(after, listener, leader)
+
+
+def opened(state: State, listener: Listener, place: int) -> Listener:
+    """Return a listener that reads for the partitions in force from a place on."""
+    count = len(state.partitions)
+    return listener._replace(opened=place, cursor=place, stored=(place,) * count, generation=state.generation)
+
+
+def committed(world: World, state: State, index: int) -> State:
+    """Return the state in which what is handled in a partition has become its position."""
+    partition = state.partitions[index]
+    claim = partition.claim
+    return moved(world, state, index, claim) if claim is not None and claim.handled else state
+
+
+def moved(world: World, state: State, index: int, ended: Claim | Head) -> State:
+    """Return the state in which a partition's position is a change that has ended, and nothing stands there.
+
+    What else is passed is excused where it was not owed when it began and its configuration does not match it.
+    """
+    partition = state.partitions[index]
+    passed = frozenset(
+        each
+        for each in range(max(partition.token, ended.owed) + 1, ended.token)
+        if partition_of(state, world, each) == index and not world.matched(ended.config, each)
+    )
+    after = state._replace(done=state.done | {ended.token}, excused=state.excused | passed)
+    new = partition._replace(token=ended.token, claim=None, head=None)
+    return with_partition(after, index, new)
+
+
+# --- reading and storing ------------------------------------------------------------------------------------
+
+
+def read(world: World, state: State, listener: Listener) -> Steps:
+    """The listener reads on while it has room."""
+    full = world.buffer and unfinished(world, state, listener) >= world.buffer
+    if listener.cursor < len(world.keys) and not is_lost(state, listener) and not full:
+        onward = listener._replace(cursor=listener.cursor + 1)
+        yield Step("read", onward), with_listener(state, listener, onward)
+
+
+def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """All of a partition's buffered prefix in one bulk; a document that is there already gets my term, if larger."""
+    tokens = with_room(world, state, index, unstored(world, state, listener, index))
+    if not tokens:
+        return
+    partition = state.partitions[index]
+    writes = [Write(Late.INSERT, listener.term, state.generation, index, token) for token in tokens]
+    done = state
+    if world.broken is not Broken.MARK_BEFORE_INSERT:
+        for each in writes:
+            done = landed(world, done, each)
+    else:
+        done = state._replace(writes=state.writes | set(writes))
+    mine = listener._replace(stored=put(listener.stored, index, tokens[-1]))
+    full = world.buffer > 0 and unfinished(world, state, listener) >= world.buffer
+    fair = partition.stands or partition.spilled > partition.token or full or world.large
+    yield from write(world, state, writes, with_listener(done, listener, mine), fair=fair)
+
+
+def with_room(world: World, state: State, index: int, tokens: list[int]) -> list[int]:
+    """Return the prefix that the bound lets in: always what is there already, or lies at or below the mark."""
+    if not world.bound:
+        return tokens
+    there = stored(state, index, 0, len(world.keys))
+    below = 0 if world.broken is Broken.BOUND_REFUSES_AGAIN else state.partitions[index].spilled
+    room = world.bound - len(state.documents)
+    new = [token for token in tokens if token not in there and token > below]
+    if world.large and world.broken is not Broken.BOUND_REFUSES_LARGE and partition_is_due(state, index):
+        new = [token for token in new if token != tokens[0]]
+    refused = next(iter(new[max(room, 0) :]), len(world.keys) + 1)
+    return [token for token in tokens if token < refused]
+
+
+def partition_is_due(state: State, index: int) -> bool:
+    """Tell whether a partition would run its next change from memory: it flows, and nothing of it is stored."""
+    partition = state.partitions[index]
+    return not partition.stands and partition.spilled <= partition.token
+
+
+def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The last change that this term has inserted becomes the mark, if it is larger."""
+    partition = state.partitions[index]
+    mine = [
+        token
+        for token in read_changes(world, state, listener, index, partition.token)
+        if token <= listener.stored[index]
+    ]
+    if mine and mine[-1] > partition.spilled:
+        one = Write(Late.MARK, listener.term, state.generation, index, mine[-1])
+        yield from write(world, state, [one], landed(world, state, one))
+
+
+def store_watermark(world: World, state: State, listener: Listener) -> Steps:
+    """The end of the completed prefix, if it is larger than what is stored."""
+    window = range(listener.opened + 1, listener.cursor + 1)
+    place = next((token - 1 for token in window if not is_complete(world, state, listener, token)), listener.cursor)
+    if place > state.watermark:
+        one = Write(Late.WATERMARK, listener.term, 0, 0, place)
+        yield from write(world, state, [one], landed(world, state, one))
+
+
+def clear(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The mark goes when the position has reached it, and never because none is found."""
+    partition = state.partitions[index]
+    if not partition.spilled:
+        return
+    one = Write(Late.CLEAR, listener.term, state.generation, index, partition.spilled)
+    if partition.token >= partition.spilled:
+        yield from write(world, state, [one], landed(world, state, one))
+    elif state.budget and Fault.STALE_READ in world.faults:
+        after = state._replace(budget=state.budget - 1)
+        if world.broken is Broken.NONE_LEFT_CLEARS:
+            after = with_partition(after, index, partition._replace(spilled=0))
+        yield Step("stale read", fair=False), after
+
+
+def remove(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """Documents up to the position, of my term or older, with a mark or without."""
+    partition = state.partitions[index]
+    up_to = partition.token
+    if world.broken is Broken.REMOVAL_UP_TO_HANDLED and partition.claim is not None and partition.claim.handled:
+        up_to = partition.claim.token
+    if world.broken is Broken.REMOVAL_FOLLOWS_MARK and not partition.spilled:
+        return
+    if stored(state, index, 0, up_to):
+        one = Write(Late.REMOVE, listener.term, state.generation, index, up_to)
+        yield from write(world, state, [one], landed(world, state, one))
+
+
+# --- running ------------------------------------------------------------------------------------------------
+
+
+def next_change(world: World, state: State, listener: Listener, index: int) -> int | None:
+    """Return what a partition runs next: from the collection while the mark lies ahead, else from memory."""
+    partition = state.partitions[index]
+    if not runs_from_store(world, partition):
+        return next(iter(read_changes(world, state, listener, index, partition.token)), None)
+    waiting = unstored(world, state, listener, index)
+    is_again = bool(waiting) and waiting[0] <= partition.spilled
+    limit = min(partition.spilled, max(reach(world, state, listener, index), listener.stored[index]))
+    if world.broken is Broken.RUNS_BEFORE_STORED_AGAIN:
+        limit = min(partition.spilled, listener.cursor)
+    elif is_again and world.broken is not Broken.COLLECTION_AT_ONCE:
+        return None
+    return next(iter(stored(state, index, partition.token, limit)), None)
+
+
+def runs_from_store(world: World, partition: Partition) -> bool:
+    """Tell whether a partition runs what is stored of it, and nothing else."""
+    return partition.spilled > partition.token and world.broken is not Broken.BUFFER_FIRST
+
+
+def dispatch(world: World, state: State, listener: Listener, index: int) -> Steps:
+    """The first change that is not done goes out: by reference where it is stored."""
+    partition = state.partitions[index]
+    token = next_change(world, state, listener, index)
+    is_stored = runs_from_store(world, partition)
+    if token is None or partition.stands or (world.large and not is_stored):
+        return
+    message = Message(state.generation, index, listener.term, partition.token, token, listener.config, is_stored)
+    if message not in state.messages:
+        yield Step("dispatch", message), state._replace(messages=state.messages | {message})
+
+
+# --- repartitioning ---------------------------------------------------------------------------------------
+#
+# What was read is done, then other partitions take the place of these. That is one step here: in between no partition
+# is there, and whoever takes over makes them at the watermark.
+
+
+def switch(world: World, state: State, listener: Listener) -> Steps:
+    """Nothing that was read is left to do, and the watermark says so: new partitions begin there."""
+    count = world.wanted(listener.config)
+    place = listener.cursor
+    waits = unfinished(world, state, listener) > 0 or state.watermark != place
+    if world.broken is Broken.SWITCH_IGNORES_BUFFER:
+        waits = False
+    if count == len(state.partitions) or waits or not is_drained(world, state, listener.term, place):
+        return
+    one = Write(Late.SWITCH, listener.term, state.generation, count, place)
+    after = landed(world, state, one)
+    yield from write(world, state, [one], with_listener(after, listener, opened(after, listener, place)))
+
+
+def adopt(state: State, listener: Listener) -> Steps:
+    """A listener sees that its switch was made although its answer was lost."""
+    mine = opened(state, listener, state.watermark)
+    yield Step("adopt", mine), with_listener(state, listener, mine)
+
+
+def discard(world: World, state: State, listener: Listener) -> Steps:
+    """Documents of former partitions go, but for what later terms have stored."""
+    if world.broken is Broken.FORMER_STAY:
+        return
+    for former in {each.generation for each in state.documents} - {state.generation}:
+        one = Write(Late.DISCARD, listener.term, former, 0, state.generation)
+        after = landed(world, state, one)
+        if after.documents != state.documents:
+            yield from write(world, state, [one], after)
+
+
+# === what may go wrong at any moment, and persons ===
+
+
+# --- executions ---------------------------------------------------------------------------------------------
+
+
+def deliver(world: World, state: State) -> Steps:
+    """A worker gets a message, for the first time or again, and claims; without a match it drops it."""
+    for message in state.messages:
+        partition = state.partitions[message.partition]
+        claim = partition.claim
+        free = claim is None or not (claim.live or claim.handled)
+        if (
+            message.generation == state.generation
+            and partition.epoch == message.term
+            and partition.token == message.base
+            and free
+            and not partition.stands
+        ):
+            owed = min(state.watermark, message.token) if world.matches else 0
+            claim = Claim(message.token, message.term, message.config, owed)
+            started = put(state.starts, message.token - 1, state.starts[message.token - 1] + 1)
+            last = put(state.last, world.keys[message.token - 1], Started(message.token, message.config))
+            after = with_partition(state, message.partition, partition._replace(claim=claim))
+            yield Step("start", message), after._replace(starts=started, last=last)
+
+
+def execute(world: World, state: State, index: int) -> Steps:
+    """An execution ends: handled, then committed; or it fails, asks for a retry, or its claim lapses."""
+    partition = state.partitions[index]
+    claim = partition.claim
+    if claim is None:
+        return
+    if claim.handled:
+        yield Step("commit", claim), committed(world, state, index)
+        if can(world, state, Fault.ROLLBACK):
+            lost = with_partition(state, index, partition._replace(claim=claim._replace(handled=False, live=False)))
+            yield Step("rollback", claim, fair=False), justify(lost, claim.token)
+        return
+    ended = partition._replace(claim=claim._replace(handled=True))
+    done = with_partition(state, index, ended)
+    if Fault.ROLLBACK not in world.faults:  # one step for two that nothing can part
+        done = committed(world, done, index)
+    yield Step("handled", claim, fair=claim.live), done
+    if claim.live and can(world, state, Fault.LAPSE):
+        lapsed = with_partition(state, index, partition._replace(claim=claim._replace(live=False)))
+        yield Step("lapse", claim, fair=False), justify(lapsed, claim.token)
+    stands = partition._replace(claim=None, head=Head(claim.token, claim.config, claim.owed))
+    if can(world, state, Fault.HALT):
+        yield from halt(world, with_partition(spent(state), index, stands), claim, index)
+
+
+def halt(world: World, halted: State, claim: Claim, index: int) -> Steps:
+    """The partition halts at a change, which its execution may have stored before, unmarked."""
+    one = Write(Late.INSERT, claim.term, halted.generation, index, claim.token)
+    yield Step("halt", claim, fair=False), landed(world, halted, one) if world.storing else halted
+    if world.storing and Late.INSERT in world.late and halted.delays:
+        sent = halted._replace(delays=halted.delays - 1, writes=halted.writes | {one})
+        yield Step("halt, late", claim, fair=False), sent
+
+
+def justify(state: State, token: int) -> State:
+    """Return the state with one fault less to come, which justifies one more start of a change."""
+    more = put(state.justified, token - 1, state.justified[token - 1] + 1)
+    return state._replace(justified=more, budget=state.budget - 1)
+
+
+def reopen(world: World, state: State, listener: Listener) -> Steps:
+    """The stream breaks: the listener opens it again at the watermark and forgets what it had read and stored."""
+    if listener.cursor > state.watermark and can(world, state, Fault.REOPEN):
+        place = state.watermark
+        again = listener._replace(opened=place, cursor=place, stored=(place,) * len(listener.stored))
+        yield Step("reopen", again, fair=False), with_listener(state, listener, again)._replace(budget=state.budget - 1)
+
+
+# --- the oplog and the operator -----------------------------------------------------------------------------
+
+
+def roll(world: World, state: State) -> Steps:
+    """The oplog loses its beginning."""
+    if state.rolls < len(world.rolls):
+        yield Step("roll", fair=False), state._replace(oldest=world.rolls[state.rolls], rolls=state.rolls + 1)
+
+
+def decide(world: World, state: State, listener: Listener) -> Steps:
+    """An operator gives lost history up: what is stored stays owed, the place is where reading goes on.
+
+    What it counts on is secured first. Waits until what was read before the gap is complete, which shortens the
+    search and nothing else.
+    """
+    if world.decision is None or not is_lost(state, listener) or listener.cursor != state.watermark:
+        return
+    place = state.oldest - 1 if world.decision is Decision.OLDEST else len(world.keys)
+    after = state
+    for index in range(len(state.partitions)):
+        after = secured(world, after, listener, index, place)
+    gap = frozenset(token for token in range(state.watermark + 1, place + 1) if not is_owed(world, after, token))
+    reach = [place] * len(state.partitions)
+    if world.broken is Broken.DECISION_RUNS_ALL:
+        reach = [max(place, partition.spilled) for partition in state.partitions]
+    moved_on = listener._replace(opened=place, cursor=place, stored=tuple(reach))
+    after = with_listener(after, listener, moved_on)
+    yield Step("decide", moved_on, fair=False), after._replace(watermark=place, excused=state.excused | gap)
+
+
+def secured(world: World, state: State, listener: Listener, index: int, place: int) -> State:
+    """Return the state in which no removal of an older term takes what a decision counts on.
+
+    Where nothing is left, the mark goes: what it stood for is given up with the rest.
+    """
+    partition = state.partitions[index]
+    tokens = stored(state, index, partition.token, partition.spilled)
+    if world.broken is not Broken.DECISION_TRUSTS_DOCUMENTS:
+        for token in tokens:
+            state = landed(world, state, Write(Late.INSERT, listener.term, state.generation, index, token))
+    if not tokens and partition.spilled <= place and world.broken is not Broken.DECISION_KEEPS_MARK:
+        return with_partition(state, index, partition._replace(spilled=0))
+    return state
+
+
+def is_owed(world: World, state: State, token: int) -> bool:
+    """Tell whether a change is stored where it will be run from."""
+    index = partition_of(state, world, token)
+    partition = state.partitions[index]
+    return token in stored(state, index, partition.token, partition.spilled)
+
+
+def command(world: World, state: State, index: int) -> Steps:
+    """An operator retries or skips the change at which a partition has halted."""
+    partition = state.partitions[index]
+    head = partition.head
+    if not world.operator or head is None:
+        return
+    more = put(state.justified, head.token - 1, state.justified[head.token - 1] + 1)
+    flowing = partition._replace(head=None)
+    after = with_partition(state, index, flowing)._replace(justified=more)
+    yield Step("retry", head, fair=False), after
+    yield Step("skip", head, fair=False), moved(world, state, index, head)
+
+
+def rewind(world: World, state: State) -> Steps:
+    """An operator sends the subscription back, in one transaction, which is a term of its own.
+
+    Not below what the oplog has, and nothing forward: a partition or a watermark that lies before stays there. The
+    mark and the documents stay too (that a mark which was reached may go is in the model of snapshots). It begins as
+    every take-over: what is handled is committed, and who runs in a partition that stays goes
+    on. What was halted or claimed in one that goes back is over.
+    """
+    if world.rewind is None or state.rewound or not any(token > world.rewind for token in state.done):
+        return
+    for index in range(len(state.partitions)):
+        state = committed(world, state, index)
+    place = max(world.rewind, state.oldest - 1)
+    if world.broken is Broken.REWIND_BELOW_OPLOG:
+        place = world.rewind
+    epoch = state.epoch + 1
+    back = tuple(sent_back(world, each, place)._replace(epoch=epoch) for each in state.partitions)
+    watermark = place if world.broken is Broken.REWIND_MOVES_FORWARD else min(state.watermark, place)
+    kept = frozenset(range(1, place + 1))
+    after = state._replace(
+        epoch=epoch, watermark=watermark, partitions=back, rewound=True,
+        done=state.done & kept, excused=state.excused & kept, starts=(0,) * len(world.keys),
+        justified=(1,) * len(world.keys), last=(Started(),) * len(state.last),
+    )  # fmt: skip
+    yield Step("rewind", fair=False), after
+
+
+def sent_back(world: World, partition: Partition, place: int) -> Partition:
+    """Return a partition at a place, if that is a way back."""
+    if world.broken is Broken.REWIND_MOVES_FORWARD:
+        return partition._replace(token=place, claim=None)
+    if partition.token <= place:
+        return partition
+    back = partition._replace(token=min(partition.token, place), claim=None)
+    return back if world.broken is Broken.REWIND_KEEPS_HEAD else back._replace(head=None)
+
+
+def leader(state: State) -> Listener | None:
+    """Return the listener in office, if it has taken everything over."""
+    listener = in_office(state)
+    return listener if listener is not None and listener.leads else None
+
+
+# === the oracles, and the search ===
+
+Move = exploration.Move[World, State]
+
+
+def no_loss(move: Move) -> Iterator[str]:
+    """P1: a position never passes a change that is owed, or that its own configuration matches, and is not settled."""
+    if move.before.generation != move.after.generation:
+        return
+    for index, (old, new) in enumerate(zip(move.before.partitions, move.after.partitions, strict=True)):
+        ended = old.claim or old.head
+        if ended is None or new.token <= old.token:
+            continue
+
+        def is_missing(token: int, index: int = index, ended: Claim | Head = ended) -> bool:
+            wanted = token <= ended.owed or move.world.matched(ended.config, token)
+            return wanted and token not in move.after.settled and partition_of(move.after, move.world, token) == index
+
+        yield from passed(old.token, new.token, index, is_missing)
+
+
+def order(move: Move) -> Iterator[str]:
+    """P2: handlers of a key never start at an earlier change than the last (but by a rewind).
+
+    A change that the later one's configuration did not match was not earlier for it.
+    """
+    if move.step.kind == "start":
+        for old, new in zip(move.before.last, move.after.last, strict=True):
+            if new.token < old.token and move.world.matched(old.config, new.token):
+                yield f"change {new.token} has started after change {old.token}"
+
+
+def monotone(move: Move) -> Iterator[str]:
+    """P4: epochs, watermark and positions never go back but by a rewind, which goes where the stream can be read."""
+    before, after, rewound = move.before, move.after, move.step.kind == "rewind"
+    yield from gone_back("an epoch", before.epoch, after.epoch)
+    if not rewound:
+        yield from gone_back("the watermark", before.watermark, after.watermark)
+    if rewound and after.watermark > before.watermark:
+        yield "a rewind has moved the watermark forward"
+    if rewound and after.watermark + 1 < before.oldest <= before.watermark + 1:
+        yield "a rewind has gone where the stream cannot be opened"
+    if before.generation != after.generation:
+        return
+    for old, new in zip(before.partitions, after.partitions, strict=True):
+        if new.epoch < old.epoch or (new.token < old.token and not rewound):
+            yield f"a partition has gone back from {old.token} to {new.token}"
+        if rewound and new.token > old.token:
+            yield "a rewind has moved a position forward"
+
+
+def prefix(move: Move) -> Iterator[str]:
+    """P5, P13: whatever lies at or below the watermark is settled, or stored between position and mark."""
+    for token in range(1, move.after.watermark + 1):
+        if token not in move.after.settled and not is_owed(move.world, move.after, token):
+            yield f"change {token} lies below the watermark and is neither done nor stored under the mark"
+
+
+def bounded_duplicates(move: Move) -> Iterator[str]:
+    """P6: a handler starts once per change, once more per fault or command, and never when it was done."""
+    if isinstance(move.step.who, Message) and move.step.kind == "start":
+        token = move.step.who.token
+        if move.after.starts[token - 1] > move.after.justified[token - 1]:
+            yield f"change {token} has started {move.after.starts[token - 1]} times"
+        if token in move.before.done:
+            yield f"change {token} has started after it was done"
+
+
+def bytes_at_hand(move: Move) -> Iterator[str]:
+    """P13: an execution of a change that travels by reference finds its bytes."""
+    if isinstance(move.step.who, Message) and move.step.who.stored and move.step.kind == "start":
+        token = move.step.who.token
+        if found(move.after, move.step.who.generation, move.step.who.partition, token) is None:
+            yield f"the bytes of change {token} are gone"
+
+
+def left_undone(world: World, state: State) -> Iterator[str]:
+    """P12, where nothing more will happen: everything is done but what stands, and nothing has to wait for that."""
+    listener = leader(state)
+    if listener is None:
+        yield "nobody is in office"
+        return
+    lost = is_lost(state, listener)
+    stands = {index for index, each in enumerate(state.partitions) if each.stands}
+    if world.wanted(listener.config) != len(state.partitions) and not lost and not stands:
+        yield f"there are {len(state.partitions)} partitions for ever"
+    garbage = {each for each in state.documents if is_garbage(state, each)}
+    full = bool(stands) and 0 < world.bound <= len(state.documents - garbage)
+    reached = state.watermark if lost else listener.cursor if full else len(world.keys)
+    for token in range(1, reached + 1):
+        wanted = token <= state.watermark or world.matched(listener.config, token)
+        if wanted and token not in state.settled and partition_of(state, world, token) not in stands:
+            yield f"change {token} is not done, and its partition does not stand"
+    if state.watermark < len(world.keys) and not lost and not full:
+        yield f"the watermark stands at {state.watermark} for ever"
+    for index, partition in enumerate(state.partitions):
+        if partition.spilled > partition.token and index not in stands and not lost:
+            yield f"the mark of partition {index} stands at {partition.spilled} for ever"
+    for document in garbage:
+        yield f"nobody removes the document of change {document.token} in generation {document.generation}"
+
+
+def is_garbage(state: State, document: Document) -> bool:
+    """Tell whether a document belongs to former partitions, or to a change that is done."""
+    return document.generation != state.generation or document.token <= state.partitions[document.partition].token
+
+
+def led(world: World, state: State, listener: Listener) -> Steps:
+    """Yield the steps of a listener that has taken over, where it has not been left behind."""
+    if listener.generation != state.generation:
+        yield from adopt(state, listener)
+        return
+    if state.epoch == listener.term:
+        yield from switch(world, state, listener)
+        yield from discard(world, state, listener)
+    yield from read(world, state, listener)
+    if state.epoch == listener.term:
+        yield from store_watermark(world, state, listener)
+        yield from decide(world, state, listener)
+        yield from reopen(world, state, listener)
+    for index, partition in enumerate(state.partitions):
+        if partition.epoch == listener.term:
+            yield from insert(world, state, listener, index)
+            yield from mark(world, state, listener, index)
+            yield from clear(world, state, listener, index)
+            yield from remove(world, state, listener, index)
+            yield from dispatch(world, state, listener, index)
+
+
+def steps(world: World, state: State) -> Steps:
+    """Yield every step that a state allows, with the state it leads to in its plainest form."""
+    for step, after in all_steps(world, state):
+        yield step, plain(world, after)
+
+
+def all_steps(world: World, state: State) -> Steps:
+    """Yield every step that a state allows."""
+    # With the partitioning of the handler: so no older term's switch can follow.
+    yield from acquire(world, state, lambda term, begun: opened(state, Listener(term, begun), state.watermark))
+    for listener in state.listeners:
+        if listener.leads:
+            yield from led(world, state, listener)
+        else:
+            yield from take_over(world, state, listener)
+    yield from deliver(world, state)
+    for index in range(len(state.partitions)):
+        yield from execute(world, state, index)
+        yield from command(world, state, index)
+    yield from land(world, state, landed)
+    yield from roll(world, state)
+    yield from rewind(world, state)
+
+
+def plain(world: World, state: State) -> State:
+    """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
+    listeners = tuple(each for each in state.listeners if may_act(state, each))
+    messages = frozenset(each for each in state.messages if may_claim(state, each))
+    writes = frozenset(each for each in state.writes if may_land(world, state, each))
+    return state._replace(listeners=listeners, messages=messages, writes=writes)
+
+
+def may_land(world: World, state: State, one: Write) -> bool:
+    """Tell whether the guard of a write may still match."""
+    if one.kind is Late.WATERMARK:
+        return one.term == state.epoch
+    if one.kind is Late.SWITCH:
+        mine = one.term == state.epoch or world.broken is Broken.SWITCH_IGNORES_TERM
+        return mine and one.generation == state.generation
+    if one.kind in {Late.MARK, Late.CLEAR}:
+        return one.generation == state.generation and one.term == state.partitions[one.partition].epoch
+    return True
+
+
+def may_act(state: State, listener: Listener) -> bool:
+    """Tell whether a listener may still find a document that carries its term, or is about to."""
+    if listener.leads and listener.generation != state.generation:
+        return listener.term == state.epoch
+    return listener.term == state.epoch or any(each.epoch == listener.term for each in state.partitions)
+
+
+def may_claim(state: State, message: Message) -> bool:
+    """Tell whether a message could claim when its partition flows."""
+    if message.generation != state.generation:
+        return False
+    partition = state.partitions[message.partition]
+    return partition.epoch == message.term and partition.token == message.base
+
+
+SPILL_MODEL = Model(
+    initial=initial,
+    steps=steps,
+    oracles={
+        "P1": (no_loss,),
+        "P2": (order,),
+        "P4": (monotone,),
+        "P5": (prefix,),
+        "P6": (bounded_duplicates,),
+        "P13": (bytes_at_hand,),
+    },
+    at_rest={"P12": left_undone},
+)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tests.property.scenarios import NARROWER, WIDER, Scenarios, Sound, caught
-from tests.property.spill_model import Broken, Decision, Fault, Late, World
-from tests.property.spill_search import SPILL_MODEL
+from tests.property.scenarios import NARROWER, WIDER, Scenarios, caught, sound
+from tests.property.spill_model import SPILL_MODEL, Broken, Decision, Fault, Late, World
 
 ANY_WRITE = frozenset(Late)
 SWITCHING = frozenset({Late.SWITCH, Late.DISCARD})
@@ -28,12 +27,12 @@ ROLLED_BACK_TWO = World(
 MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
 ROLLED_MORE = World(
     "history lost, and a later term matches more", (0, 0, 0), terms=2,
-    matches=(frozenset({1, 3}), frozenset({1, 2, 3})), rolls=(2,), decision=Decision.OLDEST,
+    matches=(frozenset({1, 3}), frozenset({1, 2, 3})), rolls=(2,), decision=Decision.OLDEST
 )  # fmt: skip
 FULL_BACK = World("a full store and a rewind", (0, 0, 0), terms=1, buffer=1, bound=1, rewind=0)
 FULL_LARGE = World(
     "a full store, a halt and large changes", (0, 1, 1), terms=1, partitions=(2,), bound=1, faults=HALT, budget=1,
-    large=True,
+    large=True
 )  # fmt: skip
 LATE_MARK = World("a late mark", (0, 0), terms=1, late=frozenset({Late.MARK}), delays=1)
 LATE_CLEAR = World("a late clear", (0, 0), terms=1, late=frozenset({Late.CLEAR}), delays=1)
@@ -41,7 +40,7 @@ STALE_READ = World("a stale read", (0, 0), terms=1, faults=frozenset({Fault.STAL
 ROLLBACK = World("a rollback of handled", (0, 0), terms=1, faults=frozenset({Fault.ROLLBACK}), budget=1)
 FULL_HALT = World(
     "a full store and a halt", (0, 1, 0, 1), terms=2, partitions=(2,), buffer=1, bound=1, faults=HALT, budget=1,
-    operator=True,
+    operator=True
 )  # fmt: skip
 
 MERGED = World("two partitions become one", (0, 1), terms=2, partitions=(2, 2, 1))
@@ -54,97 +53,54 @@ LATE_SWITCH = TURNED_BACK._replace(name="a late switch, and back", late=frozense
 LATE_DISCARD = TURNED_BACK._replace(name="a late removal, and back", late=frozenset({Late.DISCARD}), delays=1)
 MERGED_FULL = World(
     "two partitions become one, a halt and a full store", (0, 0, 1), terms=2, partitions=(2, 2, 1), buffer=2, bound=1,
-    faults=HALT, budget=1,
+    faults=HALT, budget=1
 )  # fmt: skip
 
 SOUND = (
-    Sound(TWO_TERMS._replace(name="two changes, two terms, a late write", late=ANY_WRITE, delays=1), 10_000),
-    Sound(TWO_TERMS._replace(name="three changes, two terms", keys=(0, 0, 0)), 8_000),
-    Sound(BACK._replace(name="a rewind and a late write", late=ANY_WRITE, delays=1), 5_000),
-    Sound(HALT_BACK._replace(name="three changes, a halt, a rewind to the first", keys=(0, 0, 0), rewind=1), 8_000),
-    Sound(MATCHES_MORE._replace(name="a later term matches more, a halt", faults=HALT, budget=1), 4_000),
-    Sound(MATCHES_MORE._replace(name="a later term matches less", matches=NARROWER), 6_000),
-    Sound(ROLLED_MORE._replace(name="history lost, from the oldest", matches=(), rolls=(3,)), 15_000),
-    Sound(ROLLED_MORE._replace(name="history lost, from now", rolls=(3,), decision=Decision.NOW), 10_000),
-    Sound(ROLLED_BACK._replace(name="history lost behind a rewind", keys=(0, 0, 0), decision=Decision.OLDEST), 5_000),
-    Sound(FULL_BACK, 1_000),
-    Sound(FULL_HALT._replace(terms=1), 6_000),
-    Sound(
-        World(
-            "two partitions, a halt or a park",
-            (0, 1, 0),
-            terms=1,
-            partitions=(2,),
-            faults=frozenset({Fault.HALT, Fault.PARK}),
-            budget=1,
-            operator=True,
-        ),
-        8_000,
-    ),
-    Sound(
-        HALTING._replace(
-            name="a halt that stores its change, late",
-            terms=2,
-            storing=True,
-            late=frozenset({Late.INSERT}),
-            delays=1,
-        ),
-        15_000,
-    ),
-    Sound(ROLLBACK._replace(terms=2), 5_000),
-    Sound(TWO_TERMS._replace(name="a stream that breaks", faults=frozenset({Fault.REOPEN}), budget=1), 2_000),
-    Sound(BACK_LARGE, 1_000),
-    Sound(FULL_LARGE._replace(operator=True), 1_000),
-    Sound(
-        TWO_TERMS._replace(name="large changes, two terms, a late write", large=True, late=ANY_WRITE, delays=1), 5_000
-    ),
-    Sound(MERGED, 5_000),
-    Sound(SPLIT, 2_500),
-    Sound(MERGED_BACK, 8_000),
-    Sound(MERGED_LOST._replace(name="two partitions become one, lost history", decision=Decision.OLDEST), 10_000),
-    Sound(
-        SPLIT._replace(
-            name="one partition becomes two, halts, and a later term matches less",
-            faults=HALT,
-            budget=1,
-            operator=True,
-            storing=True,
-            matches=(frozenset({1, 2}), frozenset({2})),
-        ),
-        7_000,
-    ),
-    Sound(LATE_SWITCH._replace(name="a switch with a late write, and back", late=SWITCHING), 15_000),
-    Sound(MERGED_HALT, 6_000),
-    Sound(MERGED_FULL, 14_000),
-)
+    sound(10_000, TWO_TERMS, "two changes, two terms, a late write", late=ANY_WRITE, delays=1),
+    sound(8_000, TWO_TERMS, "three changes, two terms", keys=(0, 0, 0)),
+    sound(5_000, BACK, "a rewind and a late write", late=ANY_WRITE, delays=1),
+    sound(8_000, HALT_BACK, "three changes, a halt, a rewind to the first", keys=(0, 0, 0), rewind=1),
+    sound(4_000, MATCHES_MORE, "a later term matches more, a halt", faults=HALT, budget=1),
+    sound(6_000, MATCHES_MORE, "a later term matches less", matches=NARROWER),
+    sound(15_000, ROLLED_MORE, "history lost, from the oldest", matches=(), rolls=(3,)),
+    sound(10_000, ROLLED_MORE, "history lost, from now", rolls=(3,), decision=Decision.NOW),
+    sound(5_000, ROLLED_BACK, "history lost behind a rewind", keys=(0, 0, 0), decision=Decision.OLDEST),
+    sound(1_000, FULL_BACK),
+    sound(6_000, FULL_HALT, terms=1),
+    sound(20_000, HALTING, "two partitions, a halt", keys=(0, 1, 0), partitions=(2,)),
+    sound(15_000, HALTING, "a halt that stores its change, late", terms=2, storing=True, late=frozenset({Late.INSERT}),
+        delays=1),
+    sound(5_000, ROLLBACK, terms=2),
+    sound(2_000, TWO_TERMS, "a stream that breaks", faults=frozenset({Fault.REOPEN}), budget=1),
+    sound(1_000, BACK_LARGE),
+    sound(1_000, FULL_LARGE, operator=True),
+    sound(5_000, TWO_TERMS, "large changes, two terms, a late write", large=True, late=ANY_WRITE, delays=1),
+    sound(5_000, MERGED),
+    sound(2_500, SPLIT),
+    sound(8_000, MERGED_BACK),
+    sound(10_000, MERGED_LOST, "two partitions become one, lost history", decision=Decision.OLDEST),
+    sound(7_000, SPLIT, "one partition becomes two, halts, and a later term matches less", faults=HALT, budget=1,
+        operator=True, storing=True, matches=(frozenset({1, 2}), frozenset({2}))),
+    sound(15_000, LATE_SWITCH, "a switch with a late write, and back", late=SWITCHING),
+    sound(6_000, MERGED_HALT),
+    sound(14_000, MERGED_FULL),
+)  # fmt: skip
 SLOW = (
-    Sound(TWO_TERMS._replace(name="two changes, two terms, two late writes", late=ANY_WRITE, delays=2), 60_000),
-    Sound(MATCHES_MORE._replace(name="a later term matches more, a late write", late=ANY_WRITE, delays=1), 40_000),
-    Sound(ROLLED_BACK._replace(name="four changes, lost history behind a rewind", keys=(0,) * 4), 10_000),
-    Sound(MERGED._replace(name="three changes, two partitions become one", keys=(0, 1, 0)), 40_000),
-    Sound(MERGED_LOST._replace(name="three changes, two partitions become one, lost history", keys=(0, 1, 0)), 90_000),
-    Sound(MERGED_HALT._replace(name="a halt, a rewind, two partitions become one", rewind=1, operator=True), 50_000),
-    Sound(MERGED_HALT._replace(name="a halt, a rewind behind two that became one", rewind=0, operator=True), 50_000),
-    Sound(
-        MERGED._replace(
-            name="two partitions become one, any fault",
-            faults=frozenset(Fault) - {Fault.STALE_READ},
-            budget=1,
-            operator=True,
-        ),
-        60_000,
-    ),
-    Sound(TURNED_BACK._replace(name="a switch and back, any late write", late=ANY_WRITE, delays=1), 35_000),
-    Sound(MERGED_HALT._replace(name="two switches, a halt", terms=3, partitions=(2, 2, 1, 2), operator=True), 100_000),
-    Sound(
-        MERGED._replace(
-            name="two partitions become one, and a later term matches less",
-            keys=(0, 1, 0),
-            matches=(frozenset({1, 2, 3}), frozenset({2, 3})),
-        ),
-        50_000,
-    ),
-)
+    sound(60_000, TWO_TERMS, "two changes, two terms, two late writes", late=ANY_WRITE, delays=2),
+    sound(40_000, MATCHES_MORE, "a later term matches more, a late write", late=ANY_WRITE, delays=1),
+    sound(10_000, ROLLED_BACK, "four changes, lost history behind a rewind", keys=(0,) * 4),
+    sound(40_000, MERGED, "three changes, two partitions become one", keys=(0, 1, 0)),
+    sound(90_000, MERGED_LOST, "three changes, two partitions become one, lost history", keys=(0, 1, 0)),
+    sound(50_000, MERGED_HALT, "a halt, a rewind, two partitions become one", rewind=1, operator=True),
+    sound(50_000, MERGED_HALT, "a halt, a rewind behind two that became one", rewind=0, operator=True),
+    sound(60_000, MERGED, "two partitions become one, any fault", faults=frozenset(Fault) - {Fault.STALE_READ},
+        budget=1, operator=True),
+    sound(35_000, TURNED_BACK, "a switch and back, any late write", late=ANY_WRITE, delays=1),
+    sound(100_000, MERGED_HALT, "two switches, a halt", terms=3, partitions=(2, 2, 1, 2), operator=True),
+    sound(50_000, MERGED, "two partitions become one, and a later term matches less", keys=(0, 1, 0),
+        matches=(frozenset({1, 2, 3}), frozenset({2, 3}))),
+)  # fmt: skip
 """Larger scenarios, minutes of them."""
 
 
@@ -187,11 +143,4 @@ CAUGHT = (
     caught(Broken.FORMER_STAY, MERGED, "P12"),
 )
 
-SPILL = Scenarios(
-    model=SPILL_MODEL,
-    broken=Broken,
-    large=6_000,
-    sound=SOUND,
-    caught=CAUGHT,
-    slow=SLOW,
-)
+SPILL = Scenarios(model=SPILL_MODEL, broken=Broken, large=6_000, sound=SOUND, caught=CAUGHT, slow=SLOW)

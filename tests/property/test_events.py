@@ -88,14 +88,16 @@ valid = events.map(bson.encode)
 
 
 @st.composite
-def spoilt(draw: st.DrawFn) -> bytes:
+def spoilt(draw: st.DrawFn, whole: st.SearchStrategy[bytes] = valid) -> bytes:
     """Bytes that were an event: some changed, cut off, put in; mostly with lengths that still fit."""
-    data = bytearray(draw(valid))
+    data = bytearray(draw(whole))
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(4, len(data) - 1))
-        how = draw(st.sampled_from(["change", "text", "cut", "insert"]))
+        how = draw(st.sampled_from(["change", "by one", "text", "cut", "insert"]))
         if how == "change":
             data[place] = draw(st.integers(0, 255))
+        elif how == "by one":
+            data[place] = (data[place] + draw(st.sampled_from([1, 255]))) % 256
         elif how == "text":
             data[place : place + 2] = b"\xff\xfe"
         elif how == "cut" and len(data) > 8:

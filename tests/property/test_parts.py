@@ -125,13 +125,6 @@ def test_a_change_that_was_tried_before_is_given_alone() -> None:
     assert parts.next_offsets() == [1, 2, 3]
 
 
-def test_no_part_is_longer_than_its_handler_wants() -> None:
-    """A listener of another deploy may have sent more."""
-    driver = Driver(Parts(7, most=3, head_alone=True), set(), tells=False)
-    driver.drive()
-    assert driver.calls == [[0], [1, 2], [3, 4, 5], [6]]
-
-
 def test_a_change_stands_for_those_of_its_document_up_to_an_event_without_one() -> None:
     """A drop parts what was before it from what comes later."""
     parts = Parts(6, [b"a", None, b"a", b"b", b"a", b"b"])

@@ -99,10 +99,6 @@ class Process(NamedTuple):
     cancels: bool = False
     frozen: bool = False
 
-    def __str__(self) -> str:
-        """Return the process as a part of a trace."""
-        return f"process {self.id}: {self.step} {'AB'[self.side]}, {self.log.state} v{self.log.version}"
-
 
 class State(NamedTuple):
     """Everything; ``stopped``: it waits for a person; ``left``: what may still happen, in the order of the world."""
@@ -275,13 +271,13 @@ def work(state: State) -> Iterator[tuple[Step, State]]:
     left = state.left
     for me in state.processes:
         after = ACTS[me.step](state, me)
-        yield Step(str(me), fair=not me.frozen), after
+        yield Step(me.step, me, fair=not me.frozen), after
         if left.losses and (after.log, after.parts) != (state.log, state.parts):
             unknown = go(after._replace(left=left._replace(losses=left.losses - 1)), me, me.step, me.side)
-            yield Step(f"{me}, its answer is lost", fair=False), unknown
+            yield Step(f"{me.step}, its answer is lost", me, fair=False), unknown
         if left.freezes and not me.frozen:
             less = state._replace(left=left._replace(freezes=left.freezes - 1))
-            yield Step(f"{me} freezes", fair=False), go(less, me, me.step, me.side, frozen=True)
+            yield Step("freeze", me, fair=False), go(less, me, me.step, me.side, frozen=True)
 
 
 def befall(state: State) -> Iterator[tuple[Step, State]]:

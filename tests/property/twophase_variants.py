@@ -17,10 +17,9 @@ SOUND = (
     Sound(World("two freezes", freezes=2), 54_000),
     Sound(World("a cancel, a recovery without need, a lost answer", cancels=1, takers=1, losses=1), 100_000),
     Sound(World("another transaction, a freeze, a cancel", others=1, freezes=1, cancels=1), 73_000),
-    Sound(
-        World("a participant written back, another transaction, a freeze", replacements=1, others=1, freezes=1), 45_000
-    ),
-)
+    Sound(World("a participant written back, another transaction, a freeze", replacements=1, others=1, freezes=1),
+        45_000),
+)  # fmt: skip
 
 FREEZE = World("a freeze", freezes=1)
 TAKEN = World("a recovery without need", takers=1)

@@ -180,4 +180,4 @@ def test_refusals_are_loud_without_a_flood(caplog: pytest.LogCaptureFixture) -> 
         with caplog.at_level(logging.ERROR):
             one.report(change)
     (record,) = caplog.records
-    assert record.getMessage().startswith("shop.orders insert 1 is refused before handler summarise, in partition")
+    assert record.getMessage().startswith("shop.orders insert 1 cannot be given to handler summarise, partition")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
+from celery import Celery
 from celery.bin.celery import celery as celery_command
 from click.testing import CliRunner
 
@@ -57,6 +60,14 @@ def test_no_line_of_help_is_wider_than_a_terminal() -> None:
     lines = [(path, line) for path, each in ALL.items() for line in each.command.get_help(each).splitlines()]
     assert [each for each in lines if len(each[1]) > WIDTH] == []
     assert [each for each in lines if each[1].endswith("...") and not each[1].startswith("Usage:")] == []
+
+
+def test_every_command_has_an_example_that_it_accepts() -> None:
+    options = SimpleNamespace(app=Celery(set_as_current=False))
+    for path, context in ALL.items():
+        _, found, words = str(context.command.epilog).partition(path)
+        assert found == path
+        context.command.make_context(context.info_name, shlex.split(words), obj=options)
 
 
 def test_every_command_that_prints_has_json() -> None:

@@ -179,8 +179,8 @@ def test_a_message_names_cause_and_remedy_and_no_password() -> None:
     assert found["relational"][0][1:] == [
         "handler of_relational of bridge shop",
         (
-            "Invoice is stored in 'default', a database of SQLite, and only MongoDB's changes can be watched: give a "
-            "model of django-mongodb-backend, or have a router say where it is. | None"
+            "Invoice is stored in 'default', a database of SQLite, but only MongoDB can be watched. Use a model of "
+            "django-mongodb-backend, or route this model to its database. | None"
         ),
     ]
     assert "DATABASES['mongo']" in found["another_cluster"][0][2]

@@ -122,7 +122,7 @@ def _actions(rights: Sequence[Right], collection: str) -> set[str]:
 
 def test_without_a_handler_nobody_knows_what_is_watched() -> None:
     """A role that watches nothing would be of no use, and one that watches all too much."""
-    with pytest.raises(ConfigurationError, match="import the module"):
+    with pytest.raises(ConfigurationError, match="Import the module"):
         list_rights(wiring_on(), "listener")
 
 

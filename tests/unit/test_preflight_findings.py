@@ -72,18 +72,18 @@ GROUPS = {"shop.0": ["quick"], "shop.slow.0": ["slow"]}
     ("consumed", "known", "needed", "wrong", "words"),
     [
         ({"a@x": [*QUEUES, "celery"]}, {"a@x": [*NEEDED, "add"]}, None, {}, ""),
-        ({"a@x": ["shop.0"]}, {"a@x": NEEDED}, None, {"consumers": "failing"}, "consumes shop.1."),
+        ({"a@x": ["shop.0"]}, {"a@x": NEEDED}, None, {"consumers": "failing"}, "consumes the queues shop.1."),
         # A busy worker is late with one of its answers; nothing is known of its queues.
         ({}, {"late@x": NEEDED}, None, {"consumers": "degraded"}, "late@x"),
         # A worker of another app on the same broker is none of our business.
         (
             {"a@x": QUEUES, "other@x": ["celery"]}, {"a@x": NEEDED[:1], "other@x": ["add"]}, None,
-            {"worker_tasks": "failing"}, "a@x does not know mongo_celery.commit",
+            {"worker_tasks": "failing"}, "a@x does not have the tasks mongo_celery.commit",
         ),
         # What is never sent to its queues a worker does not lack.
         (
             {"a@x": ["shop.0"], "b@x": ["shop.slow.0"]}, {"a@x": ["quick"], "b@x": ["quick"]}, GROUPS,
-            {"worker_tasks": "failing"}, "b@x does not know slow",
+            {"worker_tasks": "failing"}, "b@x does not have the tasks slow",
         ),
         ({}, {}, None, {"no_worker": "degraded"}, ""),  # a preflight may run before them
     ],
@@ -109,7 +109,7 @@ THERE = {"shop": {"orders": {"type": "collection"}, "ordres_view": {"type": "vie
     [
         ([ORDERS, Source("shop", None), Source(None, None)], "ok", "exist"),
         ([Source("shop", "ordesr")], "degraded", "record listens to shop.ordesr, which does not exist (did you mean"),
-        ([Source("shpo", None)], "degraded", "shpo.*, which does not exist: nothing comes"),
+        ([Source("shpo", None)], "degraded", "shpo.*, which does not exist. It gets no changes"),
         ([Source("shop", "ordres_view")], "failing", "which is a view"),
     ],
 )

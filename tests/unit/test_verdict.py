@@ -222,7 +222,13 @@ CASES: dict[str, list[Case]] = {
         Case({"lease": reporting(sentAgain=["summarise"])}, "degraded", "celery -A shop changes check", "summarise")
     ],
     "backlog_missing": [
-        Case(storing(0.0, storedMissing=["summarise/0"]), "failing", None, "summarise/0", without=storing(0.0))
+        Case(
+            storing(0.0, storedMissing=["summarise/0"]),
+            "failing",
+            None,
+            '"summarise", "partition": {"$in": [0]}}, {$unset: {stored: 1}})',
+            without=storing(0.0),
+        )
     ],
     "backlog_refused": [Case(storing(0.1, "one has its share"), "failing", None, "its share", without=storing(0.1))],
     "backlog_bound": [
@@ -344,7 +350,7 @@ CASES: dict[str, list[Case]] = {
             {"lease": reporting(repartitioning=[{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS)}])},
             "degraded",
             None,
-            "7 partitions",
+            "7 new partitions",
             without={"lease": reporting(repartitioning=[{**NEW_LAYOUT, "since": since(REPARTITIONING_SECONDS - 1)}])},
         )
     ],
@@ -378,7 +384,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "dead_letters": [Case({"dead_letters": {"summarise": 2}}, "degraded", LETTERS, "2 dead letters")],
     "unregistered": [
-        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", REMOVE, "no handler retired"),
+        Case({"subscriptions": [subscription(), RETIRED]}, "degraded", REMOVE, "no such handler"),
         Case({"subscriptions": [RETIRED]}, "degraded", REMOVE, "name='retired'"),
     ],
     "state_unreadable": [],  # there is no status to judge then
@@ -498,7 +504,7 @@ def test_what_is_stored_of_a_handler_that_is_gone_is_told_beside_it() -> None:
     verdict = seen(calm(subscriptions=[subscription(), RETIRED], images=[image(0), gone], stored=stored))
     assert [(each.code, first(each)) for each in verdict.findings] == [("unregistered", REMOVE)]
     assert "(1 partition halted)" in verdict.findings[0].sentence
-    assert "Stored ones of retired" in verdict.findings[0].sentence
+    assert "Stored changes of retired" in verdict.findings[0].sentence
 
 
 def test_a_listener_that_would_end_again_is_not_what_cures() -> None:

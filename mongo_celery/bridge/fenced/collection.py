@@ -287,7 +287,7 @@ class FencedCollection:
             return BulkDelete(place, delete, target)
         if not isinstance(request, UpdateOne | ReplaceOne):
             raise ConfigurationError(
-                f"A fenced bulk write takes no {type(request).__name__}: take ReplaceOne or DeleteOne."
+                f"A fenced bulk write cannot contain {type(request).__name__}. Use UpdateOne, ReplaceOne or DeleteOne."
             )
         body = _changing(facts.document) if isinstance(request, UpdateOne) else self._replacing(facts.document)
         write, target = self._updating(body, facts.options, command), _find_target(facts.filter, facts.options)
@@ -318,11 +318,13 @@ class FencedCollection:
 
     def _demand_upsertable(self, write: FencedUpdate, target: Target | None, upsert: bool) -> None:
         if upsert and "collation" in write.options:
-            raise ConfigurationError("A fenced upsert takes no collation: _id must be the same for every execution.")
+            raise ConfigurationError(
+                "A fenced upsert cannot have a collation, because every execution must find the same _id. Leave it out."
+            )
         if upsert and target is None:
             raise ConfigurationError(
-                "A fenced upsert needs equality on _id: by another field, a stale execution would "
-                "insert a second document. Put the field's value into _id, or find the _id first."
+                "A fenced upsert needs a filter with one _id, such as {'_id': 1}. By another field, a stale execution "
+                "could insert a second document. Use the field's value as _id, or find the _id first."
             )
 
     def _choose(

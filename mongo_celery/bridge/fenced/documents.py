@@ -200,7 +200,7 @@ class Documents:
         tombstones, ids = self.tombstones, [target.id for _, target in wanted]
         fences = [self.make_fence(target.id, write.body) for write, target in wanted]
         if session is not None and session.in_transaction and any(fence.origin for fence in fences):
-            # Check before E11000 ends the transaction: a handler may pass over an older change.
+            # Check before E11000 ends the transaction: a handler may skip an older change.
             for found in zip(ids, fences, read_stamps(self.collection, ids, session, bare={}), strict=True):
                 self.require_fresh(*found)
 

@@ -48,9 +48,8 @@ HAND_MADE_TOKEN = -1
 """The token of a manually built change: smaller than all others, and no fence accepts it."""
 
 HAND_MADE = (
-    "A change that was built by hand has no fence that compares with those of live changes: deliver documents that "
-    "exist by `celery -A APP changes snapshot start HANDLER`; a unit test gives a fence, Change.build(..., "
-    "fence=Fence(...))."
+    "A change from Change.build has no fence, so fenced writes refuse it. In a unit test use Change.build(..., "
+    "fence=Fence(...)). To handle existing documents, run `celery -A APP changes snapshot start HANDLER`."
 )
 """Why a manually built change writes nothing fenced, and the fix."""
 
@@ -98,14 +97,14 @@ class Fence:
     def __post_init__(self) -> None:
         if not _KEY.fullmatch(self.key):
             raise ConfigurationError(
-                f"A fence's key reads <bridge>/<subscription> without '.' and '$', not {self.key!r}.",
+                f"A fence's key must be 'BRIDGE/HANDLER' without '.' and '$', not {self.key!r}.",
                 key=self.key,
             )
         if self.token == HAND_MADE_TOKEN:
             raise ConfigurationError(HAND_MADE, fence=self)
         for name in ("partitioning", "index", "token"):
             if not 0 <= getattr(self, name) <= TOKEN_MAX:
-                raise ConfigurationError(f"A fence's {name} lies between 0 and 2^63 - 1.", fence=self)
+                raise ConfigurationError(f"A fence's {name} must be between 0 and 2^63 - 1.", fence=self)
 
     @property
     def path(self) -> str:
@@ -186,7 +185,7 @@ class Fence:
         return {"$or": [self._guard_same(), self._guard_older()]}
 
     def _guard_same(self) -> dict[str, Any]:
-        """Return the part of the guard for a stamp of my term."""
+        """Return the part of the guard for a stamp of this term."""
         guard: dict[str, Any] = {
             f"{self.path}.g": self.partitioning,
             f"{self.path}.p.{self.index}": {"$not": {"$gt": self.token}},
@@ -268,7 +267,7 @@ def refuse_stamps(body: Body) -> Body:
     named = body.find_name(FIELD)
     if named is not None:
         raise ConfigurationError(
-            f"{named!r} belongs to the fence, which maintains it. Do not write it.",
+            f"The field {named!r} is reserved for fencing tokens. Leave it out of the write.",
             field=named,
         )
     return body

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mongo_celery.outbox import Outbox
 
 KEPT_FILLING = "it gets new entries faster than they are delivered"
-_IN_TRANSACTION = "nothing is delivered inside a transaction"
-_HELD = "another relay holds them, or they wait to be tried again after a failure"
+_IN_TRANSACTION = "entries are not delivered inside a transaction"
+_HELD = "another process is delivering them, or they wait for a retry after a failure"
 _BROKER = "the broker does not answer"
 _HELD_SECONDS = 5.0
 _PAUSES = Pauses(first=0.02, longest=0.5)
@@ -65,8 +65,8 @@ class PendingTasks:
         """
         if self._outboxes and replacement.find_name(FIELD) is not None:
             raise OutboxRefusedError(
-                f"{FIELD} belongs to an outbox of {self._collection.full_name}: a replacement that brings it would "
-                "drop what is pending there, so nothing was written. To replace a document and carry tasks, write "
+                f"The field {FIELD} is reserved for an outbox of {self._collection.full_name}. A replacement with this "
+                "field would drop pending entries, so nothing was written. To replace a document and send tasks, use "
                 "bulk_write([outbox.with_tasks(ReplaceOne(filter, document, upsert=True), tasks)]).",
             )
 
@@ -109,8 +109,8 @@ class PendingTasks:
     def make_refusal(self, document_id: Any, reason: str) -> OutboxRefusedError:
         """Return the error of a delete that would remove pending entries."""
         return OutboxRefusedError(
-            f"document {document_id!r} of {self._collection.full_name} has pending entries that could not be delivered "
-            f"({reason}); it was not deleted. Try again when they are.",
+            f"document {document_id!r} of {self._collection.full_name} was not deleted, because its outbox entries "
+            f"could not be delivered first: {reason}. Try again later.",
             document=document_id,
             retryable=True,
         )

@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 PREFIX = "mongo_celery_bridge_"
 
 GAUGES = {
-    "up": ("1 if MongoDB answered this scrape. Else the state is missing.", ""),
+    "up": ("1 if MongoDB answered this scrape. Otherwise the metrics of the state are missing.", ""),
     "verdict": ("State: 0 healthy, 1 degraded, 2 failing.", ""),
-    "finding": ("State: 1 where a finding of this code is degraded, 2 where it is failing, else 0.", "code"),
+    "finding": ("State: 1 if the finding with this code is degraded, 2 if it is failing, otherwise 0.", "code"),
     "led": ("State: 1 if a listener leads.", ""),
     "standbys": ("State: listeners that stand by.", ""),
-    "oplog_window_seconds": ("State: from the oplog's oldest entry to its latest.", ""),
+    "oplog_window_seconds": ("State: seconds from the oplog's oldest entry to its latest.", ""),
     "stored_changes": ("State: stored changes of blocked partitions.", ""),
-    "stored_bytes": ("Leader: bytes of these.", ""),
-    "stored_bytes_limit": ("Leader: the bound of these bytes, spill_bytes.", ""),
+    "stored_bytes": ("Leader: bytes of stored changes.", ""),
+    "stored_bytes_limit": ("Leader: limit of the bytes of stored changes (spill_bytes).", ""),
     "in_flight": ("Leader: runs that were sent and are not finished.", ""),
     "buffered": ("Leader: changes in its memory.", ""),
-    "unread_seconds": ("Leader: time without a successful read of the stream. 0 below 5 s.", ""),
-    "lag_seconds": ("State: age of the oldest change that is not handled, also of blocked ones.", "handler"),
-    "oplog_left_seconds": ("State: time until the oplog no longer reaches the position.", "handler"),
+    "unread_seconds": ("Leader: seconds since the last successful read of the stream. 0 below 5 s.", ""),
+    "lag_seconds": ("State: age of the oldest unhandled change, including blocked changes.", "handler"),
+    "oplog_left_seconds": ("State: seconds until the oplog no longer reaches the handler's position.", "handler"),
     "dead_letters": ("State: dead letters.", "handler"),
-    "parked_keys": ("State: keys whose changes wait for a person.", "handler"),
+    "parked_keys": ("State: parked keys, which wait for a person.", "handler"),
     "partitions": ("State: partitions by state.", "handler state"),
-    "listener_alive": ("Process: 1 if the loop of the listener works, as /healthz.", ""),
+    "listener_alive": ("Process: 1 if the listener's loop works, like /healthz.", ""),
     "leading": ("Process: 1 if it leads.", ""),
 }
 """Help, and labels in addition to `bridge`."""
@@ -58,22 +58,22 @@ GAUGES = {
 COUNTERS = {
     "takeovers": ("Process: how often it began to lead.", ""),
     "sweeps": ("Process: how often it compared all partitions with the runs in flight.", ""),
-    "reopenings": ("Process: errors after which it opened the stream again.", ""),
-    "dispatched": ("Process: changes in the runs that it sent, repetitions included.", "handler"),
-    "dispatched_again": ("Process: changes in the runs that it sent again, since it saw nothing of them.", "handler"),
-    "committed": ("Process: changes that positions passed: handled, skipped, or dead letters.", "handler"),
+    "reopenings": ("Process: how often it opened the stream again after an error.", ""),
+    "dispatched": ("Process: changes that it sent to workers, including repetitions.", "handler"),
+    "dispatched_again": ("Process: changes that it sent again, because no worker claimed them.", "handler"),
+    "committed": ("Process: changes that are finished: handled, skipped, or dead letters.", "handler"),
     "retries": ("Process: attempts that ended with a request for a retry.", "handler"),
     "crashes": ("Process: attempts that ended without a result.", "handler"),
     "waits": ("Process: attempts that met an outage of MongoDB or the broker.", "handler"),
-    "stored": ("Process: changes that it stored, since their partition was blocked.", "handler"),
+    "stored": ("Process: changes that it stored, because their partition was blocked.", "handler"),
     "undeliverable": ("Process: changes that it could not give to the handler.", "handler"),
-    "dropped_messages": ("State: messages that workers have dropped since the bridge exists.", "cause"),
+    "dropped_messages": ("State: messages that workers have ever dropped.", "cause"),
 }
 
 LATENCIES = {
-    "claim_seconds": ("Process: from the sending of a run to its claim by a worker.", "handler"),
-    "handler_seconds": ("Process: from the claim of a run to its success, by the worker's clock.", "handler"),
-    "commit_seconds": ("Process: from the success of a run to its commit.", "handler"),
+    "claim_seconds": ("Process: seconds from sending a run to its claim by a worker.", "handler"),
+    "handler_seconds": ("Process: seconds from the claim of a run to its success, by the worker's clock.", "handler"),
+    "commit_seconds": ("Process: seconds from the success of a run to its commit.", "handler"),
 }
 
 

@@ -129,7 +129,7 @@ def _notes(handler: HandlerStatus) -> str:
     states = Counter(each.state for each in handler.partitions if each.state not in {"flowing", "not_led"})
     notes = [f"{count} {state}" for state, count in states.items()]
     notes += [f"{_amount(handler.stored)} stored"] if handler.stored != 0 else []
-    notes += [f"new partitions wait for {handler.repartitioning.waits}"] if handler.repartitioning else []
+    notes += [f"new partitions wait: {handler.repartitioning.waits}"] if handler.repartitioning else []
     return ", ".join(notes) or number(len(handler.partitions), "partition", "partitions")
 
 

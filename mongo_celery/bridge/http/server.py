@@ -65,8 +65,8 @@ def parse_address(text: str) -> tuple[str, int]:
     found = _ADDRESS.fullmatch(text.strip())
     if found is None or int(found["port"]) > 65_535:  # noqa: PLR2004 - the largest port
         raise ConfigurationError(
-            f"{text!r} is not an address to serve HTTP at. Give HOST:PORT, or PORT for this machine alone. "
-            "0.0.0.0:9100 is port 9100 of all its addresses, [::1]:9100 is an IPv6 address."
+            f"{text!r} is not an HTTP address. Give PORT, such as 9100, to serve this machine only. Give HOST:PORT, "
+            "such as 0.0.0.0:9100 or [::1]:9100, to serve other machines."
         )
     return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
 
@@ -113,7 +113,7 @@ class HttpServer(ThreadingHTTPServer):
         except (OSError, UnicodeError) as error:
             raise ConfigurationError(
                 f"cannot serve HTTP at {address}: {getattr(error, 'strerror', None) or error}. "
-                "Give --http another address, or end the process that uses this one."
+                "Give another address, or end the process that uses this one."
             ) from None
         self.port: int = self.server_address[1]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}/"
@@ -161,14 +161,16 @@ class _RequestHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hosts = self.headers.get_all("Host", [])
         if self.server.guards_host and (len(hosts) > 1 or not all(map(is_own_host, hosts))):
-            self._send(Response(b"Ask for localhost or 127.0.0.1.\n", status=HTTPStatus.MISDIRECTED_REQUEST))
+            self._send(Response(b"Use the host localhost or 127.0.0.1.\n", status=HTTPStatus.MISDIRECTED_REQUEST))
             return
         try:
             found = self.server.answer(self.path.partition("?")[0])
         except Exception as error:  # noqa: BLE001 - its words may hold a secret
-            logger.warning("an HTTP request failed: %s", type(error).__name__, extra={"event": "http_failed"})
-            found = Response(b"This failed.\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)
-        self._send(found or Response(b"There is nothing here.\n", status=HTTPStatus.NOT_FOUND))
+            logger.warning(
+                "the server could not answer an HTTP request: %s", type(error).__name__, extra={"event": "http_failed"}
+            )
+            found = Response(b"An error has occurred.\n", status=HTTPStatus.INTERNAL_SERVER_ERROR)
+        self._send(found or Response(b"This path does not exist.\n", status=HTTPStatus.NOT_FOUND))
 
     do_HEAD = do_GET  # noqa: N815
 
@@ -185,7 +187,7 @@ class _RequestHandler(BaseHTTPRequestHandler):
         """Refuse a request without repeating any of it."""
         del message, explain
         self.close_connection = True
-        self._send(Response(b"Only GET and HEAD of a path are answered.\n", status=code))
+        self._send(Response(b"Only GET and HEAD are supported.\n", status=code))
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the name of the standard library
         del format, args

@@ -28,11 +28,11 @@ RATE_SECONDS = 10.0
 """Seconds over which a rate is measured."""
 
 AGAIN_SECONDS, AGAIN_PERIODS = 20.0, 3
-"""If runs are sent again in this many periods in a row, something takes messages without a claim."""
+"""If runs are sent again in this many periods in a row, a worker takes messages without a claim."""
 
 STALLED_TTLS = 3
 STALLED_SECONDS = 60.0
-"""A loop that has not turned for this time, or for three ttls of the lease, hangs: each of its calls ends sooner."""
+"""A loop without a turn for this time, or for three ttls of the lease, hangs. Each of its calls ends sooner."""
 
 
 class Latencies:
@@ -129,10 +129,10 @@ class HandlerActivity:
         counted[:] = 0, 0
 
     def _measure(self, image: Image, sent: float | None, seen: float) -> None:
-        """Measure each time by one clock: the server's from claim to commit, ours from sending to reading."""
+        """Measure each time by one clock: the server's from claim to commit, this process's from sending to reading."""
         ran: Mapping[str, Any] = image.ran or {}
         took, claimed, ended, read = ran.get("took"), ran.get("claimed"), ran.get("at"), image.read_at
-        if ran.get("last") != image.committed:  # it was passed over
+        if ran.get("last") != image.committed:  # it was skipped
             return
         if not (isinstance(took, int) and isinstance(claimed, datetime) and isinstance(ended, datetime)):
             return

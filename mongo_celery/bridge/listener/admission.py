@@ -114,7 +114,7 @@ class Admission:
                 return is_owed, Refusal.because(read_error.sentence, lasts=True)
             return self._selects(event.document), None
         except Exception as error:  # noqa: BLE001 - whatever bytes do to a decoder
-            reason = f"it cannot be told whether handler {selector.name} gets it: {error_text(error)}"
+            reason = f"the filters of handler {selector.name} fail on this change: {error_text(error)}"
             return True, Refusal.because(reason, halts=True)
 
     def _selects(self, document: Mapping[str, Any]) -> bool:
@@ -159,13 +159,13 @@ class Admission:
 
     def report(self, change: PendingChange) -> None:
         """Log an accepted undeliverable change: the first one immediately, later ones every 30 s."""
-        assert change.refusal is not None, "only undeliverable changes are reported"
+        assert change.refusal is not None, "only an undeliverable change is reported"
         if is_unread(change.data):
             return  # the reader has logged it
         if not self._throttle.may_log():
             return
         logger.error(
-            "%s is refused before handler %s, in partition %d%s: %s",
+            "%s cannot be given to handler %s, partition %d%s: %s",
             describe(change.raw),
             self._selector.name,
             change.index,
@@ -178,5 +178,5 @@ class Admission:
 def keyless(handler: str, error: Exception) -> Refusal:
     """Return the refusal of a change for which the partition rule failed."""
     return Refusal.because(
-        f"partition_by of handler {handler} failed: {error_text(error)}; it must give a key for every event"
+        f"partition_by of handler {handler} failed: {error_text(error)}. It must return a key for every event"
     )

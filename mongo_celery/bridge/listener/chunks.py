@@ -141,7 +141,7 @@ class Chunk:
             has_document = change.refusal is None and (given or operation == "delete")
             self.changes[key] = KeyChange(change.data, has_document, given and operation == "update")
         except Exception:  # noqa: BLE001 - an event of whatever form
-            self.objection = "the key of a change that came in between cannot be read"
+            self.objection = "the key of a concurrent change cannot be read"
 
     def note_move(self, event: Mapping[str, Any]) -> None:
         """Check if this event may have replaced the collection."""
@@ -216,11 +216,11 @@ def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
     kind, options, uuid = found[0]["type"], found[0].get("options", {}), found[0].get("info", {}).get("uuid")
     objection = None
     if kind == "view":
-        objection = "it is a view, whose changes are those of the collections behind it: name these"
+        objection = "it is a view. Use the collections that it reads"
     elif kind == "timeseries":
-        objection = "it is a time series, of which no stream shows changes"
+        objection = "it is a time series, and MongoDB reports no changes of it"
     elif options.get("capped"):
-        objection = "it is capped: no stream shows what it removes automatically"
+        objection = "it is a capped collection, and MongoDB does not report the documents that it removes"
     return CollectionFacts(None if uuid is None else bytes(uuid), objection)
 
 
@@ -255,7 +255,7 @@ def _name_document(source: str) -> dict[str, Any]:
 
 
 def is_passing(error: Exception) -> bool:
-    """Return True if another attempt, later or smaller, may succeed."""
+    """Return True if a later or smaller attempt may succeed."""
     return error_code(error) == Code.MaxTimeMSExpired or is_transient(error) or is_unanswered(error)
 
 
@@ -285,7 +285,7 @@ class SnapshotFailedError(Exception):
 
 
 class ChunkFailedError(Exception):
-    """A failure that may pass with a later or smaller attempt."""
+    """A failure that a later or smaller attempt may avoid."""
 
 
 class ChunkReader:
@@ -361,7 +361,7 @@ class ChunkReader:
         return is_whole
 
     def _largest(self, chunk: Chunk) -> DocumentId | None:
-        """Return the largest `_id` of all."""
+        """Return the largest `_id` of the collection."""
         found = self._find(chunk, {"filter": {}, "sort": {_BOUND: -1}, "limit": 1})
         return DocumentId.of(bytes(found[0].raw)) if found else None
 
@@ -418,12 +418,12 @@ class ChunkReader:
             if concerns_a_document(without):
                 return
             raise
-        raise SnapshotFailedError(f"its match {chunk.snapshot.match} cannot be judged: {brief(error)}") from error
+        raise SnapshotFailedError(f"MongoDB refuses its match {chunk.snapshot.match}: {brief(error)}") from error
 
     def _refuse(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
         """Return the key of the one document that cannot become an event, and the reason."""
         found, _ = self._range(chunk, bounds, [{"$replaceWith": _name_document(chunk.snapshot.source)}], 1)
-        read_error = ReadError(f"the document could not be read as an event: {brief(error)}")
+        read_error = ReadError(f"MongoDB could not make a change of this document: {brief(error)}")
         chunk.items.update(self._item(chunk, bytes(each.raw), read_error) for each in found)
 
     def _item(self, chunk: Chunk, shaped: bytes, read_error: ReadError | None = None) -> tuple[bytes, PendingChange]:

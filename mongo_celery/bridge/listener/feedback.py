@@ -58,7 +58,7 @@ class Feedback:
         self._keys: dict[int, SentKey] = {}
 
     def note_dispatch(self, change: PendingChange) -> SentKey:
-        """Return the key of a run before it is sent. Its first change stands for all of it."""
+        """Return the key of a run's first change, before the run is sent."""
         key = self._keys.pop(change.hash, None) or SentKey()
         self._keys[change.hash] = key
         if len(self._keys) > _KEYS:

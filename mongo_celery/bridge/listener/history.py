@@ -1,5 +1,5 @@
 """
-Lost history: the oplog no longer reaches a subscription's position.
+Oplog gaps: the oplog no longer reaches a subscription's position.
 
 This concerns each handler separately. If its place is in the oplog, it continues, whatever happens to others. For the
 rest, in this order:
@@ -64,7 +64,7 @@ Subscriptions = Mapping[str, Subscription]
 
 class LostHistory:
     """
-    Finds the handlers that have lost their history in one term, and resolves each loss.
+    Finds the handlers with oplog gaps in one term, and resolves each gap.
 
     Args:
         wiring: of the bridge. Its client reads the reach of the oplog.
@@ -128,7 +128,7 @@ class LostHistory:
         read_from: Callable[[Position | None], None],
     ) -> None:
         """
-        Settle a refusal, or check whether a command has moved the handlers with lost history.
+        Settle a refusal, or check whether a command has moved the handlers with oplog gaps.
 
         Args:
             read_from: called with the position to continue from, if it differs. None if no handler can be read.
@@ -155,7 +155,7 @@ class LostHistory:
             self._retry.note_failure()
             self.due_at = self._retry.opens_at
             logger.warning(
-                "resuming after an oplog gap failed, trying again: %s",
+                "the listener could not resume after an oplog gap, and tries again: %s",
                 brief(error),
                 extra={"event": "history_unsettled"},
             )
@@ -211,7 +211,7 @@ class LostHistory:
             raise self._error
         for name in moved:
             logger.warning(
-                "handler %s continues at %s: a command has moved it over its lost history",
+                "handler %s continues at %s, after the oplog gap, because of a reset",
                 name,
                 subscriptions[name].plan.start.as_datetime().isoformat(),
                 extra={"event": "gap_passed", "subscription": name},
@@ -283,10 +283,11 @@ class LostHistory:
         self._store.partitions.forget_attempts(name, subscription.plan.layout.term)
         if not self._store.subscriptions.move_start(name, version, start, policy):
             return False
-        unseen = "" if oplog is not None else ". The oplog cannot be read here: the handler had the lowest position"
+        unseen = "" if oplog is not None else ". This user cannot read the oplog, so the earliest handler was chosen"
         said = _quote(error)
         logger.error(
-            "history of handler %s is lost; it continues at %s (on_history_lost=%s)%s%s",
+            "the oplog no longer reaches the position of handler %s. Changes are skipped, and the handler continues at "
+            "%s (on_history_lost=%s)%s%s",
             name,
             start.as_datetime().isoformat(),
             policy,
@@ -311,8 +312,8 @@ class LostHistory:
         self.due_at = 0.0
         self._error = error
         logger.error(
-            "handler %s has lost its history: its position is %s, and %s. It is blocked until you decide. Others whose "
-            "position can be read continue. Run `%s` or `%s`",
+            "handler %s is stopped: its position is %s, but %s. Changes in between are lost, and other handlers "
+            "continue. Decide where this handler continues: `%s` or `%s`",
             name,
             place.as_datetime().isoformat(),
             reason,
@@ -336,7 +337,7 @@ class LostHistory:
 
 def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError) -> str:
     """Return the reason why a place cannot be read, as part of a sentence. After a query, with the server's answer."""
-    reason = "the server refuses that place"
+    reason = "MongoDB refuses to read from there"
     if oldest is not None and place < oldest:
         reason = f"the oplog begins at {moment(oldest.as_datetime().isoformat())}"
     said = _quote(error)

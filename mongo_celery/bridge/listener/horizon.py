@@ -1,5 +1,5 @@
 """
-The position of each subscription in the oplog. No handler loses history without a warning.
+The position of each subscription in the oplog. A warning precedes each oplog gap.
 
 The housekeeping thread reads the oldest and the latest entry every few seconds. So a slow MongoDB delays a warning, but
 never the listener. The leading thread compares the last reading with each subscription's position. Only an oplog that
@@ -119,7 +119,7 @@ class Horizon:
             pass
         except DeploymentError as error:  # no right to read it, or a mongos without an oplog
             logger.info(
-                "nothing can warn before history is lost, since the oplog cannot be read here: %s",
+                "this listener cannot read the age of the oplog, so no warning precedes an oplog gap: %s",
                 error,
                 extra={"event": "horizon_unseen"},
             )
@@ -147,29 +147,29 @@ def remedy(line: CommandLine, subscription: str, partition: int | None, state: s
     remedies = {
         "halted": f"`{line.on('retry', *where)}` or `{line.on('skip', *where)}`",
         "paused": f"`{line.on('resume', *where)}`",
-        "waiting": f"bring back what its handler waits for, which `{line.changes('status')}` names; then it runs",
-        "retrying": f"`{line.on('retry', *where)}` runs its change immediately",
-        "running": "check for a handler that hangs, or workers that are gone",
-        "unclaimed": "see to it that workers consume its queue, and enough of them",
+        "waiting": f"restore the server that `{line.changes('status')}` names",
+        "retrying": f"run its change immediately with `{line.on('retry', *where)}`",
+        "running": "check that its handler does not hang, and that its worker lives",
+        "unclaimed": "start workers for its queue, or more of them",
     }
-    reading = f"`{line.changes('status')}` shows what is full or slow; or enlarge the oplog with replSetResizeOplog"
+    reading = f"find the cause with `{line.changes('status')}`, or enlarge the oplog with replSetResizeOplog"
     return remedies.get(state or "", reading)
 
 
 def _sentence(risk: Risk, line: CommandLine) -> str:
     free = remedy(line, risk.subscription, risk.partition, risk.state)
-    held = "the stream is not read so far"
+    held = "the listener has not read the stream so far"
     if risk.partition is not None:
         cause = f" ({risk.cause})" if risk.cause else ""
-        held = f"held by partition {risk.partition}, which is {risk.state}{cause}"
+        held = f"because partition {risk.partition} is {risk.state}{cause}"
     if risk.share < 1:
         return (
-            f"handler {risk.subscription} is {risk.share:.0%} of the oplog's window behind ({held}). At 100% its "
-            f"history is lost. Free it: {free}"
+            f"handler {risk.subscription} is behind by {risk.share:.0%} of the oplog ({held}). At 100% it loses "
+            f"changes. To free it: {free}"
         )
     return (
-        f"the oplog no longer reaches back to the position of handler {risk.subscription} ({held}). What this listener "
-        f"has buffered is all that is left, and is lost when it ends. Free it now: {free}"
+        f"the oplog no longer reaches the position of handler {risk.subscription} ({held}). Only this listener's "
+        f"memory still has its changes, so do not stop the listener. To free it: {free}"
     )
 
 

@@ -100,7 +100,7 @@ class Housekeeping:
         if self._is_over:  # its client may already be closed
             return
         logger.error(
-            "%s failed, trying again in %.0f s: %s: %s. Report this error",
+            "a bug: %s failed. The listener tries again in %.0f s. Report this error: %s: %s",
             job.run.__qualname__,
             _FAILED_SECONDS,
             type(error).__name__,

@@ -98,7 +98,7 @@ class ListenerProcess:
                 return
             pause = gate.note_failure(time.monotonic() - started)
             logger.critical(
-                "the embedded listener has ended with status %s; starting it again in %.0f s",
+                "the embedded listener has ended with exit status %s. The worker starts it again in %.0f s",
                 self._process.exitcode,
                 pause,
                 extra={"event": "listener_failed"},
@@ -114,13 +114,17 @@ class ListenerProcess:
         try:
             self._launch()
         except OSError as error:
-            logger.critical("cannot start the embedded listener: %s", error, extra={"event": "listener_failed"})
+            logger.critical(
+                "the worker cannot start the embedded listener, and tries again: %s",
+                error,
+                extra={"event": "listener_failed"},
+            )
             return
         ended.join(0)  # it has ended: this frees its resources in the worker
 
 
 def _main(app: Celery, worker: int, beside: Beside | None) -> None:
-    """Listen until the worker ends this process or was killed. No other process could end it."""
+    """Listen until the worker ends this process, or was killed itself."""
     for number in (signal.SIGQUIT, *_ENDING_SIGNALS):
         signal.signal(number, signal.SIG_DFL)  # not the worker's inherited handlers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
@@ -133,21 +137,21 @@ def _watch_worker(worker: int) -> None:
     pause = threading.Event()
     while os.getppid() == worker:
         pause.wait(_WATCH_SECONDS)
-    logger.warning("the worker is gone: stepping down", extra={"event": "worker_gone"})
+    logger.warning("the listener stops, because its worker has ended", extra={"event": "worker_gone"})
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 LISTENER_OPTION = click.Option(
     ("--listener",),
     is_flag=True,
-    help="Also run the listener of this app's bridges, as -B runs beat. Safe on any number of workers: one leads.",
+    help="Also run a listener in this worker, as -B runs beat. It is safe on several workers: one listener leads.",
 )
 """One object for all apps, like the next one: Celery keeps a set of options by identity."""
 
 HTTP_OPTION = click.Option(
     ("--listener-http",),
     metavar="[HOST:]PORT",
-    help="With --listener: serve probes, metrics and a page there, as `listener --http` does.",
+    help="With --listener: serve health probes, metrics and a status page at this address.",
 )
 
 
@@ -166,7 +170,7 @@ class ListenerStep(bootsteps.StartStopStep):
         super().__init__(parent, **kwargs)
         self.enabled = bool(listener)
         if listener_http is not None and not listener:
-            raise click.UsageError("--listener-http needs an embedded listener. Add --listener.")
+            raise click.UsageError("--listener-http works only together with --listener. Add --listener.")
         self._http = listener_http
 
     def create(self, worker: Any) -> Any:

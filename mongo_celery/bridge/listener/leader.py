@@ -122,7 +122,7 @@ class Leader:
 
     @contextlib.contextmanager
     def led(self) -> Iterator[None]:
-        """Read while any thread takes turns in the block. At the end step down, except for renewal and release."""
+        """Read the stream while the block takes turns. At its end step down, without releasing the lease."""
         try:
             self.housekeeping.start()
             self._begin()
@@ -255,7 +255,7 @@ class Leader:
         self.poller.plan()
 
     def _follow_history(self, now: float) -> None:
-        """Continue reading after lost history. First finish a partly appended chunk."""
+        """Continue reading after an oplog gap. First finish a partly appended chunk."""
         if not self._history.is_unread and self.snapshots.reads_again():
             return
         self._history.tick(self.subscriptions, self._watermarks, now, self.intake.open_reader)

@@ -125,8 +125,8 @@ class Listener:
     def _plan(self) -> tuple[list[Selector], Scope]:
         if not self._wiring.handlers:
             raise ConfigurationError(
-                f"bridge {self._options.name} has no handlers: import the module with the @bridge.on_change functions, "
-                "for example with include=[...] of the Celery app.",
+                f"bridge {self._options.name} has no handlers, so the listener has nothing to do. Import the module "
+                "with the @bridge.on_change functions, for example with include=[...] of the Celery app.",
             )
         return self._wiring.stream()
 
@@ -141,7 +141,7 @@ class Listener:
             name, said = missing
             if time.monotonic() > until:
                 raise ServerUnavailableError(
-                    f"{name} gave no answer within {self._options.start_timeout:.0f} s (start_timeout); check its URL, "
+                    f"{name} did not answer within {self._options.start_timeout:.0f} s (start_timeout). Check its URL, "
                     f"the network and the server. Last error: {said}",
                 )
             logger.warning("waiting for %s: %s", name, said, extra={"event": "server_awaited"})
@@ -189,7 +189,11 @@ class Listener:
             final = explain_error(error, self._wiring.state_concern)
             if final is not None:
                 raise final from error
-            logger.warning("standing by; MongoDB does not answer: %s", brief(error), extra={"event": "server_awaited"})
+            logger.warning(
+                "MongoDB does not answer, and this listener tries again: %s",
+                brief(error),
+                extra={"event": "server_awaited"},
+            )
         self._pause()
         return None
 
@@ -204,11 +208,11 @@ class Listener:
         if difference is None or self._takes_over:
             return difference
         leader = (
-            f"process {lease['pid']} on {lease['host']} leads it" if lease.get("live") else "no listener is running"
+            f"listener: process {lease['pid']} on {lease['host']}" if lease.get("live") else "no listener is running"
         )
         raise ForeignBridgeError(
-            f"bridge {self._wiring.name} in the state database {self._options.database} is that of another app or "
-            f"environment: {difference} ({leader}). {ways_out(self._wiring.line)}",
+            f"another app or environment uses bridge {self._wiring.name} in the state database "
+            f"{self._options.database}: {difference} ({leader}). {ways_out(self._wiring.line)}",
         )
 
     def _acquire(
@@ -227,7 +231,7 @@ class Listener:
             self._takes_over, self._waits_for = False, None
         if term is not None and difference:
             logger.warning(
-                "took over bridge %s from another app or environment: %s",
+                "this listener has taken over bridge %s from another app or environment: %s",
                 self._wiring.name,
                 difference,
                 extra={"event": "bridge_taken_over"},
@@ -245,7 +249,7 @@ class Listener:
             audit.add(record)
         except PyMongoError as error:
             logger.error(
-                "the audit record of this take-over could not be stored: %s. `changes history` does not show it",
+                "the audit record of this take-over could not be stored, so `changes history` does not show it: %s",
                 short(error),
                 extra={"event": "audit_record_failed"},
             )
@@ -260,7 +264,7 @@ class Listener:
             "standing by: another listener leads (process %s on %s)%s",
             lease["pid"],
             lease["host"],
-            f"; it does not have {', '.join(lacking)}, which no listener handles until it ends" if lacking else "",
+            f". It does not have {', '.join(lacking)}, so their changes wait until it ends" if lacking else "",
             extra={"event": "standing_by"},
         )
 
@@ -284,7 +288,7 @@ class Listener:
             self._lead_term(renewal, selectors, scope)
         except LeaseLostError:
             replace_connections(self._wiring.client)  # they may be the reason for the lack of progress
-            logger.warning("the lease is lost; standing by", extra={"event": "lease_lost"})
+            logger.warning("this listener has lost the lease and is standing by", extra={"event": "lease_lost"})
         except PyMongoError as failure:
             renew_connections(self._wiring.client, failure)
             ended_by = explain_error(failure, self._wiring.state_concern)
@@ -293,7 +297,11 @@ class Listener:
             if not is_transient(failure):
                 ended_by = failure
                 raise
-            logger.warning("leading ended: %s; standing by", brief(failure), extra={"event": "lease_lost"})
+            logger.warning(
+                "this listener has given up the lease and is standing by: %s",
+                brief(failure),
+                extra={"event": "lease_lost"},
+            )
         except Exception as failure:
             ended_by = failure
             raise
@@ -310,8 +318,8 @@ class Listener:
             selectors, scope = self._wiring.stream(without=refused)
         for name, said in refused.items():
             logger.error(
-                "handler %s gets no change: the server refuses its match. Its position is kept. Correct match= and "
-                "start the listener again. The server said (%s)",
+                "handler %s gets no changes, because MongoDB refuses its match (%s). Its position is kept. Correct "
+                "match= and restart the listener",
                 name,
                 said,
                 extra={"event": "match_refused", "handler": name},
@@ -338,7 +346,7 @@ class Listener:
                 logger.info("lease released", extra={"event": "lease_released"})
         except PyMongoError as failure:
             logger.warning(
-                "could not release the lease; it expires automatically: %s",
+                "this listener could not release its lease. The next one waits until the lease expires: %s",
                 brief(failure),
                 extra={"event": "lease_not_released"},
             )
@@ -359,6 +367,8 @@ def check_app(app: Celery) -> None:
         ConfigurationError: a Celery setting would drop the commit after a handler.
     """
     if app.conf.task_always_eager:
-        raise ConfigurationError("task_always_eager drops chains, so no change would be committed; unset it here.")
+        raise ConfigurationError(
+            "task_always_eager=True drops Celery chains, so no change would be committed. Unset it for listeners."
+        )
     if app.conf.task_protocol != _PROTOCOL:
-        raise ConfigurationError("task_protocol=1 cannot carry chains; use Celery's default, 2.")
+        raise ConfigurationError("task_protocol=1 cannot carry Celery chains. Use the default, task_protocol=2.")

@@ -78,4 +78,4 @@ class LogThrottle:
     def describe_left_out(self) -> str:
         """Return the end of a sentence about omitted records, and reset the count."""
         count, self.left_out = self.left_out, 0
-        return f" (and {count} more since the last such line)" if count else ""
+        return f" ({count} more since the last such message)" if count else ""

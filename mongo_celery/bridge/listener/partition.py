@@ -137,7 +137,7 @@ class Partition:
         taken_sent_at: when that run was sent.
         token_seconds: time that an unclaimed run may wait for a token of its handler's rate limit.
         rejection: why the next run cannot be sent. None if it can.
-        won: True if the take-over has raised the partition's epoch to this term's. Otherwise an open transaction has
+        won: True if the take-over has raised the partition's term to this one. Otherwise an open transaction has
             locked it, and an older term may still act there.
         queue: changes that were read but are neither committed nor stored.
         backlog: its stored changes. None if it runs from the queue.
@@ -195,7 +195,7 @@ class Partition:
 
     @property
     def is_busy(self) -> bool:
-        """Return True if it has work left or in flight."""
+        """Return True if a change is uncommitted or in flight."""
         return self.in_flight is not None or self.has_next
 
     @property
@@ -334,9 +334,9 @@ class Partition:
 
     def _under_another_term(self, image: Image, now: float) -> Step:
         """
-        Await an older term's work in a locked partition like my own run, until the partition is won.
+        Wait for an older term's work in a locked partition like for a run of this term, until the partition is won.
 
-        Otherwise my term is over. A smaller term means that the won partition was removed and written again.
+        Otherwise this term is over. A smaller term means that the won partition was removed and written again.
         """
         if self.won or image.term > self._version:
             return Step.SUPERSEDED
@@ -349,7 +349,7 @@ class Partition:
         return Step.ENDED if run is not None and image.committed != run.first - 1 else Step.WAIT
 
     def _without_run(self, image: Image, now: float) -> Step:
-        """Adopt a running run, or become ready when the first change is due. No run of this term is in flight."""
+        """Adopt an older term's run, or become ready when the first change is due. This term has no run in flight."""
         if image.handled is not None or (image.claim is not None and not self._is_given_up(image)):
             # One less than its fencing token, because an existing claim has used up its message.
             self.in_flight = InFlight(image.committed + 1, image.fencing_token - 1, now)
@@ -361,7 +361,7 @@ class Partition:
         return Step.WAIT
 
     def _is_given_up(self, image: Image) -> bool:
-        """Return True for a lapsed claim after its grace, which is awaited only once, even if the broker is away."""
+        """Return True for a lapsed claim after its grace. The grace is awaited only once, even without a broker."""
         return not image.live and image.fencing_token == self._given_up
 
     def _note_handled(self, run: InFlight, now: float) -> Step:

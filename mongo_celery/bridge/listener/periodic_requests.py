@@ -54,4 +54,4 @@ class PeriodicRequests:
             with bounded_connection(self._app, _BROKER_SECONDS) as connection:
                 task.apply_async(arguments, expires=expires, connection=connection, retry=False)
         except Exception as error:  # noqa: BLE001 - of the broker's client, or no such task yet; the next one is soon
-            logger.debug("%s could not be asked for: %s", name, short(error))
+            logger.debug("the listener could not send %s, and tries again: %s", name, short(error))

@@ -120,7 +120,7 @@ class LockedPartitions:
 
     Usually its client died in a transactional handler, or while moving a change to the dead letters. Such a transaction
     is ended when the claim has lapsed. The server ends others after `transactionLifetimeLimitSeconds`. Until then the
-    partition keeps its older epoch. Messages of that term may still claim and commit there, in order, as before the
+    partition keeps its older term. Messages of that term may still claim and commit there, in order, as before the
     take-over. This term dispatches nothing there and counts the partition as in flight, so watermarks pass it only by
     its commits.
 
@@ -137,8 +137,8 @@ class LockedPartitions:
         self._tried_at = time.monotonic()
         if self._locked:
             logger.warning(
-                "%d partitions are locked by open transactions, among them %s. Their changes wait until these end, "
-                "at the latest after the server's transactionLifetimeLimitSeconds. All other partitions continue",
+                "open transactions lock %d partitions, among them %s. Their changes wait, and other partitions "
+                "continue. Nothing needs to be done: MongoDB ends them after transactionLifetimeLimitSeconds",
                 len(self._locked),
                 ", ".join(map(name_place, self.names[:_NAMED])),
                 extra={"event": "partitions_locked", "count": len(self._locked)},
@@ -162,7 +162,7 @@ class LockedPartitions:
         won = [f"{image.subscription}/{image.index}" for image in images if image.term == self._version]
         if won:
             logger.info(
-                "took over %d partitions that had been locked, among them %s",
+                "%d partitions are no longer locked and continue, among them %s",
                 len(won),
                 ", ".join(won[:_NAMED]),
                 extra={"event": "partitions_unlocked", "count": len(won)},
@@ -180,7 +180,7 @@ class PartitionPoller:
         led: the subscriptions of this term.
         version: of this term.
         activity: the counters of this process.
-        fairness: is told how long runs take.
+        fairness: gets the durations of runs.
 
     Attributes:
         times: of the polls.
@@ -314,7 +314,11 @@ class PartitionPoller:
         }
         more = [f"{len(heads) - _NAMED} more"] if len(heads) > _NAMED else []
         named = [*map(name_place, list(heads)[:_NAMED]), *more]
-        logger.info("committing %s, whose commit message is late", ", ".join(named), extra={"event": "commit_late"})
+        logger.info(
+            "the listener commits partitions %s, because their commit messages are late",
+            ", ".join(named),
+            extra={"event": "commit_late"},
+        )
         self._wiring.store.claims.commit_all(heads)
 
     def _win_locked(self, now: float) -> None:
@@ -328,5 +332,7 @@ class PartitionPoller:
         renew_connections(self._wiring.client, error)
         raise_if_final(error, self._wiring.state_concern)
         logger.warning(
-            "reading partitions failed, trying again: %s", brief(error), extra={"event": "partitions_unread"}
+            "the listener could not read its partitions, and tries again: %s",
+            brief(error),
+            extra={"event": "partitions_unread"},
         )

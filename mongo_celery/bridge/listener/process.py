@@ -191,10 +191,10 @@ def _run_listener(listener: Listener) -> BaseException | None:
 def _log_failure(name: str, error: BaseException, pause: float | None) -> None:
     known = isinstance(error, MongoCeleryError)
     logger.critical(
-        "bridge %s has failed: %s%s%s",
+        "the listener of bridge %s has failed: %s%s%s",
         name,
         without_credentials(str(error)) if known else f"{type(error).__name__}: {short(error)}",
-        "" if pause is None else f" (starting it again in {pause:.0f} s)",
+        "" if pause is None else f" (it starts again in {pause:.0f} s)",
         "" if known else Lines(f"\n{traceback_text(error)}"),  # `exc_info` would show the driver's full text
         extra={"event": "listener_failed", "bridge": name},
     )

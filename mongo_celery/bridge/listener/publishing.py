@@ -152,7 +152,7 @@ class RunPublisher:
         try:
             before, self._sealing, self._is_traced = self._sealing.key, self._renewal.sealing, is_heard()
             if before and before != self._sealing.key:
-                logger.info("signing with a new key", extra={"event": "key_exchanged"})
+                logger.info("the listener signs messages with the new key", extra={"event": "key_exchanged"})
             self._publish_together([each for each in fresh if each.size <= self._options.run_bytes])
             for dispatch in fresh:
                 if dispatch.size > self._options.run_bytes:
@@ -224,7 +224,7 @@ class RunPublisher:
         partition, run = dispatch.partition, dispatch.run
         if partition.rejection is not None:
             logger.info(
-                "the message of %s in partition %s was sent after earlier rejections",
+                "the broker has accepted the message of %s in partition %s after earlier rejections",
                 dispatch.label,
                 name_place(partition.partition_id),
                 extra={"event": "message_taken"},
@@ -246,10 +246,9 @@ class RunPublisher:
         partition.note_rejected(rejection)
         if rejection.count % _REPEATS_A_RECORD == 1:
             logger.error(
-                "the broker rejects the message of %s in partition %s (%d bytes of changes): %s. The partition waits "
-                "and others continue; the message is tried again at least every %.0f s. Raise the broker's limit "
-                "(Redis: proto-max-bulk-len, maxmemory; RabbitMQ: max_message_size), or lower max_message_bytes: a run "
-                "with more travels by reference",
+                "the broker rejects the message of %s in partition %s (%d bytes of changes): %s. This partition waits, "
+                "and the listener tries again at least every %.0f s. Raise the broker's limit (in Redis "
+                "proto-max-bulk-len or maxmemory, in RabbitMQ max_message_size), or lower max_message_bytes",
                 dispatch.label,
                 name_place(partition.partition_id),
                 dispatch.size,
@@ -261,7 +260,7 @@ class RunPublisher:
     def _note_failure(self, error: Exception) -> None:
         self._broker.note_failure()
         logger.error(
-            "publishing failed, next try in %.1f s: %s",
+            "the listener could not send messages, and tries again in %.1f s: %s",
             self._broker.opens_at - time.monotonic(),
             _reason(error),
             extra={"event": "publish_failed"},
@@ -285,7 +284,7 @@ class RunPublisher:
 
     def _demand_verdict(self) -> None:
         """Wait for RabbitMQ's verdict: a rejected message, and all after it, show only at the channel's next call."""
-        assert self._connection is not None, "something was published"
+        assert self._connection is not None, "publishing opens the connection"
         channel: Any = self._connection.default_channel
         channel.queue_declare(self._queues[0], passive=True)
 

@@ -7,6 +7,7 @@ blocked partition's knowledge is dropped, and read again when it runs.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterable
@@ -105,13 +106,14 @@ class ReadBack:
         if was_missing:
             return
         logger.error(
-            "stored changes of partition %s are missing: it is marked up to %s and committed up to %s, and nothing "
-            "lies between. It is blocked until they are there: restore the collection backlog from a backup. If there "
-            "is none they are lost: end the listener, remove `stored` from the partition's document ($unset), "
-            "start it again, and make up for them manually",
+            "partition %s is blocked: its stored changes between the resume tokens %s and %s are missing. Restore the "
+            "collection backlog of the state database from a backup. Without one these changes are lost. Then stop all "
+            "listeners, run `db.partitions.updateOne({_id: %s}, {$unset: {stored: 1}})` in that database, and start a "
+            "listener. Repair the effects of the lost changes manually",
             name_place(partition.partition_id),
+            image.data or "(none)",
             backlog.to,
-            image.data or "nothing",
+            json.dumps(partition.partition_id),
             extra={"event": "stored_changes_missing", "partition": partition.partition_id},
         )
 

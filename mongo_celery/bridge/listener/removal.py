@@ -150,7 +150,10 @@ class Removal:
     def _note_failure(self, what: str, error: PyMongoError) -> None:
         if self._throttles[what].may_log():
             logger.warning(
-                "%s stored changes failed, trying again: %s", what, brief(error), extra={"event": "removal_failed"}
+                "the listener failed at %s stored changes, and tries again: %s",
+                what,
+                brief(error),
+                extra={"event": "removal_failed"},
             )
 
     def _remove_wanted(self) -> Iterator[float]:

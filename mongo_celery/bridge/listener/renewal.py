@@ -1,5 +1,5 @@
 """
-Keeping the lease: a thread renews it, and decides whether it can still be trusted.
+The renewal of the lease: a thread renews it, and decides if it can still be trusted.
 
 The thread renews only while the leading thread makes progress. A listener that hangs, or cannot read partitions, must
 not keep a standby from taking over. While an outage also fails the renewals, time without progress does not count.
@@ -91,7 +91,7 @@ class Renewal:
         self._alive_at = time.monotonic()
 
     def raise_version(self, above: int) -> bool:
-        """Raise this term's version above a larger epoch. Return False if the term has ended."""
+        """Raise the number of this term above a larger stored one. Return False if the term has ended."""
         with self._lock:
             term = self._leases.raise_version(self._term, above)
             if term is None:
@@ -113,8 +113,8 @@ class Renewal:
             if seconds > self._patience:
                 self._lost = True
                 logger.error(
-                    "the listener has made no progress for %.0f s, so it gives the lease up and another one may lead. "
-                    "Its thread is in %s. If that is code of yours, bound its time and restart this listener",
+                    "the listener has made no progress for %.0f s, so it gives up the lease and another listener may "
+                    "lead. Its thread is in %s. If that is your code, limit its time and restart this listener",
                     seconds,
                     _describe_call(self._leading),
                     extra={"event": "listener_stalled"},
@@ -126,7 +126,9 @@ class Renewal:
                     return
             except PyMongoError as error:
                 logger.warning(
-                    "lease renewal failed, trying again: %s", brief(error), extra={"event": "renewal_failed"}
+                    "the listener could not renew its lease, and tries again: %s",
+                    brief(error),
+                    extra={"event": "renewal_failed"},
                 )
                 pause = self._ttl / 10
 
@@ -149,7 +151,8 @@ class Renewal:
         except Exception as error:  # noqa: BLE001 - a key must not end a term
             if self._throttle.may_log():
                 logger.error(
-                    "the signing key cannot be read, so the one before is used: %s: %s. Report this error",
+                    "a bug: the signing key cannot be read, so the listener uses the previous one. Report this error: "
+                    "%s: %s",
                     type(error).__name__,
                     short(error),
                     extra={"event": "key_unread"},

@@ -56,8 +56,8 @@ _READ_AGAIN_PAUSE = 1.0
 _SOON_SECONDS = 5.0
 _LONGEST_SECONDS = 600.0
 _RULE_NEEDED = (
-    "some are ahead of others, and only that rule shows which changes they have done. Deploy it again, with "
-    "the options that it needs, until `status` shows nothing in flight and nothing blocked. Then change it"
+    "only the old rule shows which changes these partitions have handled. Deploy it again, with its options, until "
+    "`status` shows nothing in flight and nothing blocked. Then deploy the new rule"
 )
 
 
@@ -75,7 +75,7 @@ class _Move:
     """
 
     layout: Layout
-    waits: str = "the listener reads partitions"
+    waits: str = "the listener is still reading the partitions"
     since: datetime = field(default_factory=lambda: datetime.now(UTC))
     drains_until: float = math.inf
     ready_at: float = 0.0
@@ -144,7 +144,7 @@ class Repartitioning:
             _drain(subscription, move, now)
             move.waits = move.waits or _describe_rest(subscription)
             logger.error(
-                "handler %s is stopped until its partitions are replaced, and the others are led: %s",
+                "handler %s is stopped until it has new partitions, and other handlers continue: %s",
                 name,
                 _describe_stop(subscription, move),
                 extra={"event": "handler_stopped", "subscription": name},
@@ -153,7 +153,7 @@ class Repartitioning:
 
     @property
     def stopped(self) -> dict[str, str]:
-        """Return the stopped handlers, each with the work that it waits for."""
+        """Return the stopped handlers, each with the reason."""
         moves = list(self._moves.items())
         return {name: _describe_stop(self._led[name], move) for name, move in moves if self._led[name].is_stopped}
 
@@ -188,7 +188,7 @@ class Repartitioning:
         return moved
 
     def postpone(self, now: float) -> None:
-        """Delay the next turn a little, whatever this one's result."""
+        """Delay the next turn a little, after any result of this one."""
         self.due_at = now + _POLL_SECONDS
 
     def note_failure(self, error: PyMongoError) -> None:
@@ -239,7 +239,7 @@ class Repartitioning:
             return self._switch(subscription, move)
         if subscription.lost and not move.waits:
             ways = (self._line.changes("reset", subscription.name, "--to", place) for place in ("oldest", "now"))
-            move.waits = f"its oplog history is lost. Decide: {' or '.join(ways)}"
+            move.waits = f"the oplog no longer reaches its position. Decide where it continues: {' or '.join(ways)}"
         return None
 
     def _stop_draining(self, subscription: Subscription, move: _Move, ready_at: float) -> None:
@@ -268,10 +268,10 @@ class Repartitioning:
         token = self._token(subscription)
         reached = max(subscription.window.seen, token_data(token) if token else "")
         if reached < max([*marks, *(image.data for image in images)], default=""):
-            return _RULE_NEEDED if subscription.is_stopped else "it reads up to what its partitions have done"
+            return _RULE_NEEDED if subscription.is_stopped else "the listener reads up to the last handled change"
         for index, partition in subscription.partitions.items():
             if not partition.won:
-                return f"an open transaction has locked partition {index}"
+                return f"an open transaction locks partition {index}"
             obstacle = self._find_obstacle(subscription.name, partition.image)
             if obstacle:
                 return f"partition {index} {obstacle}"
@@ -288,7 +288,8 @@ class Repartitioning:
             return f"is paused. Run: {line.on('resume', name, [index])}"
         if image.due_in > _SOON_SECONDS:
             state = visible_state(image)
-            return f"is {state}, next in {image.due_in:.0f} s. To run it now: {line.on('retry', name, [index])}"
+            command = line.on("retry", name, [index])
+            return f"is {state}, and runs again in {image.due_in:.0f} s. To run it immediately: {command}"
         return ""
 
     # -- switching ---------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ class Repartitioning:
             raise LeaseLostError
         del self._moves[name]
         logger.warning(
-            "partitioning of %s changed: term %d, %d partitions",
+            "the partitioning of %s has changed: term %d, %d partitions",
             name,
             layout.term,
             layout.partitions,
@@ -357,18 +358,18 @@ class Repartitioning:
             return
         for name, move in self._moves.items():
             logger.warning(
-                "%s waits for its %d partitions: %s. Until then %s",
+                "%s waits for its %d new partitions: %s. Until then %s",
                 name,
                 move.layout.partitions,
                 move.waits,
-                "it is stopped" if self._led[name].is_stopped else "the old ones serve",
+                "it is stopped" if self._led[name].is_stopped else "it uses the old ones",
                 extra={"event": "layout_waits", "subscription": name},
             )
 
 
 def _describe_stop(subscription: Subscription, move: _Move) -> str:
     rule = subscription.plan.layout.key.partition(":")[2]
-    return f"its partitions are by the rule {rule}, which no handler has any more: {move.waits}"
+    return f"its partitions were made by the rule {rule}, which no handler has any more: {move.waits}"
 
 
 def _drain(subscription: Subscription, move: _Move, now: float) -> None:
@@ -382,4 +383,4 @@ def _describe_rest(subscription: Subscription) -> str:
     running = "".join(
         f", partition {index} runs in {describe_owner(str(claim['owner']))}" for index, claim in claims[:1]
     )
-    return f"{subscription.window.count} changes are left to handle{stored}{running}"
+    return f"{subscription.window.count} changes are not handled yet{stored}{running}"

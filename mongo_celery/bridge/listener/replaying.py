@@ -66,7 +66,7 @@ class Replaying:
         except PyMongoError as error:  # nothing else waits for it
             self.due_at = now + _PAUSE_SECONDS
             logger.warning(
-                "reading which dead letters are to be replayed failed, trying again: %s",
+                "the listener could not read which dead letters to replay, and tries again: %s",
                 explain_error(error, self._concern) or short(error),
                 extra={"event": "replays_unread"},
             )
@@ -78,8 +78,8 @@ class Replaying:
         except PyMongoError as error:
             if self._indexing.failures == 1:
                 logger.warning(
-                    "the collection dead_letters has no index for replays, so each search for them reads all of it. "
-                    "The listener tries again to create the index after %.0f s: %s",
+                    "the index for replays could not be created, so the listener reads the whole collection "
+                    "dead_letters each time. It tries to create the index again after %.0f s: %s",
                     _INDEX_PAUSES.longest,
                     explain_error(error, self._concern) or short(error),
                     extra={"event": "replays_unindexed"},
@@ -112,8 +112,8 @@ class Replaying:
             self._replays.withdraw_older(name, term)
         for each in older:
             logger.warning(
-                "the dead letter of %s is not replayed: its handler was repartitioned. It stays. Inspect it with `%s`, "
-                "and repeat the command",
+                "the dead letter of %s was not replayed and stays, because its handler was repartitioned. Look at it "
+                "with `%s`, and replay it again",
                 each.key,
                 self._line.changes("dead-letters", "list", each.subscription),
                 extra={"event": "replay_withdrawn", "subscription": each.subscription},

@@ -322,7 +322,7 @@ class SnapshotThread:
             self._read(chunk)
             while self._await_hand_over(chunk):
                 if chunk.rounds > _ROUNDS_MAX:
-                    raise ChunkFailedError("a document is changed faster than it can be read")
+                    raise ChunkFailedError("a document changes faster than the listener can read it")
                 self._read(chunk)
         except RefusedChunkError:
             self._drop_reading()
@@ -358,7 +358,7 @@ class SnapshotThread:
         elif facts is None:  # all its future documents are in the stream
             self._finish(found, found.begun)
         elif facts.objection is not None or facts.uuid is None:
-            self._end(found, f"there can be none of {found.source}: {facts.objection}")
+            self._end(found, f"a snapshot of {found.source} is not possible: {facts.objection}")
         else:
             count = estimate(self._wiring.client, found.source)
             if self._store.prepare(found, self._version, uuid=facts.uuid, estimated=count):
@@ -425,7 +425,7 @@ class SnapshotThread:
         is_done = self._store.finish(record.id, self._version, begun)
         if is_done:
             logger.info(
-                "the snapshot of %s for handler %s is done",
+                "the snapshot of %s for handler %s is complete",
                 record.source,
                 record.subscription,
                 extra={"event": "snapshot_done", "snapshot": record.id},
@@ -437,8 +437,7 @@ class SnapshotThread:
         is_ended = self._store.fail(record.id, self._version, sentence, state)
         if is_ended:
             logger.error(
-                "the snapshot of %s for handler %s has ended after %d documents: %s. Other handlers, and the changes "
-                "of this one, continue",
+                "the snapshot of %s for handler %s has failed after %d documents: %s. Only this snapshot has stopped",
                 record.source,
                 record.subscription,
                 record.done,
@@ -461,10 +460,10 @@ class SnapshotThread:
             return
         attempts.note_failure(error, text)
         if attempts.errors >= ATTEMPTS_MAX:
-            self._give_up(record, f"{ATTEMPTS_MAX} chunks one after the other could not be read, the last one: {text}")
+            self._give_up(record, f"{ATTEMPTS_MAX} attempts to read documents have failed. The last error: {text}")
             return
         logger.warning(
-            "a chunk of the snapshot of %s for handler %s could not be read, next try in %.1f s: %s",
+            "the snapshot of %s for handler %s could not read documents, and tries again in %.1f s: %s",
             record.source,
             record.subscription,
             attempts.gate.opens_at - time.monotonic(),
@@ -490,7 +489,7 @@ class SnapshotThread:
             return
         self._gate.note_failure()
         logger.warning(
-            "reading or writing the records of snapshots failed, trying again: %s",
+            "the listener could not read or write the progress of snapshots, and tries again: %s",
             explain_error(error, self._wiring.state_concern) or error_text(error),
             extra={"event": "snapshots_unread"},
         )

@@ -110,7 +110,9 @@ class Snapshotting:
             return
         data = item.data
         if not data.startswith(TOKEN_TYPE):
-            error = SnapshotFailedError(f"the server's tokens begin with {data[:2]}, among which T has no place")
+            error = SnapshotFailedError(
+                f"this server's resume tokens begin with {data[:2]}, which this version does not support"
+            )
             self.thread.drop(chunk, error)
             return
         if not chunk.place:  # all was read before the write at H, which moves the stream past it
@@ -148,7 +150,7 @@ class Snapshotting:
             return
         items = chunk.settle(self._looks_up)
         if not chunk.subscription.append(items):
-            error = ChunkFailedError("a partition is behind its place, so it counts as done there")
+            error = ChunkFailedError("a partition has already passed the position of these documents")
             self.thread.drop(chunk, error)
             return
         chunk.ends.update({each.index: each.data for each in items})

@@ -117,7 +117,7 @@ def read_starts(store: Store, names: Sequence[str], version: int) -> dict[str, S
 def _start(document: Mapping[str, Any], version: int) -> Start:
     start, token, time_ = (document.get(each) for each in ("startAtOperationTime", "resumeToken", "clusterTime"))
     if start is None or document["term"] != version:
-        raise LeaseLostError  # another listener has taken the epoch meanwhile
+        raise LeaseLostError  # another listener has taken the lease meanwhile
     if token is None or (time_ is not None and time_ < start):  # before its start nothing is owed
         found = Start(start, None, document.get("fingerprint"), is_first=token is None and time_ is None)
     else:
@@ -167,11 +167,11 @@ class _Pinning:
             )
             if is_added or handler.start_from is not None:
                 logger.warning(
-                    "handler %s is new: it begins at %s (start_from: %s%s)",
+                    "handler %s is new and begins at %s (start_from: %s%s)",
                     handler.name,
                     (oldest or start).as_datetime().isoformat(),
                     _describe_start(start_from),
-                    ", which the oplog no longer holds: this is the oldest entry of the oplog" if oldest else "",
+                    ". The oplog no longer reaches that, so it begins at the oplog's oldest entry" if oldest else "",
                     extra={"event": "subscription_added"},
                 )
 
@@ -182,8 +182,8 @@ class _Pinning:
         unserved = sorted(begun - {*served})
         if unserved:
             logger.warning(
-                "no handler serves the positions of %s, and %s is new. If you renamed a function, write name=%r in its "
-                "decorator: it keeps the position. Deploy that, then run `%s`",
+                "the bridge has positions of %s but no such handler, and %s is new. If you renamed a function, write "
+                "name=%r in its decorator to keep the position. Deploy that, then run `%s`",
                 ", ".join(unserved),
                 ", ".join(fresh),
                 unserved[0],
@@ -277,7 +277,7 @@ def _time_of_given(token: Mapping[str, Any], now: Timestamp) -> Timestamp:
     time_ = time_of_token(token, None)
     if time_ is None or time_.time > now.time:
         raise ConfigurationError(
-            f"start_from={dict(token)!r} lies ahead of the cluster's time: the token is from another cluster. "
-            "Give one of this cluster, or 'oldest', 'now' or a time.",
+            f"start_from={dict(token)!r} is later than the cluster's time, so the token is from another cluster. Give "
+            "a token of this cluster, 'oldest', 'now' or a time.",
         )
     return time_

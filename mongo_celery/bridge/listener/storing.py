@@ -1,10 +1,10 @@
 """
-Storing changes in the state database, so that the watermark can pass and reading can continue.
+Storing changes in the state database, so that watermarks and reading can advance.
 
 The order of writes prevents losses:
 
 1. the first changes of the partition's buffer are inserted by majority. Afterwards each exists under this term.
-2. the partition is marked up to the last of them, guarded by the epoch.
+2. the partition is marked up to the last of them, guarded by the term.
 3. only then they are complete for the window, and a watermark after them may be stored.
 
 A crash between 1 and 2 leaves changes that nobody reads. A crash between 2 and 3 leaves changes that are read and
@@ -52,6 +52,7 @@ from mongo_celery.bridge.listener.removal import Removal
 from mongo_celery.bridge.listener.storing_report import StoringReport
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.bridge.state.claims import name_place
 from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.repeating import Pauses
@@ -184,7 +185,7 @@ class Storing:
             if not self._reading.read(self._led.values(), now):  # changes stored just now may run immediately
                 self._unfinished = True
         except PyMongoError as error:
-            self._note_failure("reading or clearing stored changes", error)
+            self._note_failure("reading or removing stored changes", error)
 
     # -- storing -----------------------------------------------------------------------------------
 
@@ -255,7 +256,9 @@ class Storing:
                         return
                     reason = self._reason(subscription, partition, now)
             except (PyMongoError, BSONError) as error:
-                self._note_failure(f"storing changes of partition {partition.partition_id}", error, partition)
+                self._note_failure(
+                    f"storing changes of partition {name_place(partition.partition_id)}", error, partition
+                )
                 if not _concerns_one_partition(error):
                     return
                 continue
@@ -357,7 +360,9 @@ class Storing:
             raise_if_final(error, self._concern)
         if partition is None or self._throttle.may_log():  # thousands of partitions may fail, each separately
             more = self._throttle.describe_left_out()
-            logger.warning("%s failed, trying again: %s%s", what, text, more, extra={"event": "spill_failed"})
+            logger.warning(
+                "%s has failed. The listener tries again: %s%s", what, text, more, extra={"event": "spill_failed"}
+            )
         if partition is None or not _concerns_one_partition(error):
             self._gate.note_failure()
 

@@ -29,8 +29,8 @@ class StoringReport:
 
     def __init__(self, bound: int, line: CommandLine) -> None:
         self._freeing = (
-            "resume, retry or move to the dead letters what is blocked, or raise spill_bytes: "
-            f"`{line.changes('status', '--all')}` shows it"
+            "Resume, retry or skip the blocked partitions, or raise spill_bytes. To see them: "
+            f"`{line.changes('status', '--all')}`"
         )
         self._bound = bound
         self._begun = set[str]()
@@ -43,7 +43,9 @@ class StoringReport:
             return
         self._begun.add(partition.partition_id)
         where, extra = name_place(partition.partition_id), {"partition": partition.partition_id, "reason": reason}
-        sentence = "changes of partition %s are stored in the state database from here on (%s), so that others continue"
+        sentence = (
+            "from now on, changes of partition %s are stored in the state database (%s). Other partitions continue"
+        )
         if partition.image.state != "flowing":
             logger.warning(sentence, where, reason, extra={"event": "spill_begun", **extra})
         else:
@@ -54,7 +56,7 @@ class StoringReport:
         if partition_id in self._begun:
             self._begun.discard(partition_id)
             logger.info(
-                "partition %s has drained its stored changes and runs from the stream again",
+                "partition %s has handled its stored changes and gets changes from the stream again",
                 name_place(partition_id),
                 extra={"event": "spill_ended", "partition": partition_id},
             )
@@ -64,8 +66,8 @@ class StoringReport:
         was_near, self._is_near = self._is_near, size >= NEAR * self._bound
         if self._is_near and not was_near:
             logger.warning(
-                "stored changes have %d of the %d bytes that spill_bytes allows. At the bound no more is stored, and "
-                "the stream waits. Before that, %s",
+                "stored changes take %d of the %d bytes that spill_bytes allows. At this limit the listener stops "
+                "storing, and then reading. %s",
                 size,
                 self._bound,
                 self._freeing,
@@ -77,9 +79,9 @@ class StoringReport:
         first = partition.queue.first
         wanted = first.weight if first is not None else 0
         sentence = (
-            f"the next {wanted} bytes of changes of partition {partition.partition_id} cannot be stored: {size} bytes "
-            f"are stored, and spill_bytes allows {self._bound}. When the buffer is full the stream waits for them: "
-            f"{self._freeing}"
+            f"the next {wanted} bytes of changes of partition {name_place(partition.partition_id)} cannot be stored: "
+            f"{size} bytes are stored, and spill_bytes allows {self._bound}. When the listener's memory is full, it "
+            f"stops reading. {self._freeing}"
         )
         if self._throttle.may_log():
             extra = {"partition": partition.partition_id, "bytes": wanted}

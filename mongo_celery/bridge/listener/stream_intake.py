@@ -78,7 +78,7 @@ class StreamIntake:
         wiring: of the bridge.
         scope: the stream.
         led: the subscriptions of this term.
-        storing: tells whether the buffer is full.
+        storing: knows if the buffer is full.
         snapshots: their documents come between the items.
         note_progress: called regularly, so that a long backlog does not look like a hanging thread.
 
@@ -136,7 +136,7 @@ class StreamIntake:
         return read_to is not None and read_to >= place and not self.is_held_up and not self._has_item()
 
     def open_reader(self, position: Position | None) -> None:
-        """Read from there, and drop the rest of earlier reads. None stops reading, if no handler can be read."""
+        """Read from a position, and drop the rest of earlier reads. None stops reading."""
         self.stop()
         # A place that the old reader delivers now must not count as the new one's.
         self._queue, self._batch, self._at, self.at_end = ReadAhead(_WEIGHT_AHEAD), (), 0, False
@@ -231,13 +231,13 @@ class StreamIntake:
         is_held = bool(self._storing.waits)
         self.is_held_up, self.at_end = True, False
         self._full_at = min(self._full_at, now)
-        waits = f"; {self._storing.waits}" if is_held else ""
+        waits = f". Also, {self._storing.waits}" if is_held else ""
         most = f"{largest.name} ({largest.window.count})"
-        self.full = f"the buffer is full, most of it with changes of handler {most}{waits}"
+        self.full = f"the listener's memory is full, mostly with changes of handler {most}{waits}"
         if self._throttle.may_log():
             logger.log(
                 logging.ERROR if is_held else logging.INFO,
-                "%s. The stream is not read until workers have made room",
+                "%s. The listener reads no further changes until workers have handled some",
                 self.full,
                 extra={"event": "buffer_full"},
             )

@@ -169,7 +169,7 @@ class Subscription:
         return bool(self.window.count) or any(self._may_run(backlog) for _, backlog in self.backlogs)
 
     def ingest_item(self, item: ChangeEvent | Mark) -> PendingChange | None:
-        """Put a reader's item into the window. Return its change for this handler, if that must run."""
+        """Put a reader's item into the window. Return its change if this handler must run it."""
         mark = item if isinstance(item, Mark) else item.mark
         if self.lost or self.is_draining or mark.data <= self.window.seen:  # a reopened stream may repeat items
             return None
@@ -251,7 +251,7 @@ class Subscription:
     # -- stored changes ----------------------------------------------------------------------------
 
     def _follow_stored(self, partition: Partition) -> None:
-        """Follow the mark of a partition, and the committed part of its stored changes."""
+        """Take in a new mark of a partition, and forget its committed stored changes."""
         backlog, image = partition.backlog, partition.image
         marked = image.stored["to"] if image.stored is not None else ""
         if backlog is None:
@@ -304,7 +304,7 @@ class Subscription:
             self.candidates[partition] = None
 
     def _may_run(self, backlog: StoredRange) -> bool:
-        """Return True if stored changes may be left to run, as far as known."""
+        """Return True if stored changes may remain to be run, as far as known."""
         return bool(backlog.ahead) or backlog.read_to < min(backlog.to, self.window.seen)
 
     @property

@@ -4,10 +4,10 @@ Taking over: the first work of a new term, before it reads or dispatches.
 Each step is safe to repeat after a crash. In this order:
 
 1. subscriptions, then snapshots, then partitions are raised to the new version. From then on no message of an older
-   term can claim. If an epoch is larger (after a rewind, or a lease that was restored from a backup), the lease's
-   version is raised above it, and the step begins again. Each is one write and one read for all handlers. A bulk write
-   may be interrupted anywhere, because its result is then read by majority. A partition that an open transaction has
-   locked is skipped: see `LockedPartitions` of the poller.
+   term can claim. If a partition's term is larger (after a rewind, or because the lease was restored from a backup),
+   the lease's version is raised above it, and the step begins again. Each is one write and one read for all handlers.
+   A bulk write may be interrupted anywhere, because its result is then read by majority. A partition that an open
+   transaction has locked is skipped: see `LockedPartitions` of the poller.
 2. each subscription's partitioning is compared with the options. If they differ, this term begins with the old one, and
    changes it (`repartitioning`).
 3. a missing start is pinned (`starts`).
@@ -95,7 +95,7 @@ def take_over(store: Store, renewal: Renewal, options: BridgeOptions, handlers: 
             }
             return Takeover(version, layouts, wanted, documents, images)
         logger.warning(
-            "an epoch of %d is larger than version %d; raising the version",
+            "the state has a later term (%d) than the lease (%d), so the listener raises the lease's term",
             largest,
             version,
             extra={"event": "version_raised"},

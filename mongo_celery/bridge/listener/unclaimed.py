@@ -118,7 +118,7 @@ class BrokerWatch:
                 demand_answer(self._connection, _ANSWER_SECONDS)
             found = read_occupancy(self._connection, queues)
         except Exception as error:  # noqa: BLE001 - every transport raises its own, and publishing logs it
-            logger.debug("the broker does not answer about its queues: %s", short(error))
+            logger.debug("the broker did not answer a query about its queues: %s", short(error))
             self.answer, self._is_failing = None, True
             self._disconnect()
             return
@@ -288,9 +288,9 @@ class UnclaimedRuns:
         shown = ", ".join(queues[:_NAMED]) + more
         if unclaimed:
             logger.error(
-                "workers took messages from %s and claimed nothing. Changes there wait. These workers cannot use "
-                "MongoDB, or lack the task since they run other code. Look for envelope_unverified, claim_failed and "
-                "unregistered tasks in their log, and run there: %s",
+                "workers took messages from %s, but ran none of them. Changes there wait. These workers cannot use "
+                "MongoDB, or run other code without the task. Search their logs for envelope_unverified, claim_failed "
+                "and unregistered tasks, and run on their host: %s",
                 shown,
                 line.changes("check"),
                 extra={"event": "runs_unclaimed", "queues": queues},
@@ -300,7 +300,7 @@ class UnclaimedRuns:
         if answered is not None:
             why = "the workers that answer consume other queues" if answered else "no worker answers"
         logger.warning(
-            "no worker takes the messages in %s: %s. Changes there wait. Run: %s",
+            "no worker takes messages from %s, so changes there wait: %s. Start a worker: %s",
             shown,
             why,
             f'{line.celery("worker")} -Q "$({line.changes("queues")})"',

@@ -74,7 +74,7 @@ class Watermarks:
         except Exception as error:  # noqa: BLE001 - of whatever it is made of
             if self._throttle.may_log():
                 logger.error(
-                    "the report for status cannot be made, so it is left out: %s: %s. Report this error",
+                    "a bug: the listener could not make its report, so `status` lacks it. Report this error: %s: %s",
                     type(error).__name__,
                     short(error),
                     extra={"event": "report_failed"},
@@ -92,16 +92,18 @@ class Watermarks:
             self._reported = report
         except PyMongoError as error:
             logger.warning(
-                "storing watermarks failed, trying again: %s", brief(error), extra={"event": "watermark_failed"}
+                "the listener could not store its positions, and tries again: %s",
+                brief(error),
+                extra={"event": "watermark_failed"},
             )
 
     def store_last(self, subscriptions: Collection[Subscription], lease_ttl: float) -> None:
-        """Store them at the end of the term, within one call's time for all."""
+        """Store the watermarks at the end of the term, within one call's time for all."""
         with pymongo.timeout(call_timeout(lease_ttl)):
             self.store(subscriptions, time.monotonic())
 
     def _advance(self, subscriptions: Collection[Subscription]) -> None:
-        """Store all of them by one write."""
+        """Store the watermarks of several subscriptions by one write."""
         moved = [(each, mark) for each in subscriptions if (mark := self._find_moved(each)) is not None]
         self._store.subscriptions.advance_all(
             [Advance(each.name, each.plan.version, mark.token, mark.cluster_time) for each, mark in moved],
@@ -118,6 +120,6 @@ class Watermarks:
 
 
 def _is_given_up(subscription: Subscription, mark: Mark) -> bool:
-    """Return True if a place is in history that was given up, so it must not overwrite the new start."""
+    """Return True if a place is in a skipped oplog gap, so it must not overwrite the new start."""
     start = subscription.plan.start
     return subscription.has_gap and (mark.cluster_time is None or mark.cluster_time <= start)

@@ -36,8 +36,8 @@ HISTORY_LIMIT = 50
 _WORDS = 20
 _QUOTED_CHARS = 100
 _LOCKED = (
-    "A partition is locked by an open transaction, most often of a worker that died. Repeat the command when the "
-    "server has ended the transaction, which takes a minute at most."
+    "An open transaction locks a partition, most often that of a worker that died. By default the server ends it "
+    "within a minute. Then repeat the command."
 )
 
 
@@ -187,9 +187,9 @@ def _store_record(wiring: Wiring, store: Store, act: Act) -> None:
         store.audit.add(record)
     except PyMongoError as error:
         raise DeploymentError(
-            f"`{record['command']}` was carried out ({effect_text(act.effect)}), but its audit record could not be "
+            f"`{record['command']}` has done its work ({effect_text(act.effect)}), but its audit record could not be "
             f"stored: {to_user_error(error, wiring.state_concern)} "
-            "Write down who did it and why, and do not repeat it.",
+            "Do not repeat the command. Note elsewhere who ran it and why.",
         ) from error
 
 
@@ -208,10 +208,13 @@ def reached(wiring: Wiring) -> Iterator[Store]:
 def refuse_unknown(wiring: Wiring, handler: str, known: Collection[str]) -> CommandRefusedError:
     """Return the refusal of a handler without stored state."""
     if not known:
-        return CommandRefusedError(f"Bridge {wiring.name} has never had a listener. Start one first.")
+        return CommandRefusedError(
+            f"Bridge {wiring.name} has never had a listener, so it has no handlers yet. Start one: "
+            f"{wiring.line.celery('listener')}"
+        )
     names = sorted(known)
     return CommandRefusedError(
-        f"Bridge {wiring.name} has no handler {handler[:_QUOTED_CHARS]!r}{nearest(handler, names)}. It has "
+        f"Bridge {wiring.name} has no handler {handler[:_QUOTED_CHARS]!r}{nearest(handler, names)}. Its handlers: "
         f"{', '.join(names)}.",
     )
 
@@ -219,7 +222,7 @@ def refuse_unknown(wiring: Wiring, handler: str, known: Collection[str]) -> Comm
 def refuse_partition(handler: str, partition: int, layout: Layout) -> CommandRefusedError:
     """Return the refusal of a partition that a handler does not have."""
     return CommandRefusedError(
-        f"Handler {handler} has no partition {partition}: its partitions are 0 to {layout.partitions - 1}."
+        f"Handler {handler} has no partition {partition}. Its partitions are 0 to {layout.partitions - 1}."
     )
 
 

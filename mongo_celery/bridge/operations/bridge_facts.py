@@ -115,7 +115,7 @@ class Facts:
 
 def read_facts(wiring: Wiring, counting: float) -> Facts:
     """
-    Read a bridge. Not promised: a single moment. The reads follow each other within milliseconds.
+    Read a bridge. The reads are not of a single moment. They follow each other within milliseconds.
 
     Args:
         counting: time limit in seconds for counting stored changes, and again for the newest dead letters.
@@ -213,7 +213,7 @@ def _count_stored(store: Store, marked: Mapping[Place, Image], seconds: float) -
 
 
 def _read_first(wiring: Wiring, marked: Mapping[Place, Image]) -> tuple[dict[Place, tuple[str, str]], frozenset[Place]]:
-    """Read the first stored change of some partitions, waiting and oldest ones first. Find those without any."""
+    """Read the first stored change of some partitions, waiting and oldest ones first. Find partitions without one."""
     found, missing = {}, set()
 
     def urgency(place: Place) -> tuple[bool, datetime]:

@@ -17,6 +17,7 @@ from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, degraded, failing, list_some, ok
 from mongo_celery.mongo.opening import collect_findings
 from mongo_celery.mongo.redaction import short
+from mongo_celery.quantities import number
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
@@ -71,14 +72,14 @@ def judge_confirms(quorum: Sequence[str], names: Collection[str], transport_opti
     """
     missing = [name for name in _CONFIRMED if not transport_options.get(name)]
     if not missing:
-        return ok("broker_confirms", "RabbitMQ confirms what is published, and the wait for that is bounded.")
+        return ok("broker_confirms", "RabbitMQ confirms every message, and senders wait for that only a limited time.")
     own = [name for name in quorum if name in names]
     whose = f"Queues of the bridge are quorum queues ({list_some(own)})"
     if not own:
-        whose = f"Queues beside the bridge's are quorum queues ({list_some(quorum)})"
-    effect = "Nothing bounds the wait for RabbitMQ's confirmation: while a queue has no leader, a publisher may hang."
+        whose = f"Other queues of this app are quorum queues ({list_some(quorum)})"
+    effect = "While a queue elects its leader, a process that sends a message may wait without end."
     if "confirm_publish" in missing:
-        effect = "RabbitMQ confirms nothing: messages that it refuses while a queue elects its leader are lost."
+        effect = "RabbitMQ does not confirm messages. While a queue elects its leader, messages are lost unnoticed."
     fix = f"Set {', '.join(missing)} in broker_transport_options."
     return degraded("broker_confirms", f"{whose}. {effect} {fix}")
 
@@ -87,26 +88,27 @@ def judge_prefetch(multiplier: int) -> Finding:
     """Judge how many messages wait after slow ones. That costs time, never order."""
     text = f"worker_prefetch_multiplier is {multiplier}"
     if 1 <= multiplier <= _PREFETCH_DEFAULT:
-        return ok("prefetch", f"{text}: few changes wait behind slow handlers of other partitions.")
-    amount = "without limit" if not multiplier else "far ahead"
+        return ok("prefetch", f"{text}, so few changes wait for slow handlers of other partitions.")
+    amount = "without limit" if not multiplier else "too early"
     return degraded(
         "prefetch",
-        f"{text}: a worker fetches {amount}, and changes wait behind slow handlers while other workers are idle. "
-        "Set it to 1.",
+        f"{text}, so a worker fetches messages {amount}. Changes wait for its slow handlers while other workers are "
+        "idle. Set worker_prefetch_multiplier to 1.",
     )
 
 
 def judge_content(accepted: Any) -> Iterator[Finding]:
-    """Judge the accepted content: messages are JSON, so that a writer to the broker cannot run code in a worker."""
+    """Judge the accepted content. Messages are JSON, so that a writer to the broker cannot run code in a worker."""
     names = {str(name) for name in accepted or ()}
     unsafe = sorted(names & _UNSAFE_CONTENT)
     if not names & _JSON:
-        yield failing("accept_content", "json is not accepted, but the bridge's messages are JSON. Add it.")
+        text = "accept_content lacks 'json', so workers refuse the bridge's messages. Add it."
+        yield failing("accept_content", text)
     if unsafe:
-        text = f"{', '.join(unsafe)} is accepted: whoever can write to the broker can run code in the workers. "
-        yield failing("accept_content", f"{text}Remove it.")
+        text = f"accept_content has {', '.join(unsafe)}, so every program that can write to the broker can run code in "
+        yield failing("accept_content", f"{text}the workers. Remove it.")
     elif names & _JSON:
-        yield ok("accept_content", "Only content that cannot run code is accepted.")
+        yield ok("accept_content", "accept_content has only formats that cannot run code.")
 
 
 # -- workers ---------------------------------------------------------------------------------------
@@ -121,7 +123,8 @@ def ask_servers(wiring: Wiring, line: CommandLine) -> tuple[Workers | None, list
     try:
         replies = ask_workers(wiring.app, INSPECT_SECONDS)
     except Exception as failure:  # noqa: BLE001 - every transport raises its own; some have no remote control
-        return None, [*found, degraded("workers", f"Workers cannot be asked over this broker: {short(failure)}")]
+        text = f"Workers cannot be asked over this broker, so they are not checked: {short(failure)}"
+        return None, [*found, degraded("workers", text)]
     workers, about = judge_workers(_list_tasks_by_queue(wiring), replies, line)
     return workers, [*found, *about]
 
@@ -134,8 +137,8 @@ def check_time_limits(wiring: Wiring) -> Finding:
         return ok("time_limits", "Every handler has a time limit.")
     return degraded(
         "time_limits",
-        f"{list_some(names)} {'has' if len(names) == 1 else 'have'} no time limit: a call that never returns keeps its "
-        "partition and a slot of a worker. Set time_limit or soft_time_limit of the handler, or task_time_limit.",
+        f"{list_some(names)} {'has' if len(names) == 1 else 'have'} no time limit. A call that never returns blocks "
+        "its partition and a slot of a worker. Set time_limit or soft_time_limit of the handler, or task_time_limit.",
     )
 
 
@@ -160,10 +163,10 @@ def judge_workers(
         line: the beginning of commands in findings.
     """
     if not said.queues and not said.tasks:
-        text = f"No worker answered within {INSPECT_SECONDS:.1f} s. Changes wait until one runs. Start one."
+        text = f"No worker answered within {INSPECT_SECONDS:.1f} s. If none is running, changes wait. Start a worker."
         return Workers(answered=0, serving=0, slots=0), [degraded("no_worker", text, line.celery("worker"))]
     serving = {worker: names & needed.keys() for worker, names in sorted(said.queues.items()) if names & needed.keys()}
-    text = f"{len(serving)} of {len(said.queues)} workers that answered consume this bridge's queues."
+    text = f"{number(len(said.queues), 'worker', 'workers')} answered, {len(serving)} with this bridge's queues."
     slots = count_slots(said, serving) if serving else None
     return Workers(answered=len(said.queues), serving=len(serving), slots=slots), [
         ok("workers", text),
@@ -180,8 +183,8 @@ def _judge_consumers(needed: Iterable[str], said: WorkerReplies, line: CommandLi
         return ok("consumers", "Every queue of the bridge has a consumer.")
     if late:
         text = f"Worker {late[0]} did not list its queues within {INSPECT_SECONDS:.1f} s, and no other worker consumes "
-        return degraded("consumers", f"{text}{alone}. Ask again.")
-    text = f"No running worker consumes {alone}. Changes of these partitions wait. Start a worker for them."
+        return degraded("consumers", f"{text}{alone}. Repeat the command.")
+    text = f"No worker consumes the queues {alone}. Changes there wait. Start a worker for them."
     worker = line.celery("worker")
     return failing("consumers", text, worker, f'{worker} -Q "$({line.changes("queues")})"')
 
@@ -200,8 +203,8 @@ def _judge_tasks(
         if names:
             yield failing(
                 "worker_tasks",
-                f"Worker {worker} does not know {', '.join(names)}, and drops their messages. Deploy the same "
-                "code there, or keep it away from the bridge's queues with -X.",
+                f"Worker {worker} does not have the tasks {', '.join(names)}, and drops their messages. Deploy the "
+                "same code to it, or start it with -X and the bridge's queues.",
             )
     if serving and not any(lacking.values()):
-        yield ok("worker_tasks", "Every worker that consumes the bridge's queues knows its tasks.")
+        yield ok("worker_tasks", "Every worker that consumes the bridge's queues has its tasks.")

@@ -40,16 +40,16 @@ _HALTED = (
     "  halted by: {error}",
 )
 UNSERVED = (
-    "has no handler in this app, so nothing would run it: import the module with its @bridge.on_change function, for "
-    "example with include=[...] of the Celery app, or name the app that has it with -A. Then repeat the command"
+    "has no handler in this app, so nothing would run it. Import the module with its @bridge.on_change function, for "
+    "example with include=[...] of the Celery app, or use -A with the app that has it. Then repeat the command"
 )
 _GONE = (
-    "has halted at a change that is not stored and can no longer be read, since its history was lost. `status` shows "
-    "its key. Repair its effects manually, then skip it"
+    "is halted at a change that is neither stored nor in the oplog, so it cannot run again. `status` shows its key. "
+    "Repair its effects manually, then skip it with --discard"
 )
 _NOT_STORED = (
-    "has halted at a change that is not stored, so there is no content to keep. A listener stores it `spill_after` "
-    "seconds after reading it. Repeat the command then, or give the change up with `{command}`"
+    "is halted at a change that is not stored yet, so a dead letter could not keep its content. A listener stores it "
+    "`spill_after` seconds after it has read it. Repeat the command then, or discard the change: `{command}`"
 )
 
 
@@ -95,11 +95,11 @@ class _Command:
             return self.report(image, "unchanged", f"is {self.after} already")
         is_busy = image.live or image.handled is not None
         objections = {
-            "flowing": "is being handled at this moment" if is_busy else self.idle,
-            "halted": "is halted at a change that failed: retry it, or skip it",
-            "paused": "is paused: resume it first",
+            "flowing": "is running at this moment. Repeat the command if it halts" if is_busy else self.idle,
+            "halted": "is halted at a change that failed. Retry the change, or skip it",
+            "paused": "is paused. Resume it first",
         }
-        gone = f"is {image.state}: its handler was repartitioned; repeat the command"
+        gone = "is no longer used, because its handler was repartitioned. Repeat the command"
         return self.report(image, "unfit", objections.get(image.state, gone))
 
     def report(self, image: Image, result: Any, reason: str = "") -> PartitionResult:
@@ -126,7 +126,7 @@ _COMMANDS = {
         "flowing",
         lambda image: image.state == "halted" or (image.state == "flowing" and image.parked),
         Partitions.retry,
-        "has nothing to retry: it is neither halted nor retrying",
+        "has nothing to retry, because it is neither halted nor retrying",
     ),
 }
 """Commands for all handlers, by name."""
@@ -149,14 +149,14 @@ def plan_skip(act: Act, handler: str, partition: int | None, *, discard: bool) -
         "flowing",
         lambda image: image.state == "halted" and image.head is not None,
         Partitions.discard if discard else partial(_keep_change, act),
-        "is not halted: only the change at which a partition halted can be skipped",
+        "is not halted. Only the change at which a partition is halted can be skipped",
     )
     with reached(act.wiring) as store:
         images = _choose_partitions(act, store, handler, partition)
         heads = [(image, image.head) for image in images if command.fits(image) and image.head is not None]
         changes = [_fetch_halted(store, image) for image, _ in heads]
     count = number(len(heads), "halted change", "halted changes")
-    question = f"Discard {count}? Nothing of it is kept." if discard else f"Move {count} to the dead letters?"
+    question = f"Discard {count} permanently?" if discard else f"Move {count} to the dead letters?"
     halted = [
         {
             "handler": image.subscription,
@@ -187,7 +187,7 @@ def _choose_partitions(act: Act, store: Store, handler: str | None, partition: i
     if not layouts or (handler is not None and handler not in layouts):
         raise refuse_unknown(act.wiring, handler or "", layouts)
     if partition is not None and handler is None and len(layouts) != 1:
-        raise CommandRefusedError(f"Name the handler of partition {partition}: one of {', '.join(layouts)}.")
+        raise CommandRefusedError(f"Give the handler of partition {partition} too. Handlers: {', '.join(layouts)}.")
     chosen = [handler] if handler is not None else list(layouts)
     found = store.partitions.of({name: layouts[name].term for name in chosen})
     images = [each for each in found if partition in (None, each.index)]
@@ -246,7 +246,11 @@ def _apply_command(partitions: Partitions, command: _Command, image: Image) -> P
         judged = command.judge(now)
         if judged.result != "planned":
             return judged if judged.result == "unchanged" else replace(judged, result="refused")
-    return command.report(image, "refused", "has changed meanwhile: look at it, then repeat the command")
+    return command.report(
+        image,
+        "refused",
+        "has changed meanwhile, so it is left as it is. Check it with `status`, then repeat the command",
+    )
 
 
 def _describe_results(done: str, results: Sequence[PartitionResult]) -> list[str]:
@@ -260,9 +264,9 @@ def _describe_results(done: str, results: Sequence[PartitionResult]) -> list[str
     left = [each.reason for each in results if each.result == "unfit" and each.state in {"halted", "retrying"}]
     if left[_SENTENCES:]:
         more = number(len(left) - _SENTENCES, "more partition", "more partitions")
-        left[_SENTENCES:] = [f"{more} left as they are. `--json` shows the reason of each."]
+        left[_SENTENCES:] = [f"{more} left unchanged. `--json` shows the reason for each."]
     if not lines:
-        lines = [f"Nothing to do: {number(len(results), 'partition was', 'partitions were')} read, none {done}."]
+        lines = [f"Nothing to do: none of {number(len(results), 'partition', 'partitions')} can be {done} now."]
     return left + lines
 
 
@@ -278,7 +282,7 @@ def _show_change(change: StoredChange | None) -> list[str]:
 
 def _fetch_halted(store: Store, image: Image) -> StoredChange | None:
     """Return the change at which a partition halted. None if it is not stored."""
-    assert image.head is not None, "only a halted partition knows its head"
+    assert image.head is not None, "only a halted partition has a halted change"
     data = token_data(image.head["resumeToken"])
     return store.backlog.fetch(image.id, [data]).get(data)
 
@@ -286,7 +290,7 @@ def _fetch_halted(store: Store, image: Image) -> StoredChange | None:
 def _keep_change(act: Act, partitions: Partitions, image: Image) -> bool:
     """Make a dead letter of a halted change, in the first form that can be stored."""
     wiring, store = act.wiring, act.wiring.store
-    assert image.head is not None, "only a halted partition knows its head"
+    assert image.head is not None, "only a halted partition has a halted change"
     token = image.head["resumeToken"]
     change = _fetch_halted(store, image)
     if change is None:
@@ -344,7 +348,7 @@ def _is_kept(store: Store, image: Image) -> bool:
     The halting execution stores its change without a mark, because a listener still has it. When no listener has it any
     more, the mark lets the next one find it.
     """
-    assert image.head is not None, "only a halted partition is asked about"
+    assert image.head is not None, "only a halted partition has a halted change"
     if image.stored and image.stored["to"] >= token_data(image.head["resumeToken"]):
         return True
     return _fetch_halted(store, image) is not None and store.partitions.mark_head(image)

@@ -35,13 +35,15 @@ if TYPE_CHECKING:
 LETTERS_MAX = 1000
 """Default limit of dead letters in one command."""
 _LEAST_ID = 18  # time and number of an oplog entry: only changes of one transaction need more
-_NOT_KEPT = "holds only the name of its change, which was too large to store. Repair it manually, then discard it"
-_DAMAGED = "is damaged, so it can only be discarded: somebody else has written to the collection dead_letters"
-_WORN = f"has been started {REPLAYS_MAX} times: it can only be discarded"
+_NOT_KEPT = (
+    "cannot be replayed: its change was too large to store. Repair the effects of the change manually, then discard it"
+)
+_DAMAGED = "cannot be replayed: another program has damaged it in the collection dead_letters. Discard it"
+_WORN = f"cannot be replayed again: it has been started {REPLAYS_MAX} times. Discard it"
 _RUNS = (
     "is being replayed now. Repeat the command when the replay has ended, or after claim_ttl if no listener is running"
 )
-_MOVED_ON = "waits for a key that was just released: repeat the command"
+_MOVED_ON = "cannot be replayed yet, because its key was released a moment ago. Repeat the command"
 _ASKED = "is being replayed already"
 _GONE = "is gone already"
 
@@ -143,17 +145,19 @@ def _find_one(wiring: Wiring, selection: Selection, names: Sequence[str]) -> Dea
     found = wiring.store.dead_letters.find(selection, names, 2)
     if not found:
         listed = wiring.line.changes("dead-letters", "list")
-        raise CommandRefusedError(f"Bridge {wiring.name} has no dead letter {id_!r}. To see them: {listed}")
+        raise CommandRefusedError(f"Bridge {wiring.name} has no dead letter {id_!r}. To see all dead letters: {listed}")
     whole = [each for each in found if each.id == id_] or found
     if len(whole) > 1:
-        raise CommandRefusedError(f"{id_!r} begins the ids of several dead letters: give more of it, or the handler.")
+        raise CommandRefusedError(
+            f"Several dead letters have an id that begins with {id_!r}. Give more of the id, or also the handler."
+        )
     return whole[0]
 
 
 def plan_replay(act: Act, found: Found, *, over_newer: bool) -> Plan:
     """Plan to run the handler again for dead letters, as in `Operations.replay_dead_letters`."""
     steps = partial(_plan_replays, act, found.letters, over_newer)
-    return _plan_on_dead_letters(act, found, steps, "are to be replayed", "Run the handler again?")
+    return _plan_on_dead_letters(act, found, steps, "will be replayed", "Run the handler again?")
 
 
 def plan_discard(act: Act, found: Found) -> Plan:
@@ -175,11 +179,12 @@ def _plan_on_dead_letters(
         lines = [each.reason for each in results if each.result == "unchanged" and each.reason]
         lines.append(f"{act.wiring.name}: {len(chosen)} of {found.count + len(first_ones)} dead letters {word}")
         if follow := sum(each.follow for each in chosen):
-            lines.append(f"{number(follow, 'dead letter', 'dead letters')} of their keys follow, in order")
+            more = number(follow, "later dead letter", "later dead letters")
+            lines.append(f"{more} of the same keys will be replayed after them, in order")
         if found.count > len(found.letters):
-            lines.append(f"{found.count - len(found.letters)} more were not read: repeat the command, or raise --limit")
+            lines.append(f"{found.count - len(found.letters)} more were not read. Repeat the command, or raise --limit")
         if chosen and act.name.endswith("replay"):
-            wait = "" if found.leads else " No listener is running: they are replayed when one leads."
+            wait = "" if found.leads else " No listener is running, so the replay begins when you start one."
             listed = act.line.changes("dead-letters", "list")
             lines.append(f"Those that succeed disappear, the others stay with their error.{wait} To see them: {listed}")
         return lines
@@ -236,7 +241,8 @@ def _plan_replays(act: Act, letters: Sequence[DeadChange], over_newer: bool) -> 
 def _plan_follower(letter: DeadChange, first: DeadLetterResult) -> DeadLetterResult:
     """Return the effect on a dead letter after the first one of its key."""
     if first.result == "refused":
-        return _make_result(letter, "refused", f"waits for its key behind {first.id}, which cannot be replayed")
+        reason = f"waits for dead letter {first.id} of the same key, which cannot be replayed"
+        return _make_result(letter, "refused", reason)
     return _make_result(letter, first.result, _ASKED if first.result == "unchanged" else "")
 
 
@@ -252,9 +258,9 @@ def _plan_request(
     except CommandRefusedError as error:
         return _make_result(letter, "refused", str(error)), None
     if asked[name] >= REQUESTS_MAX:
-        reason = f"has to wait: {REQUESTS_MAX} dead letters of its handler are being replayed"
+        reason = f"has to wait, because {REQUESTS_MAX} dead letters of its handler are being replayed"
         listed = act.line.changes("dead-letters", "list")
-        return _make_result(letter, "refused", f"{reason}; repeat the command when `{listed}` shows fewer"), None
+        return _make_result(letter, "refused", f"{reason}. Repeat the command when `{listed}` shows fewer"), None
     asked[name] += 1
 
     def write() -> DeadLetterResult:
@@ -300,8 +306,8 @@ def _hash_again(wiring: Wiring, letter: DeadChange, handler: Handler, layout: La
         partitioner = handler.partitioner_named(rule, wiring.options, wiring.handlers)
     except ConfigurationError:
         raise CommandRefusedError(
-            f"belongs to a partition by {rule!r}, a rule that this app does not have: repeat the command when `status` "
-            "shows the partitioning by the new one"
+            f"cannot be replayed yet: its handler is still partitioned by {rule!r}, which this app does not have. "
+            "Repeat the command when `status` shows the new partitioning"
         ) from None
     event = wrap_event(found[1])
     try:

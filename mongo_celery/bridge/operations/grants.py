@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 ROLES = {
-    "listener": "leads, reads the change stream, stores positions and the changes of blocked partitions",
-    "worker": "claims changes, records their outcomes. Rights on the handlers' data are not included",
+    "listener": "reads the change stream, stores positions and the changes of blocked partitions",
+    "worker": "runs handlers, records their outcomes. Rights on the handlers' own data are not included",
     "operator": "runs `celery -A ... changes`",
     "viewer": "only reads: `status`, `show`, `dead-letters list`, `history`",
 }
@@ -55,9 +55,9 @@ _STATE = (
 _OPTIONAL = (
     # role, collection, actions, purpose, and the effect of their absence
     ("listener", AUDIT, "insert createIndex", "the audit record of `--take-over`", "`history` shows no `--take-over`"),
-    ("worker", DROPS, "insert update", "counting dropped messages", "forged messages are dropped uncounted"),
+    ("worker", DROPS, "insert update", "counting dropped messages", "dropped messages are not counted"),
     ("worker", "dead_letters", "createIndex", "finding dead letters by time, key and parked key",
-     "replays of a parked key, and lists by time or key, read all dead letters and log a warning"),
+     "replays and lists of dead letters read the whole collection, and log a warning"),
 )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def list_rights(wiring: Wiring, role: str) -> list[Right]:
     """
     if not wiring.handlers:
         raise ConfigurationError(
-            f"bridge {wiring.name} has no handler here, so its sources are unknown: import the module with its "
+            f"bridge {wiring.name} has no handler in this app, so its sources are unknown. Import the module with its "
             "@bridge.on_change functions, for example with include=[...] of the Celery app.",
         )
     found = list_state_rights(wiring, role)
@@ -133,21 +133,23 @@ def _list_rights_on_data(wiring: Wiring, role: str) -> Iterator[Right]:
     if role != "viewer":
         stream, names, unread = None, "the names of the collections that snapshots read", None
         if role == "operator":
-            stream = "`changes check` reports that it cannot try the change stream"
-            unread = "if a collection cannot have a snapshot, the listener reports it, not `snapshot start`"
+            stream = "`changes check` cannot try the change stream, and reports that"
+            unread = "`snapshot start` does not notice a view or a capped collection. The listener reports it later"
         elif SNAPSHOT not in starts:  # otherwise a dropped collection would read as empty
-            unread = "`changes snapshot start` fails with a message"
+            unread = "a snapshot that you start fails with a message"
         if role == "operator" and {options.full_document, options.full_document_before_change} & {*_IMAGES}:
-            names, unread = "which collections keep images", "`changes check` reports that it cannot see which do"
+            names, unread = "which collections keep images", "`changes check` cannot see that, and reports it"
         database, collection = scope.database or "", scope.collection or ""
         actions = ("changeStream", "find")
         yield Right(database, collection, actions, "the change stream, and the look-up of full documents", stream)
         yield Right(database, "", ("listCollections",), names, unread)
-    reach = "`status` shows no window of the oplog" if role == "viewer" else None
+    reach = "`status` does not show how far the oplog reaches back" if role == "viewer" else None
     if role == "listener" and "oldest" not in (options.start_from, options.on_history_lost, *starts):
-        reach = "nothing warns before history is lost, and `reset --to oldest` is refused"
+        reach = "no warning precedes an oplog gap, and `reset --to oldest` is refused"
     yield Right(None, "", ("serverStatus",), "how far the oplog reaches back", reach)
-    yield Right("local", "oplog.rs", ("collStats",), "whether the oplog is full", "a young oplog counts as a full one")
+    yield Right(
+        "local", "oplog.rs", ("collStats",), "whether the oplog is full", "a young oplog is taken for a full one"
+    )
 
 
 # -- as commands -----------------------------------------------------------------------------------

@@ -21,12 +21,14 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
     wiring = act.wiring
     if handler in {each.name for each in wiring.handlers}:
         raise CommandRefusedError(
-            f"{handler} is still a handler of this app, so it cannot be removed. Delete it from the code but keep the "
-            "bridge, then repeat the command.",
+            f"{handler} is still a handler of this app, so it is not removed. Delete the function from the code, but "
+            "keep the bridge. Then repeat the command.",
         )
     for each in stamps:
         if not all(each.partition(".")):
-            raise CommandRefusedError(f"--stamps {each} is no collection: write DATABASE.COLLECTION.")
+            raise CommandRefusedError(
+                f"--stamps {each} must be DATABASE.COLLECTION, for example --stamps shop.invoices"
+            )
     with reached(wiring) as store:
         leader = leader_in(store.leases.read() or {})
         known = {parse_name(document) for document in store.subscriptions.read_all()}
@@ -37,9 +39,9 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
         raise refuse_unknown(wiring, handler, known)
     if holdings.letters and not dead_letters:
         raise CommandRefusedError(
-            f"{number(holdings.letters, 'dead letter', 'dead letters')} of {handler} are left. Look at them with "
-            f"`{act.line.changes('dead-letters', 'list', handler)}`, discard them, or repeat the command with "
-            "--dead-letters.",
+            f"{handler} still has {number(holdings.letters, 'dead letter', 'dead letters')}, so it is not removed. "
+            f"Look at them with `{act.line.changes('dead-letters', 'list', handler)}`. To remove them as well, repeat "
+            "the command with --dead-letters.",
         )
 
     def run(running: Act) -> PlanResult:
@@ -47,8 +49,8 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
         term = store.positions.forget(handler, running.record(handler, **counts))
         if term is None:
             raise CommandRefusedError(
-                f"The listener that leads ({leader or 'it has just begun'}) serves {handler}: nothing is changed. "
-                "Deploy the code without the handler there, then repeat the command.",
+                f"The running listener ({leader or 'it has just started'}) still has {handler}, so nothing is removed. "
+                "Deploy the code without the handler to it, then repeat the command.",
             )
         stamp = f"{FIELD}.{wiring.name}/{handler}"
         for namespace in stamps:
@@ -62,6 +64,6 @@ def plan_remove(act: Act, handler: str, *, dead_letters: bool, stamps: Sequence[
         [f"{handler} has stored: {', '.join(f'{count} {_NOUNS.get(name, name)}' for name, count in counts.items())}"],
         run,
         {"handler": handler, "leader": leader, **counts},
-        question="Remove all of it?",
+        question="Remove all of it permanently?",
         seen=" ".join(f"{name}:{count}" for name, count in counts.items()),
     )

@@ -10,6 +10,7 @@ Each rule is a function from the snapshot, or one of its handlers, to findings. 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -131,7 +132,7 @@ def _rank(found: Iterable[Finding], line: CommandLine) -> Iterator[Finding]:
 def _describe_unasked(line: CommandLine, asked: Sequence[Finding] | None) -> str | None:
     if asked is None:
         command = line.changes("status", "--ask")
-        return f"The verdict is from MongoDB alone. To ask broker and workers as well, run: {command}"
+        return f"Only MongoDB was asked. To ask the broker and the workers as well, run: {command}"
     silent = next((each for each in asked if each.code == "workers" and each.severity != "ok"), None)
     return None if silent is None else f"Workers were not asked: {shorten(silent.sentence)}."
 
@@ -145,33 +146,35 @@ def _judge_listener(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding
     if seen.state == "never_started":
         yield degraded("never_started", f"No listener has ever run. {effect} Start one.", start)
     elif seen.state == "no_listener" and since is not None and since < UNLED_SECONDS:
-        text = f"No listener for {duration(since)}. Changes are not read, which is normal during a deploy."
+        text = f"No listener has run for {duration(since)}, so no change is read. During a deploy this is normal."
         yield degraded("no_listener", text, start)
     elif seen.state == "no_listener":
-        fact = "No listener is running" if since is None else f"No listener for {duration(since)}"
+        fact = "No listener is running" if since is None else f"No listener has run for {duration(since)}"
         yield failing("no_listener", f"{fact}. {effect} Start one.", start)
     elif seen.state == "history_lost" and any(each.state == "history_lost" for each in seen.handlers):
-        text = "No listener is running, since every handler has lost its history. Decide for each, then start one."
-        yield failing("no_listener", text)
+        text = "No listener is running, because every handler has lost its history. Decide for each handler where it "
+        yield failing("no_listener", f"{text}continues, then start a listener.")
     elif seen.state in ("failed", "history_lost"):
-        text = f"No listener is running. The last one ended with: {shorten(seen.error)}. {effect}"
-        yield failing("no_listener", text, start)
+        text = f"No listener is running. The last one ended with: {shorten(seen.error)}. {effect} "
+        yield failing("no_listener", f"{text}Fix this, then start one.", start)
     elif seen.unread_seconds:
         why = shorten(seen.reading_waits or "the server has not answered")
         text = f"The listener has read nothing for {duration(seen.unread_seconds)}: {why}. Every handler waits."
         yield (failing if seen.unread_seconds >= UNREAD_SECONDS else degraded)("reading_waits", text)
     if seen.locked:
-        text = f"Open transactions lock {list_some(seen.locked)}, so their changes wait. "
-        yield degraded("locked", f"{text}The server ends such transactions, by default within a minute.")
+        text = (
+            f"Open transactions lock the partitions {list_some(seen.locked)}, so their changes wait. Nothing needs to "
+        )
+        yield degraded("locked", f"{text}be done: the server ends such transactions, by default within a minute.")
 
 
 def _judge_definitions(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]:
     leader = seen.leader
     process = "no listener is running" if leader is None else f"leader: process {leader.pid} on {leader.host}"
     if seen.difference:
-        text = f"This bridge is that of another app or environment: {shorten(seen.difference)} ({process}). Changes of "
+        text = f"Another app or environment uses this bridge: {shorten(seen.difference)} ({process}). This app's "
         # No command: typed without a decision it would take the bridge of another environment.
-        yield failing("identity", f"{text}this app are not handled. {ways_out(line)}")
+        yield failing("identity", f"{text}changes are not handled. {ways_out(line)}")
     elif leader is not None:
         lacking = sorted({each.name for each in _list_served(seen)} - set(leader.handlers))
         found = [f"does not have {list_some(lacking)}, so these changes are not handled"] if lacking else []
@@ -179,7 +182,10 @@ def _judge_definitions(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Find
         if leader.partitions not in (None, seen.partitions):
             found.append(f"has {leader.partitions} partitions where this app has {seen.partitions}")
         if found:
-            text = f"The listener ({process}) {', and '.join(found)}. A deploy ends it. Else end it, and start yours."
+            text = (
+                f"The listener ({process}) runs other code than this app: it {', and '.join(found)}. During a deploy "
+            )
+            text += "nothing needs to be done. Otherwise stop it, and start a listener with this app's code."
             yield degraded("definitions", text, line.celery("listener"))
 
 
@@ -191,20 +197,22 @@ def _judge_progress(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding
     idle = [*_judge_workers(seen, line)]
     yield from idle
     if seen.sent_again and not idle:
-        text = f"A worker takes changes of {list_some(seen.sent_again)} and claims nothing, so they are sent again and "
-        text += "come late. It cannot use MongoDB, or runs other code. "
-        text += "Look for envelope_unverified and claim_failed in the workers' logs."
+        text = f"A worker takes messages of {list_some(seen.sent_again)}, but does not run them, so the listener sends "
+        text += "them again and changes are late. The worker cannot use MongoDB, or runs other code. "
+        text += "Search the workers' logs for envelope_unverified and claim_failed."
         yield degraded("sent_again", text, line.changes("check"))
     hanging = [*_judge_long_calls(seen)]
     yield from hanging
-    if idle or seen.state != "leading":  # if nothing works, everything is late: report one cause and one command
+    if (
+        idle or seen.state != "leading"
+    ):  # if no worker or listener works, everything is late: report one cause and one command
         return
     lags = {each.name: _lag_of_flowing(each) for each in _list_served(seen) if each.is_given_changes}
     late = sorted((name for name, lag in lags.items() if lag >= LAG_SECONDS), key=lambda name: -lags[name])
     if late:
         are, fix = "is" if len(late) == 1 else "are", "Add workers, make the handler faster, or set run_size."
-        fix = "End the calls that run for long first." if hanging else fix
-        text = f"{list_some(late)} {are} {duration(lags[late[0]])} behind: the oldest change has waited that long."
+        fix = "First end the handler calls that have run too long." if hanging else fix
+        text = f"{list_some(late)} {are} late: the oldest change has waited for {duration(lags[late[0]])}."
         yield degraded("lag", f"{text} {fix}", *([] if hanging else [line.celery("worker")]))
 
 
@@ -213,24 +221,25 @@ def _judge_workers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]
     untaken, start = seen.untaken, line.celery("worker")
     queues = list_some(untaken.queues) if untaken else ""
     if untaken and untaken.unclaimed:
-        text = f"Workers took messages from {queues}, and claimed nothing. Changes there wait. "
-        text += "These workers cannot use MongoDB, or lack the task since they run other code. "
-        text += "Look for envelope_unverified, claim_failed and unregistered tasks in their log."
+        text = f"Workers took messages from {queues}, but ran none of them. Changes there wait. "
+        text += "These workers cannot use MongoDB, or run other code without the task. "
+        text += "Search their logs for envelope_unverified, claim_failed and unregistered tasks."
         yield failing("unclaimed", text, line.changes("check"))
     elif seen.workers is not None and seen.workers.answered:
         return
     elif untaken and untaken.answered and seen.workers is None:
-        yield failing("consumers", f"No running worker consumes {queues}. Changes there wait. Start a worker.", start)
+        text = f"No worker consumes the queues {queues}. Changes there wait. Start a worker."
+        yield failing("consumers", text, start)
     elif any(each.is_running for handler in seen.handlers for each in handler.partitions):
         return  # a busy solo pool does not answer
     elif seen.workers is None and untaken and untaken.answered is None:
-        text = f"No worker takes from {queues}, and workers cannot be asked. Start a worker."
+        text = f"No worker takes messages from {queues}, so changes there wait. Start a worker."
         yield degraded("no_worker", text, start)
     elif (seen.workers or untaken) and seen.in_flight:
         waits = number(seen.in_flight, "run of changes waits", "runs of changes wait")
-        yield failing("no_worker", f"No worker answers, and {waits} for one. Start a worker.", start)
+        yield failing("no_worker", f"No worker answers, and {waits}. Start a worker.", start)
     elif seen.workers or untaken:
-        yield degraded("no_worker", "No worker answers. The next change waits for one. Start a worker.", start)
+        yield degraded("no_worker", "No worker answers. The next change will wait. Start a worker.", start)
 
 
 def _judge_long_calls(seen: BridgeSnapshot) -> Iterator[Finding]:
@@ -244,17 +253,17 @@ def _judge_long_calls(seen: BridgeSnapshot) -> Iterator[Finding]:
     slots = seen.workers.slots if seen.workers is not None else None
     calls = sum(len(long) for _, long in held)
     holds_all = calls >= slots if slots is not None else _is_all_that_runs(seen, {each.name for each, _ in held}, calls)
-    cost = "Every slot of the workers is taken: no other change runs." if holds_all else "Later changes wait."
-    cost = "Nothing else runs, and other handlers wait." if holds_all and slots is None else cost
+    cost = "Every slot of the workers is taken, so no other change runs." if holds_all else "Later changes wait."
+    cost = "No other change runs." if holds_all and slots is None else cost
     for handler, long in held:
         claims = [claim for _, claim in long]
         pids = dict.fromkeys(pid for each in claims if (pid := owner_pid(each.owner)) is not None)
-        end = f"run there: kill -9 {' '.join(pids)}" if pids else "end these processes"
+        end = f"run on that host: kill -9 {' '.join(pids)}" if pids else "end these processes"
         where = _where(handler, [partition for partition, _ in long])
         processes = list_some([*dict.fromkeys(each.process for each in claims)])
         has, seconds = "has" if len(long) == 1 else "have", max(each.seconds or 0 for each in claims)
         text = f"{where} {has} run for {duration(seconds)} in {processes}, without a time limit. "
-        text += f"{cost} If the handler hangs, {end}. Then give it a time_limit."
+        text += f"{cost} If the handler hangs, {end}. Then set its time_limit."
         yield (failing if holds_all else degraded)("running_long", text)
 
 
@@ -276,21 +285,24 @@ def _lag_of_flowing(handler: HandlerStatus) -> int:
 
 def _judge_broker(seen: BridgeSnapshot, _line: CommandLine) -> Iterator[Finding]:
     if seen.broker_down:
-        text = "The listener cannot publish: the broker does not answer, or its memory or disk is full. No change "
-        text += "reaches a worker. Changes that were read are kept. Restore the broker. "
-        yield failing("broker_down", f"{text}The listener's log has its error (publish_failed).")
+        text = (
+            "The listener cannot send messages: the broker does not answer, or its memory or disk is full. No change "
+        )
+        text += "reaches a worker, and none is lost. Restore the broker. "
+        yield failing("broker_down", f"{text}The error is in the listener's log, under publish_failed.")
     if seen.undeliverable:
         first, others = seen.undeliverable[0], seen.undeliverable_count - 1
         more, waits = (f", and {others} more", "Their partitions wait") if others else ("", "Its partition waits")
-        text = f"The broker rejects {shorten(first.key)} ({size(first.bytes)}){more} since {moment(first.since)}: "
-        text += f"{shorten(first.error)}. {waits}. Raise the broker's limit on a message, or lower max_message_bytes."
+        text = f"The broker rejects the message of {shorten(first.key)} ({size(first.bytes)}){more} since "
+        text += f"{moment(first.since)}: {shorten(first.error)}. {waits}. Raise the broker's limit on the size of a "
+        text += "message, or lower max_message_bytes."
         yield failing("broker_rejects", text)
     if seen.not_stored:
         one, rest = seen.not_stored[0], seen.not_stored_count - 1
         more = f", and of {number(rest, 'more partition', 'more partitions')}" if rest else ""
-        text = f"MongoDB does not store changes of {one.partition}{more}, since {moment(one.since)}: "
-        text += f"{shorten(one.error)}. They wait in the listener's memory. Make room on the disk, or grant the "
-        text += "listener's user its rights on the collection backlog of the state database."
+        text = f"Since {moment(one.since)}, MongoDB does not store changes of {one.partition}{more}: "
+        text += f"{shorten(one.error)}. These changes wait in the listener's memory. Make room on MongoDB's disk, or "
+        text += "grant the listener's user readWrite on the collection backlog of the state database."
         yield failing("not_stored", text)
 
 
@@ -300,37 +312,42 @@ def _judge_broker(seen: BridgeSnapshot, _line: CommandLine) -> Iterator[Finding]
 def _judge_handler(handler: HandlerStatus, seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]:
     name = handler.name
     if handler.state == "match_refused":
-        text = f"{name} gets no change, since the server refuses its match: {shorten(handler.error)}. "
-        text += "Its position is kept. Correct the match, and start a listener with this code."
+        text = f"{name} gets no changes, because MongoDB refuses its match: {shorten(handler.error)}. "
+        text += "Its position is kept, so nothing is lost yet. Correct match=, and restart the listener with this code."
         yield failing("match_refused", text)
     if handler.state == "stopped":
         yield failing("stopped", f"{name} is stopped: {handler.error}")
     if (fed := handler.feedback) is not None:
-        text = f"{name} was given {fed.count} changes of {shorten(fed.key)} in a row since {moment(fed.since)}, each "
-        text += "written while it handled the one before. If it writes to what it watches, it feeds itself. "
-        yield degraded("fed_back", f"{text}Then watch only other fields, with fields=.")
+        text = f"Since {moment(fed.since)}, {name} got {fed.count} changes of {shorten(fed.key)} in a row, each "
+        text += "written while it handled the previous one. If the handler writes to its own source, it causes its own "
+        yield degraded("fed_back", f"{text}changes without end. Then let it watch only other fields, with fields=.")
     if (lost := handler.lost) is not None:
-        text = f"{name} has lost its history before {moment(lost.oldest)}, and is stopped. "
-        text += "Continue at the oplog's oldest entry, or now. Repair what lies between manually."
+        text = f"{name} is stopped: the oplog begins at {moment(lost.oldest)}, after the handler's position. Let it "
+        text += "continue at the oldest entry of the oplog, or now. Repair the effects of the skipped changes manually."
         resets = (line.changes("reset", name, "--to", place) for place in ("oldest", "now"))
         yield failing("history_lost", text, *resets)
     elif handler.oplog_share is not None and handler.oplog_share >= THRESHOLDS[0]:
         yield _judge_oplog_share(handler, handler.oplog_share, seen, line)
     yield from _judge_blocked(handler, line)
     if bare := [each for each in handler.partitions if each.stored is not None and each.stored.missing]:
-        text = f"{_where(handler, bare)} {_are(bare)} blocked: stored changes are missing. Somebody has removed "
-        text += (
-            "documents of the collection backlog, or restored only a part of the state database. Restore them from a "
-        )
-        text += (
-            "backup. Without one they are lost. Then end the listener, remove `stored` from the partition's document "
-        )
-        text += "($unset), start it again, and repair the documents manually."
+        command = _give_up_stored(seen.bridge, handler.name, bare)
+        text = f"{_where(handler, bare)} {_are(bare)} blocked: stored changes are missing from the collection backlog "
+        text += "of the state database. Restore them from a backup. Without one they are lost. Then stop all "
+        text += f"listeners, run `{command}` in that database, and start a listener. Repair the effects of the lost "
+        text += "changes manually."
         yield failing("backlog_missing", text)
     new = handler.repartitioning
     if new is not None and handler.state != "stopped" and _seconds(new.since, seen.at) >= REPARTITIONING_SECONDS:
-        text = f"{name} waits for its {new.partitions} partitions since {moment(new.since)}: {shorten(new.waits)}. "
-        yield degraded("repartitioning", f"{text}Until then the old ones serve.")
+        text = f"{name} waits for its {new.partitions} new partitions since {moment(new.since)}: {shorten(new.waits)}. "
+        yield degraded("repartitioning", f"{text}Until then it uses the old ones.")
+
+
+def _give_up_stored(bridge: str, handler: str, partitions: Sequence[PartitionStatus]) -> str:
+    """Return the command of mongosh after which partitions no longer wait for stored changes."""
+    of = json.dumps(
+        {"bridge": bridge, "handler": handler, "partition": {"$in": [each.partition for each in partitions]}}
+    )
+    return f"db.partitions.updateMany({of}, {{$unset: {{stored: 1}}}})"
 
 
 def _judge_oplog_share(handler: HandlerStatus, share: float, seen: BridgeSnapshot, line: CommandLine) -> Finding:
@@ -339,11 +356,11 @@ def _judge_oplog_share(handler: HandlerStatus, share: float, seen: BridgeSnapsho
     if seen.state != "leading":
         fix, commands = "Start a listener.", [line.celery("listener")]
     elif not handler.is_given_changes:
-        fix = "It gets no changes until its definition is corrected."
+        fix = "It gets no changes until you correct its definition."
     elif held := halted or paused:
-        fix = f"{_where(handler, held)} holds it back."
+        fix = f"The cause: {_where(handler, held)} {_are(held)} {held[0].state}."
         commands = [_make_command(line, "retry" if halted else "resume", handler, held)]
-    text = f"{handler.name} is {share:.0%} of the oplog behind. At 100% it starts to lose changes. {fix}"
+    text = f"{handler.name} is behind by {share:.0%} of the oplog. At 100% it loses changes. {fix}"
     return (failing if share >= OPLOG_SERIOUS else degraded)("history_at_risk", text, *commands)
 
 
@@ -351,7 +368,7 @@ def _judge_blocked(handler: HandlerStatus, line: CommandLine) -> Iterator[Findin
     """Yield one finding for each state of blocked partitions."""
 
     def commands(partitions: Sequence[PartitionStatus], *verbs: str) -> Iterator[str]:
-        """Return commands: the first verb for all of them, the others for the first one."""
+        """Yield commands: the first verb for all partitions, the other verbs for the first partition."""
         for at, verb in enumerate(verbs):
             yield _make_command(line, verb, handler, partitions[: None if at == 0 else 1])
 
@@ -363,8 +380,10 @@ def _judge_blocked(handler: HandlerStatus, line: CommandLine) -> Iterator[Findin
         text += "Later changes wait. Fix the cause, then retry. Or look at the change, and move it to the dead letters."
         yield failing("halted", text, *commands(kept, "retry", "show", "skip"))
     if gone:
-        text = f"{_where(handler, gone)} {_are(gone)} halted at {_key(gone[0])}, whose history is lost. "
-        text += "Unless its bytes are stored, it cannot run again. Repair its document manually, then skip it."
+        text = (
+            f"{_where(handler, gone)} {_are(gone)} halted at {_key(gone[0])}. The oplog no longer has this change, so "
+        )
+        text += "it cannot run again unless it is stored. Repair its effects manually, then skip it."
         yield failing("halted", text, *commands(gone[:1], "skip", "show"))
     if paused := handler.list_partitions("paused"):
         text = f"{_where(handler, paused)} {_are(paused)} paused. No handler starts. "
@@ -373,12 +392,17 @@ def _judge_blocked(handler: HandlerStatus, line: CommandLine) -> Iterator[Findin
         first = waiting[0]
         text = f"{_where(handler, waiting)} {'waits' if len(waiting) == 1 else 'wait'} since {moment(first.since)}, "
         text += f"after {number(first.waits, 'attempt', 'attempts')}: {shorten(first.error)}. Restore that server, or "
-        text += "the handler's way to it. Then the change runs within half a minute, or immediately on a retry."
+        text += (
+            "the worker's connection to it. The change then runs within half a minute. To run it immediately, retry."
+        )
         yield degraded("waiting", text, *commands(waiting, "retry"))
     late = [each for each in handler.list_partitions("retrying") if each.due_seconds > RETRYING_SECONDS]
     if late := sorted(late, key=lambda each: -each.due_seconds):
-        text = f"{_where(handler, late)} retries {_key(late[0])} in {duration(late[0].due_seconds)}, as it asked. "
-        text += "Later changes wait. To run it immediately, retry it."
+        text = f"{_where(handler, late)} {'runs' if len(late) == 1 else 'run'} {_key(late[0])} again in "
+        text += (
+            f"{duration(late[0].due_seconds)}, as the handler requested. Later changes wait. To run it immediately, "
+        )
+        text += "retry it."
         yield degraded("retrying", text, *commands(late, "retry", "show"))
 
 
@@ -401,8 +425,8 @@ def _judge_backlog(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]
         stored = [(handler, each) for handler in seen.handlers for each in handler.partitions if each.stored]
         stored.sort(key=lambda found: -((found[1].stored and found[1].stored.count) or 0))
         largest = list_some([f"{handler.name}/{each.partition} ({each.state})" for handler, each in stored])
-        full = "At 100% blocked changes wait in the listener's memory, and then reading stops for every handler"
-        text = f"Stored changes take {backlog.share:.0%} of {size(backlog.limit)} (spill_bytes). {full}. Free the "
+        full = "At 100% the listener stops reading for every handler as soon as its memory is full"
+        text = f"Stored changes take {backlog.share:.0%} of {size(backlog.limit)} (spill_bytes). {full}. Unblock the "
         text += f"largest: {largest or 'not known'}. Or raise spill_bytes, if the state database has room."
         severe = failing if backlog.share >= SERIOUS else degraded
         yield severe("backlog_bound", text, line.changes("status", "--all"))
@@ -412,9 +436,9 @@ def _judge_leftovers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Findin
     """Judge snapshots, dead letters, handlers and messages that need attention."""
     for each in seen.last_snapshots:
         if each.state in ("failed", "source gone"):
-            verb, fix = "stop", "Stop it to acknowledge that."
+            verb, fix = "stop", "Stop it to remove this finding."
             if each.state == "failed":
-                verb, fix = "resume", "Resume it: it continues at its place."
+                verb, fix = "resume", "Resume it to read the others."
             text = f"The snapshot of {each.source} for {each.handler} has ended after {each.done} documents: "
             text += f"{shorten(each.reason or 'no reason is recorded')}. The others are not delivered. {fix}"
             yield failing(
@@ -423,10 +447,12 @@ def _judge_leftovers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Findin
     if seen.dead_letters:
         names = [each.name for each in seen.handlers if each.dead_letters]
         text = f"{number(seen.dead_letters, 'dead letter', 'dead letters')} of {list_some(names) or 'this bridge'}. "
-        text += f"One could not be read: {shorten(seen.oversized)}. " if seen.oversized else ""
+        text += f"One change was too large to read: {shorten(seen.oversized)}. " if seen.oversized else ""
         if keys := sum(each.parked_keys for each in seen.handlers):
-            text += f"{number(keys, 'key is', 'keys are')} parked, and later changes join. "
-        yield degraded("dead_letters", f"{text}Look, then replay or discard.", line.changes("dead-letters", "list"))
+            text += f"{number(keys, 'key is', 'keys are')} parked: later changes of these keys become dead letters. "
+        them = "it" if seen.dead_letters == 1 else "them"
+        text += f"Look at {them}, then replay or discard {them}."
+        yield degraded("dead_letters", text, line.changes("dead-letters", "list"))
     served = _list_served(seen)
     if not served:
         yield failing("handlers", NO_HANDLERS)
@@ -434,25 +460,28 @@ def _judge_leftovers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Findin
         halted = sum(len(each.list_partitions("halted")) for each in gone)
         stored = [each.name for each in gone if each.stored != 0]
         first, new = gone[0].name, [each.name for each in served if each.state == "new"]
-        text = f"This app has no handler {list_some([each.name for each in gone])}, of which positions are stored"
+        text = (
+            f"The bridge has positions of {list_some([each.name for each in gone])}, but this app has no such handler"
+        )
         text += f" ({number(halted, 'partition', 'partitions')} halted). " if halted else ". "
         text += "Its changes are not handled. "
-        text += f"Stored ones of {list_some(stored)} take room under spill_bytes. " if stored else ""
-        text += "Import the module with the @bridge.on_change function. If you renamed "
-        text += f"the function, write name={first!r} in the decorator{f' of {list_some(new)}' if new else ''}: it "
-        yield degraded("unregistered", f"{text}keeps the position. Or remove it.", line.changes("remove", first))
+        text += f"Stored changes of {list_some(stored)} count towards spill_bytes. " if stored else ""
+        text += "Import the module with its @bridge.on_change function. If you renamed the function, write "
+        text += f"name={first!r} in the decorator{f' of {list_some(new)}' if new else ''} to keep the position. "
+        yield degraded("unregistered", f"{text}Or remove the handler.", line.changes("remove", first))
     if FOREIGN in seen.dropped_lately:
         sender = f", the last one by process {seen.foreign_sender}" if seen.foreign_sender else ""
         text = f"Workers have dropped {seen.dropped.get(FOREIGN, 0)} messages of another installation or environment"
-        text += f"{sender}. It may use this bridge name on this broker, and take your messages. Give one of the two "
-        text += "another name, Bridge(..., name='...'), or a broker database of its own. If the workers' log names a "
-        yield degraded(
-            "foreign_bridge", f"{text}handler with other databases, deploy the same code and settings to both."
+        text += (
+            f"{sender}. If it has the same bridge name on the same broker, it also takes your messages. Give one of "
         )
+        text += "the two another name, Bridge(..., name='...'), or a separate broker database. If the workers' logs "
+        text += "name a handler with other databases, deploy the same code and settings to listeners and workers."
+        yield degraded("foreign_bridge", text)
     if bad := [reason for reason in (FORGED, TAMPERED, MALFORMED) if reason in seen.dropped_lately]:
         numbers = ", ".join(f"{seen.dropped.get(reason, 0)} {reason}" for reason in bad)
-        text = f"Workers have dropped {numbers} messages, the last within the hour. Find out who else writes to the "
-        yield degraded("dropped_messages", f"{text}broker.")
+        text = f"Workers have dropped {numbers} messages, the last one within an hour. These messages have changed "
+        yield degraded("dropped_messages", f"{text}nothing. Find the program that writes them to the broker.")
 
 
 # -- words -----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def keys_of(text: str) -> list[Any]:
         bson.encode({"_id": value}, codec_options=_CODEC)  # otherwise no document has it, and no query could name it
         found.append(value)
     if isinstance(found[-1], Regex | re.Pattern):
-        raise CommandRefusedError("A key is the _id of a document, and no regular expression is one: name a whole key.")
+        raise CommandRefusedError(f"--key {text} is a regular expression. Give the whole _id of one document.")
     if ObjectId.is_valid(text):
         found.append(ObjectId(text))
     return found
@@ -74,7 +74,7 @@ def find_key(wiring: Wiring, handler: str, layout: Layout, text: str, source: st
     try:
         return key, partition_hash(document_key(event) if is_by_document else key)
     except Exception as error:  # noqa: BLE001 - whatever a key's type does to BSON
-        raise CommandRefusedError(f"--key {quote_key(key)} can be no key: {error}.") from None
+        raise CommandRefusedError(f"--key {quote_key(key)} cannot be the _id of a document: {error}.") from None
 
 
 def quote_key(key: object) -> str:
@@ -87,14 +87,15 @@ def _collection_of(wiring: Wiring, handler: str, source: str | None) -> tuple[st
     """Return the document's collection. Refuse one that no handler of this app watches."""
     watched = [each for one in wiring.stream()[0] if one.name == handler for each in one.sources]
     if source is None and not (len(watched) == 1 and watched[0].database and watched[0].collection):
-        why = f"listens to {', '.join(sorted(map(str, watched)))}" if watched else "is not in this app"
+        why = f"watches {', '.join(sorted(map(str, watched)))}" if watched else "is not in this app"
         raise CommandRefusedError(
-            f"Handler {handler} {why}, so --key alone names no document: give its collection with --source.",
+            f"Handler {handler} {why}, so --key alone is not enough. Also give the collection of the document: "
+            "--source db.collection",
         )
     name = source or str(watched[0])
     database, dot, collection = name.partition(".")
     if not (dot and database and collection):
-        raise CommandRefusedError(f"--source {name!r} is not of the form 'db.collection'.")
+        raise CommandRefusedError(f"--source {name!r} must be DATABASE.COLLECTION, for example --source shop.orders")
     if watched and not any(each.covers(database, collection) for each in watched):
-        raise CommandRefusedError(f"Handler {handler} does not watch {name}: it watches {list_some(watched)}.")
+        raise CommandRefusedError(f"Handler {handler} does not watch {name}. It watches {list_some(watched)}.")
     return database, collection

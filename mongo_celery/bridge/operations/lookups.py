@@ -119,7 +119,8 @@ def read_blocked_change(wiring: Wiring, handler: str, partition: int) -> Blocked
                 break
         if change is None and not status.is_blocked:
             raise CommandRefusedError(
-                f"Partition {partition} of {handler} flows, and nothing of it is stored: no change blocks it."
+                f"Partition {partition} of {handler} is not blocked and has no stored change, so there is no change to "
+                "show."
             )
         traceback = store.partitions.read_traceback(partition_id) if status.state == "halted" else ""
     refusal = change.refusal.reason if change is not None and change.refusal is not None else None
@@ -156,7 +157,7 @@ def _read_handler(wiring: Wiring, store: Store, name: str) -> tuple[BridgeSnapsh
     if layout is None or len(found.partitions) != layout.partitions:
         names = ", ".join(each.name for each in snapshot.handlers if each.partitions)
         raise CommandRefusedError(
-            f"No listener has led handler {name!r} of bridge {wiring.name} yet, so none of its changes is handled. "
+            f"Handler {name!r} of bridge {wiring.name} has no partitions yet, because no listener has started with it. "
             f"Handlers with partitions: {names or 'none'}."
         )
     return snapshot, found, layout

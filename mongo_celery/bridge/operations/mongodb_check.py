@@ -44,7 +44,7 @@ _PLAIN_SCHEMES = {"mongodb", "mongodb+srv", "redis", "amqp", "pyamqp", "librabbi
 
 
 def check_mongodb(client: Client, wiring: Wiring) -> Iterator[Finding]:
-    """Check a bridge's needs in its cluster. End early if nothing else can be checked."""
+    """Check the cluster of a bridge. End early if MongoDB cannot be used at all."""
     try:
         check_topology(client)
     except TopologyError as failure:
@@ -82,12 +82,13 @@ def _judge_state_rights(wiring: Wiring, user: Allowed, roles: Sequence[str]) -> 
     database = wiring.options.database
     missing = find_missing(list_state_rights(wiring, "listener"), user)
     if not missing:
-        return ok("state_rights", f"Database {database!r} can be read and written.")
+        return ok("state_rights", f"This user can read and write database {database!r}.")
     if roles:
         return ok("state_rights", f"This user has all rights of a bridge's {' and '.join(roles)}.")
     return failing(
         "state_rights",
-        f"The MongoDB user lacks {list_some(missing)}. Grant readWrite on database {database!r}, or a role.",
+        f"The MongoDB user lacks {list_some(missing)}. Grant it readWrite on database {database!r}, or a role that "
+        "this command prints:",
         wiring.line.changes("grants"),
     )
 
@@ -96,18 +97,18 @@ def _try_stream(client: Client, scope: Scope, roles: Sequence[str]) -> Finding:
     where = str(Source(scope.database, scope.collection))
     try:
         with pymongo.timeout(ANSWER_SECONDS), EventCursor(client, scope, Position(None, None)):
-            return ok("change_stream", f"Change stream opened on {where}.")
+            return ok("change_stream", f"The change stream on {where} opens.")
     except PyMongoError as failure:
         if judge_error(failure) is Verdict.ACCESS and "operator" in roles:
             return degraded(
                 "change_stream",
-                f"This user has an operator's rights, which do not include the change stream on {where}. Also run "
-                "the check as the listener's user.",
+                f"This user has the rights of an operator, which do not include the change stream on {where}. To check "
+                "the stream, run this command with the URL of the listener's user.",
             )
         verdict = judge_stream_error(failure, opening=True)
         if verdict in PASSING:
             concern = ErrorContext(f"a change stream on {where}", "changeStream and find there")
-            text = f"The change stream did not open on {where}: {error_sentence(failure, concern)}"
+            text = f"The change stream on {where} does not open: {error_sentence(failure, concern)}"
             return failing("change_stream", text)
         return failing("change_stream", str(final_error(verdict, failure, where)))
 
@@ -131,7 +132,8 @@ def _check_collections(client: Client, wiring: Wiring, selectors: Iterable[Selec
             }
     except OperationFailure as failure:
         code = "images" if asked else "sources"
-        yield degraded(code, f"Cannot see which collections exist; grant listCollections. {short(failure)}.")
+        text = f"The sources are not checked, because this user may not list collections: {short(failure)}. Grant it "
+        yield degraded(code, f"{text}listCollections.")
         return
     yield from judge_sources(wanted, there)
     if asked:
@@ -154,9 +156,10 @@ def _judge_images(sources: Iterable[Source], there: Mapping[str, Collections], a
     }
     words = " and ".join(f"{name}={value!r}" for name, value in asked.items())
     if not lacking:
-        return ok("images", f"The watched collections keep the images that {words} asks for.")
-    text = f"{words} asks for images, which {', '.join(sorted(lacking))} does not keep. Run collMod there with "
-    text += "{changeStreamPreAndPostImages: {enabled: true}}, or create the collection with it."
+        return ok("images", f"The watched collections keep the images that {words} needs.")
+    text = f"{words} needs images, but these collections keep none: {', '.join(sorted(lacking))}. Run on each: "
+    text += "db.runCommand({collMod: 'COLLECTION', changeStreamPreAndPostImages: {enabled: true}}). Create a new "
+    text += "collection with the same option."
     return (failing if "required" in asked.values() else degraded)("images", text)
 
 
@@ -179,15 +182,15 @@ def judge_sources(wanted: Mapping[str, Iterable[Source]], there: Mapping[str, Co
         fact = f"{list_some(handlers)} {'listens' if len(handlers) == 1 else 'listen'} to {source}, which"
         if kind and kind != _STREAMED:
             problems += 1
-            text = f"{fact} is {_KINDS.get(kind, kind)}: MongoDB has no changes of it. Listen to a collection."
+            text = f"{fact} is {_KINDS.get(kind, kind)}. MongoDB reports no changes of it. Watch a collection instead."
             yield failing("sources", text)
         elif source.database is not None and not (kind or (found and source.collection is None)):
             meant = nearest(source.collection or "", sorted(found))
-            text = f"{fact} does not exist{meant}: nothing comes until somebody writes there. Check for a typo, or "
-            absent.append(degraded("sources", f"{text}ignore this if the collection is created later."))
+            text = f"{fact} does not exist{meant}. It gets no changes until a program creates that collection. Check "
+            absent.append(degraded("sources", f"{text}for a typo. If it is created later, nothing needs to be done."))
     yield from absent[:NAMED]
     if len(absent) > NAMED:
-        yield degraded("sources", f"{len(absent) - NAMED} more that handlers listen to do not exist.")
+        yield degraded("sources", f"{len(absent) - NAMED} more sources do not exist.")
     if sources and not absent and not problems:
         yield ok("sources", "All watched collections exist.")
 
@@ -205,9 +208,9 @@ def _check_oplog(client: Client, wiring: Wiring) -> Iterator[Finding]:
         if "oldest" in starts and not _has_started(wiring):
             yield failing("oplog_rights", str(failure))
         else:
-            yield degraded("oplog_rights", f"The reach of the oplog cannot be read here. {failure}")
+            yield degraded("oplog_rights", f"The age of the oplog's oldest entry cannot be read. {failure}")
         return
-    yield ok("oplog_rights", "The reach of the oplog can be read.")
+    yield ok("oplog_rights", "The age of the oplog's oldest entry can be read.")
     yield _judge_window(oplog, fill)
 
 
@@ -221,13 +224,13 @@ def _has_started(wiring: Wiring) -> bool:
 def _judge_window(oplog: Oplog, fill: float | None) -> Finding:
     text = f"The oplog reaches {duration(oplog.window_seconds)} back"
     if oplog.window_seconds / 3600 >= OPLOG_HOURS_MIN:
-        return ok("oplog_window", f"{text}: a listener may be away for that long.")
+        return ok("oplog_window", f"{text}, so a listener may be down for that long.")
     if fill is not None and fill < NEARLY_FULL:
-        return ok("oplog_window", f"{text}, to the beginning of this cluster; {fill:.0%} of it is in use.")
+        return ok("oplog_window", f"{text}, to the start of this cluster. {fill:.0%} of it is in use.")
     return degraded(
         "oplog_window",
-        f"{text} only. If the listener is away for longer, changes are lost. Enlarge it "
-        "with replSetResizeOplog, or set minRetentionHours.",
+        f"{text} only. If the listener is down for longer, changes are lost. Enlarge the oplog with "
+        "replSetResizeOplog, or set minRetentionHours.",
     )
 
 
@@ -245,7 +248,7 @@ def check_encryption(wiring: Wiring) -> Iterator[Finding]:
         ("broker_tls", "the broker", brokers, "use rediss:// or amqps://, or broker_use_ssl"),
     ):
         if hosts:
-            text = f"Passwords and documents travel to {server} at {', '.join(hosts)} in plain text. "
+            text = f"Passwords and documents are sent to {server} at {', '.join(hosts)} without encryption. "
             yield degraded(code, f"{text}Unless the network protects them, {fix}.")
         else:
             yield ok(code, f"The connection to {server} uses TLS or is local.")

@@ -1,4 +1,4 @@
-"""The commands of one bridge that change its state, as `bridge.operations` has them."""
+"""The commands of one bridge that change its state: `bridge.operations`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Operations:
         """
         Move a handler to another position in the stream. Stop all listeners first.
 
-        If the oplog no longer reaches the handler's position, `oldest` and `now` pass over the lost changes. Then
+        If the oplog no longer reaches the handler's position, `oldest` and `now` skip the lost changes. Then
         listeners may run.
 
         Args:
@@ -228,7 +228,7 @@ class Operations:
 
     def rotate_key(self, *, overlap: float = 3600.0, reason: str | None = None) -> Plan:
         """
-        Announce a new key for signing messages. The listener starts using it a little later.
+        Store a new key for signing messages. The listener starts using it a little later.
 
         Nothing stalls: workers know the new key before it is used, and accept the old one during the overlap. A message
         that waits longer is dropped, and dispatched again.
@@ -242,24 +242,25 @@ class Operations:
         with reached(wiring) as store:
             if store.signing.read() is None:
                 raise CommandRefusedError(
-                    f"Bridge {wiring.name} has never had a listener, so it has no key. Start a listener."
+                    f"Bridge {wiring.name} has never had a listener, so it has no key to replace. Nothing needs to be "
+                    "done: the first listener creates one."
                 )
 
         def run(running: Act) -> PlanResult:
             at = wiring.store.signing.announce(overlap)
             if at is None:
                 raise CommandRefusedError(
-                    f"Bridge {wiring.name} has a new key announced already: a listener that leads puts it in force "
-                    f"within {ANNOUNCED_SECONDS:.0f} s and a renewal of its lease; repeat the command then.",
+                    f"Bridge {wiring.name} already has a new key that the listener does not use yet. It uses the key "
+                    f"about {ANNOUNCED_SECONDS:.0f} s after the last command. Repeat the command then.",
                 )
             running.count("keys")
-            text = f"{wiring.name}: a new key is announced. The listener signs with it from {at:%H:%M:%S} UTC on."
+            text = f"{wiring.name}: a new key is stored. The listener signs with it from {at:%H:%M:%S} UTC on."
             return PlanResult(
-                lines=[f"{text} The old one is accepted for {overlap:.0f} s after that."],
+                lines=[f"{text} Workers accept the old one for {overlap:.0f} s after that."],
                 fields={"in_force_at": at.isoformat()},
             )
 
-        line = f"{wiring.name}: a new key would be announced; the old one is accepted for {overlap:.0f} s"
+        line = f"{wiring.name}: a new key would be stored. Workers would accept the old one for {overlap:.0f} s more"
         return act.plan([line], run, {"overlap_seconds": overlap, "in_force_at": None})
 
     def read_status(self, *, ask: bool = False) -> BridgeSnapshot:

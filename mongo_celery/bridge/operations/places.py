@@ -25,7 +25,7 @@ OLDEST, NOW = "oldest", "now"
 _LATEST = 2**32 - 1
 _HEX = re.compile(r"[0-9A-Fa-f]{18}[0-9A-Fa-f~]*")  # the tilde is for snapshot rows
 _SHOWN_CHARS = 36
-_FORMS = "give a time (ISO 8601, UTC without an offset), a resume token, 'oldest' or 'now'"
+_FORMS = "Give a time such as '2030-12-31T12:00:00' (UTC if it has no offset), a resume token, 'oldest' or 'now'"
 
 
 def find_place(wiring: Wiring, text: str) -> Timestamp:
@@ -47,25 +47,25 @@ def _limit_time(wiring: Wiring, text: str, time: Timestamp | None, now: Timestam
         first = read_oplog(wiring.client).first
     except AccessError as error:
         raise AccessError(
-            "The MongoDB user may not see how far the oplog reaches back: grant the action serverStatus on the "
-            f"cluster, as the role that `{ANY_APP.changes('grants')}` prints has it.",
+            "The MongoDB user may not read how far the oplog reaches back. Grant it the action serverStatus on the "
+            f"cluster, or the role that this command prints: {ANY_APP.changes('grants')}",
         ) from error
     except DeploymentError:  # a mongos has no oplog
         if time is None:
             raise CommandRefusedError(
-                "`oldest` needs an oplog, and this server shows none (a mongos has none). Give a time."
+                "'oldest' cannot be used, because this server has no readable oplog, like every mongos. Give a time."
             ) from None
         first = time
     if time is None:
         return first
     if time > now:
         raise CommandRefusedError(
-            f"{_short(text)} lies in the future, since the cluster's time is {iso(now)}; `now` is the latest place.",
+            f"{_short(text)} is in the future: the cluster's time is {iso(now)}. Give an earlier time, or 'now'.",
         )
     if time.time < first.time:
         raise CommandRefusedError(
-            f"{_short(text)} lies before the oldest entry of the oplog, which is of {iso(first)}: nothing before that "
-            "can be read again. `oldest` is the farthest place.",
+            f"{_short(text)} is before the oldest entry of the oplog, {iso(first)}. Earlier changes cannot be read "
+            "again. Give a later time, or 'oldest'.",
         )
     return max(time, first)  # of that second nothing lies before it
 
@@ -75,14 +75,14 @@ def _parse_time(text: str) -> Timestamp:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise CommandRefusedError(f"{_short(text)} is no place in a stream: {_FORMS}.") from None
+        raise CommandRefusedError(f"{_short(text)} is neither a time nor a resume token. {_FORMS}.") from None
     moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
     try:
         seconds = int(moment.timestamp())
     except (OverflowError, ValueError):
         seconds = -1
     if not 0 < seconds <= _LATEST:
-        raise CommandRefusedError(f"{_short(text)} is a time that no change can have: {_FORMS}.")
+        raise CommandRefusedError(f"{_short(text)} is a time that no change can have. {_FORMS}.")
     return Timestamp(seconds, 0)
 
 
@@ -90,7 +90,7 @@ def _parse_token(text: str) -> Timestamp:
     """Return the cluster time of a token's `_data`."""
     time = time_of_token({"_data": text}, None)
     if time is None or time.time == 0:
-        raise CommandRefusedError(f"{_short(text)} is no resume token of a change stream: {_FORMS}.")
+        raise CommandRefusedError(f"{_short(text)} is not the resume token of a change. {_FORMS}.")
     return time
 
 

@@ -38,7 +38,7 @@ def check(wiring: Wiring, line: CommandLine | None = None) -> list[Finding]:
     Raises:
         ConfigurationError: an option is wrong, so nothing can be checked yet.
     """
-    assert wiring.options, "wrong options are refused before anything is checked"
+    assert wiring.options, "reading the options raises an error if one is wrong"
     line, concern = line or wiring.line, wiring.state_concern
     found = collect_findings("celery", lambda: _check_celery(wiring), concern)
     mongodb = collect_findings("state_unreadable", lambda: check_mongodb(wiring.reach(), wiring), concern)
@@ -66,7 +66,8 @@ def _judge_state(
 def _check_celery(wiring: Wiring) -> Iterator[Finding]:
     conf = wiring.app.conf
     if conf.task_always_eager:
-        yield failing("task_always_eager", "It drops chains, so no change would be committed. Unset it.")
+        text = "task_always_eager is set. It drops chains, so no change would be committed. Unset it."
+        yield failing("task_always_eager", text)
     if conf.task_protocol != _TASK_PROTOCOL:
         yield failing("task_protocol", "task_protocol=1 cannot carry chains. Use Celery's default, 2.")
     names = [handler.name for handler in wiring.handlers]

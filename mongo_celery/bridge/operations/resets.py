@@ -1,5 +1,5 @@
 """
-The reset of a handler: back to a place in the stream, forward to now, or past lost history.
+The reset of a handler: back to a place in the stream, forward to now, or over an oplog gap.
 
 First the effect is read, for the person who decides. Then one transaction performs it, with its audit record.
 `state/positions.py` explains its safety.
@@ -40,7 +40,7 @@ from mongo_celery.quantities import moment, number
 
 _READ_SECONDS = 10.0
 _NAMED = 10
-_RUNNING, _PAUSED = "the outcome of the handler that runs is refused", "it stays paused"
+_RUNNING, _PAUSED = "the result of the running handler will be refused", "it stays paused"
 
 
 def plan_reset(act: Act, handler: str, to: str, *, key: str | None, source: str | None) -> Plan:
@@ -55,12 +55,12 @@ def plan_reset(act: Act, handler: str, to: str, *, key: str | None, source: str 
             if to not in (OLDEST, NOW) or key is not None:
                 ways = (act.line.changes("reset", handler, "--to", word) for word in (OLDEST, NOW))
                 raise CommandRefusedError(
-                    f"The oplog no longer reaches the position of handler {handler}, so it cannot be sent to another "
-                    f"place. Decide first with `{'` or `'.join(ways)}`.",
+                    f"The oplog no longer reaches the position of handler {handler}, so it can only continue at the "
+                    f"oldest entry or now. Run `{'` or `'.join(ways)}`.",
                 )
             return _plan_passing(act, handler, lost, to, store)
         move, fields = _read_move(act, store, documents[handler], to, key, source)
-    way = "Pass over what lies between?" if move.forward else "Handle all of that again?"
+    way = "Skip these changes?" if move.forward else "Handle these changes again?"
     return act.plan(
         _describe_move(fields, act),
         partial(_run_move, move, fields),
@@ -77,22 +77,22 @@ def leader_in(lease: Mapping[str, Any]) -> str | None:
 
 def _refuse_led(act: Act, leader: str) -> CommandRefusedError:
     return CommandRefusedError(
-        f"Bridge {act.wiring.name} is led by {leader}: nothing is changed. Stop all its listeners (workers may stay), "
-        "repeat the command, and start them again."
+        f"A listener of bridge {act.wiring.name} is running ({leader}), so nothing is changed. Stop all listeners, "
+        "repeat the command, and start them again. Workers may keep running."
     )
 
 
-# -- over lost history -----------------------------------------------------------------------------
+# -- over an oplog gap -----------------------------------------------------------------------------
 
 
 def _plan_passing(act: Act, handler: str, lost: Mapping[str, Any], policy: str, store: Store) -> Plan:
-    """Plan to pass over lost history. `lost` is the record as read, and only this one is settled."""
+    """Plan to skip an oplog gap. `lost` is its record as read, and only this one is settled."""
     wiring = act.wiring
     layouts = layouts_in_force(store.subscriptions.read_all())
     images = store.partitions.of({handler: layouts[handler].term}) if handler in layouts else []
     stored = sorted(image.index for image in images if image.stored)
     lines = [f"{handler}: the oplog no longer reaches {moment(iso(lost['at']))}", f"  {lost.get('error')}"]
-    lines += [f"  stored changes of partitions {list_some(stored, _NAMED)} run all the same"] if stored else []
+    lines += [f"  stored changes of partitions {list_some(stored, _NAMED)} will still run"] if stored else []
 
     def run(running: Act) -> PlanResult:
         now = operation_time(wiring.client)
@@ -102,7 +102,7 @@ def _plan_passing(act: Act, handler: str, lost: Mapping[str, Any], policy: str, 
         if not wiring.store.positions.pass_gap(handler, lost, start, policy, record):
             raise _refuse_moved(handler)
         return PlanResult(
-            lines=[f"{handler} continues at {moment(iso(start))} ({policy}); without a listener, when one starts"],
+            lines=[f"{handler} continues at {moment(iso(start))} ({policy}) as soon as a listener is running"],
             fields={"to": iso(start)},
         )
 
@@ -110,7 +110,7 @@ def _plan_passing(act: Act, handler: str, lost: Mapping[str, Any], policy: str, 
         lines,
         run,
         {"handler": handler, "from": iso(lost["at"]), "to": None, "stored": stored},
-        question="Give up the changes that it has not read?",
+        question="Skip the changes that the oplog no longer has?",
         seen=str(iso(lost["at"])),
     )
 
@@ -135,20 +135,20 @@ def _run_move(move: Move, planned: Mapping[str, Any], running: Act) -> PlanResul
         leader = leader or leader_in(store.leases.read() or {})
         raise _refuse_led(running, leader) if leader else _refuse_moved(handler)
     count = number(len(moved.partitions) + len(planned["reread"]), "partition", "partitions")
-    word = "passed over what came before" if move.forward else "back at"
+    word = "skipped all changes before" if move.forward else "back at"
     lines = [f"{handler}: {word} {moment(planned['to'])} ({count}). Start a listener to continue."]
     if planned["passed_from"] is not None:
         again = line.changes("reset", handler, "--to", planned["passed_from"])
-        lines += ["To handle what was passed over after all, while the oplog has it:", f"  {again}"]
+        lines += ["To handle the skipped changes after all, while the oplog has them:", f"  {again}"]
     if any(each["stored"] for each in planned["partitions"]):
         again = line.changes("snapshot", "start", handler)
-        lines += ["The stream does not contain the snapshot rows that were stored. To read them again:", f"  {again}"]
+        lines += ["Stored snapshot rows were skipped as well. To read these documents again:", f"  {again}"]
     return PlanResult(lines=lines, fields={"moved": list(moved.partitions), "withdrawn": moved.withdrawn})
 
 
 def _refuse_moved(handler: str) -> CommandRefusedError:
     return CommandRefusedError(
-        f"Handler {handler} has changed since it was looked at: nothing is changed. Repeat the command."
+        f"The position of handler {handler} has changed meanwhile, so the command has done nothing. Repeat it."
     )
 
 
@@ -240,8 +240,8 @@ def _is_watermark_moved(document: Mapping[str, Any], to: Timestamp, *, forward: 
 def _refuse_idle(handler: str, document: Mapping[str, Any], to: Timestamp, *, forward: bool) -> str:
     where = f"The position of handler {handler} is {iso(parse_position(document))}"
     if forward:
-        return f"{where}, which is now: there is nothing to pass over."
-    return f"{where}, and it has handled nothing after {iso(to)}: there is nothing to handle again. `now` goes forward."
+        return f"{where}, and there are no later changes to skip."
+    return f"{where}. It has handled no change after {iso(to)}, so there is none to handle again."
 
 
 def _describe_partition(store: Store, image: Image, to: Timestamp, *, forward: bool) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def _describe_partition(store: Store, image: Image, to: Timestamp, *, forward: b
 
 
 def _count_after(act: Act, store: Store, handler: str, to: Timestamp, indexes: Sequence[int]) -> dict[str, int]:
-    """Count the data after the place, in partitions that go back, that does not run again."""
+    """Count the later data that does not run again, in partitions that go back."""
     if not indexes:
         return {"dead_letters": 0, "snapshots": 0}
     since = to.as_datetime().replace(tzinfo=None)
@@ -296,39 +296,39 @@ def _describe_move(found: Mapping[str, Any], act: Act) -> list[str]:
     start = moment(found["passed_from"] or found["from"])
     lines = [f"{found['handler']} goes {'forward' if forward else 'back'} to {moment(found['to'])}, from {start}"]
     if partitions or not reread:
-        stay = f". {found['staying']} stay where they are" if found["staying"] else ""
+        stay = f". {found['staying']} others do not move" if found["staying"] else ""
         moved = list_some([each["partition"] for each in partitions], _NAMED) or "none"
         lines.append(f"  {number(len(partitions), 'partition', 'partitions')}: {moved}{stay}")
     if reread:
         others = number(len(reread), "partition is", "partitions are")
-        lines.append(f"  {others} read again: {list_some(reread, _NAMED)}. They handle what they have not handled yet")
-    then = "is passed over" if forward else "is handled again"
+        lines.append(f"  {others} read again: {list_some(reread, _NAMED)}. They run only changes not handled yet")
+    then = "is skipped" if forward else "is handled again"
     blocked = f"its change {then}"
     ends = {**dict.fromkeys(("halted", "retrying", "waiting"), blocked), "running": _RUNNING, "paused": _PAUSED}
     for each in [each for each in partitions if each["state"] in ends][:_NAMED]:
         at = f" at {each['key']}" if each["key"] else ""
         lines.append(f"  {each['partition']} is {each['state']}{at}: {ends[each['state']]}")
     if found["key"] is not None:
-        lines.append(f"  all keys that share a partition with {found['key']} come along")
+        lines.append(f"  the reset includes all keys in the same partition as {found['key']}")
     if forward:
         if stored := sum(each["stored"] for each in partitions):
             lines.append(f"  up to {number(stored, 'stored change', 'stored changes')} will never be handled")
-        lines.append("  changes since then that are not handled yet will not be. A reset to that time runs them later")
+        lines.append("  changes since then that are not handled yet are skipped. A reset to that time runs them later")
     return [*lines, *_describe_after(found, act)]
 
 
 def _describe_after(found: Mapping[str, Any], act: Act) -> list[str]:
-    """Return the lines about data after the place that does not run again, and about the leader."""
+    """Return the lines about later data that does not run again, and about the leader."""
     lines = []
     if found["dead_letters"]:
         letters = number(found["dead_letters"], "dead letter", "dead letters")
-        lines.append(f"  {letters} after it stay, and are not replayed: discard those of changes that succeed then")
+        lines.append(f"  {letters} of later changes stay. If such a change succeeds now, discard its dead letter")
     if found["snapshots"]:
         again = act.line.changes("snapshot", "start", found["handler"])
         lines.append(
-            "  snapshot rows after it are not given again. If the handler has operations, fields or match, targets may "
-            f"end at older states: run `{again}` afterwards"
+            "  later snapshot rows are not read again. If the handler has operations, fields or match, its target may "
+            f"keep older states. Then run `{again}` afterwards"
         )
     if found["leader"] is not None:
-        lines.append(f"  a listener leads ({found['leader']}): stop all of them first")
+        lines.append(f"  a listener is running ({found['leader']}): stop all listeners first")
     return lines

@@ -51,7 +51,7 @@ class SnapshotResult(PartResult):
 def plan_start(act: Act, handler: str | None, *, sources: Sequence[str], match: str | None, rate: float | None) -> Plan:
     """Plan to give a handler the existing documents, as in `Operations.start_snapshot`."""
     if rate is not None and not (is_number(rate) and rate > 0):
-        raise CommandRefusedError(f"rate={rate!r} must be a number of documents a second.")
+        raise CommandRefusedError(f"rate={rate!r} must be a number of documents a second above 0, such as 100.")
     wiring = act.wiring
     store = wiring.store.snapshots
     with reached(wiring):
@@ -77,12 +77,13 @@ def plan_start(act: Act, handler: str | None, *, sources: Sequence[str], match: 
 
     steps: list[Step] = [(each, partial(start, each)) for each in planned]
     question = "Start it?" if len(planned) == 1 else "Start them?"
-    return _plan_on_snapshots(act, steps, "started", "They come when a listener leads.", question=question)
+    after = "The running listener reads the documents. If none is running, start one."
+    return _plan_on_snapshots(act, steps, "started", after, question=question)
 
 
 def plan_stop(act: Act, handler: str, sources: Sequence[str]) -> Plan:
     """Plan to stop snapshots, as in `Operations.stop_snapshot`."""
-    after = "What was delivered stays. What is in flight is delivered, unless its listener ends before."
+    after = "Documents that were already read are still delivered, unless the listener ends before."
     write = act.wiring.store.snapshots.stop
     return _plan_change(act, handler, sources, (RUNNING, FAILED, GONE), write, "stopped", after)
 
@@ -93,9 +94,10 @@ def plan_resume(act: Act, handler: str, sources: Sequence[str]) -> Plan:
 
     def question(chosen: Sequence[Snapshot]) -> str | None:
         stopped = [each.source for each in chosen if each.state == STOPPED]
-        return f"Also resume manually stopped snapshots: {', '.join(stopped)}?" if stopped and not sources else None
+        text = f"Also resume the snapshots that a person has stopped: {', '.join(stopped)}?"
+        return text if stopped and not sources else None
 
-    after = "They continue when a listener leads."
+    after = "The running listener continues to read the documents. If none is running, start one."
     return _plan_change(act, handler, sources, (STOPPED, FAILED), write, "resumed", after, question)
 
 
@@ -115,13 +117,13 @@ def _plan_change(
     if not chosen or any(source not in last for source in sources):
         has = ", ".join(f"{each.source} is {each.state}" for each in last.values())
         raise CommandRefusedError(
-            f"Handler {handler} has no such snapshot that can be {done}. It has: {has or 'none'}."
+            f"Handler {handler} has no such snapshot that can be {done}. Its snapshots: {has or 'none'}."
         )
 
     def change(id_: str, part: SnapshotResult) -> SnapshotResult:
         if write(id_):
             return replace(part, result="done")
-        reason = f"The snapshot of {part.source} has changed meanwhile, so it cannot be {done}."
+        reason = f"The snapshot of {part.source} has changed meanwhile, so it was not {done}. Repeat the command."
         return replace(part, result="refused", reason=reason)
 
     parts = [(each.id, _make_result(handler, each.source, each.estimated, each.state)) for each in chosen]
@@ -174,13 +176,13 @@ def _choose_handler(wiring: Wiring, name: str | None) -> Handler:
     if name is None:
         taking = [each for each in handlers.values() if each.filter.takes_documents]
         if len(taking) != 1:
-            raise CommandRefusedError(f"Name the handler: one of {names or 'none, for this app has none'}.")
+            raise CommandRefusedError(f"Give the handler of the snapshot. Handlers: {names or 'none'}.")
         return taking[0]
     if name not in handlers:
         raise refuse_unknown(wiring, name, handlers)
     if not handlers[name].filter.takes_documents:
         raise CommandRefusedError(
-            f"Handler {name} asks for none of insert, update and replace, so that documents are nothing to it."
+            f"Handler {name} takes no documents: its operations lack insert, update and replace. Add one of them."
         )
     return handlers[name]
 
@@ -206,7 +208,7 @@ def _read_collections(wiring: Wiring, handler: Handler, given: Sequence[str]) ->
         for each in chosen:
             if each.collection is None or not any(one.covers(each.database, each.collection) for one in watched):
                 raise CommandRefusedError(
-                    f"Handler {handler.name} does not watch {each} as a collection: it watches "
+                    f"--source {each} is not a collection that handler {handler.name} watches. It watches "
                     f"{', '.join(map(str, watched))}."
                 )
         sources = [str(each) for each in chosen]
@@ -215,7 +217,7 @@ def _read_collections(wiring: Wiring, handler: Handler, given: Sequence[str]) ->
     found = {source: _read_collection(wiring, source) for source in dict.fromkeys(sources)}
     if not found:
         raise CommandRefusedError(
-            f"Nothing that handler {handler.name} watches is there: there is no document to read."
+            f"The collections that handler {handler.name} watches do not exist, so there are no documents to read."
         )
     return found
 
@@ -228,9 +230,9 @@ def _read_collection(wiring: Wiring, source: str) -> CollectionFacts | None:
             return None
         raise
     if facts is None:
-        raise CommandRefusedError(f"There is no collection {source}: there is no document to read.")
+        raise CommandRefusedError(f"Collection {source} does not exist, so there are no documents to read.")
     if facts.objection is not None:
-        raise CommandRefusedError(f"There can be no snapshot of {source}: {facts.objection}.")
+        raise CommandRefusedError(f"A snapshot of {source} is not possible: {facts.objection}.")
     return facts
 
 
@@ -243,7 +245,7 @@ def _try_condition(wiring: Wiring, source: str, condition: str) -> None:
     except OperationFailure as error:
         if judge_error(error) is Verdict.ACCESS:
             return
-        raise CommandRefusedError(f"The server cannot judge --match on {source}: {brief(error)}.") from error
+        raise CommandRefusedError(f"MongoDB refuses --match on {source}: {brief(error)}. Correct it.") from error
 
 
 def _find_running(act: Act, handler: str, source: str) -> str | None:
@@ -252,4 +254,4 @@ def _find_running(act: Act, handler: str, source: str) -> str | None:
     if last is None or last.state != RUNNING:
         return None
     stop = act.line.changes("snapshot", "stop", handler, "--source", source)
-    return f"A snapshot of {source} for {handler} runs already: wait for it, or stop it with `{stop}`."
+    return f"A snapshot of {source} for {handler} is already running. Wait for its end, or stop it: `{stop}`"

@@ -16,7 +16,7 @@ from mongo_celery.bridge.state.snapshots import RUNNING, Snapshot
 
 def describe_snapshot(snapshot: Snapshot, seen: BridgeSnapshot, tried: str | None = None) -> SnapshotStatus:
     """
-    Return a snapshot's progress, and the thing that it waits for.
+    Return a snapshot's progress, and the reason if it waits.
 
     Args:
         seen: the bridge of the snapshots.
@@ -51,7 +51,7 @@ def _find_hindrance(name: str, seen: BridgeSnapshot) -> str | None:
     if seen.leader is None:
         return f"waits: {'no listener is running' if handler is not None else 'its handler is not in this app'}"
     if name not in seen.leader.handlers:
-        return "waits: the listener that leads does not have its handler"
+        return "waits: the running listener does not have its handler"
     if handler is None:
         return None
     if handler.lost is not None:
@@ -59,5 +59,5 @@ def _find_hindrance(name: str, seen: BridgeSnapshot) -> str | None:
     if handler.is_mostly_blocked:
         states = Counter(each.state for each in handler.partitions if each.is_blocked)
         blocked = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-        return f"waits: of {len(handler.partitions)} partitions of its handler {blocked}"
+        return f"waits: of its handler's {len(handler.partitions)} partitions, {blocked}"
     return None

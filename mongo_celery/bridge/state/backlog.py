@@ -86,8 +86,7 @@ class Backlog(StateCollection):
             if not missing or self._keep(missing, term, session):
                 return
         raise OperationFailure(
-            "Stored changes were removed again and again while they were inserted, or are a later term's; nothing may "
-            "rely on them."
+            "Stored changes were removed again and again while they were inserted, or a later term has stored them."
         )
 
     def _insert_new(self, documents: list[Document], session: ClientSession | None) -> set[str]:
@@ -384,7 +383,7 @@ def parse_outline(head: Mapping[str, Any]) -> StoredChange:
         token, refusal = head.get("token"), head.get("refusal")
         data = token_data(token or {"_data": place})
         if token_place(data) != place:
-            raise ValueError("its token is another change's")
+            raise ValueError("it has the token of another change")
         return StoredChange(
             data=data,
             hash=to_unsigned(head["hash"]),
@@ -400,8 +399,8 @@ def refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> S
     """Return the change of a document whose bytes no handler can get. It halts its partition."""
     partition_id, data = document_id.rpartition("/")[0], token_data(token)
     reason = (
-        f"The bytes that partition {partition_id} has stored of the change at {data[:_SHOWN_CHARS]} are damaged: "
-        f"{damage}. Restore them in the collection `backlog` of the state database and retry, or skip the change."
+        f"The stored bytes of the change at {data[:_SHOWN_CHARS]} in partition {partition_id} are damaged: {damage}. "
+        "Restore them in the collection `backlog` of the state database and retry, or skip the change."
     )
     return StoredChange(data, refusal=Refusal.because(reason, halts=True), token=token)
 
@@ -409,9 +408,9 @@ def refuse_damaged(document_id: str, token: Mapping[str, Any], damage: str) -> S
 def _refuse_too_large(change: StoredChange) -> StoredChange:
     """Return a change without its bytes, which no document can hold. The failure policy decides about it."""
     reason = (
-        f"This change ({describe(change.raw)}) is larger than 16 MB, even compressed, and could not be stored. Its "
-        "handler does not get it. Keep documents smaller, or set full_document and full_document_before_change so that "
-        "less travels. Repair what depends on it, then discard the dead letter."
+        f"This change ({describe(change.raw)}) is larger than 16 MB, even compressed, so it could not be stored, and "
+        "its handler does not get it. Repair its effects manually, then discard the dead letter. Keep documents "
+        "smaller, or set full_document and full_document_before_change so that changes carry less."
     )
     return replace(change, raw=b"", refusal=change.refusal or Refusal.because(reason, lasts=True))
 

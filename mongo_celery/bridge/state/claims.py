@@ -36,8 +36,8 @@ The partition's document decides which execution may run what::
    change has an outcome, because every outcome belongs to the claim's first change.
 10. The writes after a success, `handled` and then the position, use w:1. Readers of positions read a majority's data,
     and later writes, first the next claim, are majority writes and preserve it. So if a failover rolls one back, this
-    costs at most one more start. The restored claim is renewed by nobody: it lapses like that of a dead process, and
-    nobody withdraws the crash.
+    costs at most one more start. No process renews the restored claim: it lapses like that of a dead process, and
+    no process withdraws the crash.
 
 | failure | what happens |
 |---|---|
@@ -491,7 +491,9 @@ class Claims:
 
     def wait(self, claim: Claim, *, delay: float, cause: str, doubtful: bool) -> bool:
         """
-        Let the first change wait, because infrastructure was or may have been away. No attempt or crash is counted.
+        Let the first change wait, because MongoDB, the broker or a service was or may have been away.
+
+        No attempt or crash is counted.
 
         Args:
             delay: seconds from now, by the server's clock.
@@ -525,14 +527,14 @@ class Claims:
         return self._write(claim, [{"$set": change}])
 
     def discard(self, claim: Claim, token: Mapping[str, Any]) -> bool:
-        """Pass over the claim's first change without storing it. The execution itself writes the position."""
+        """Skip the claim's first change without storing it. The execution itself writes the position."""
         return self._write(claim, _build_skip(claim, token))
 
     def set_aside(
         self, claim: Claim, token: Mapping[str, Any], dead_letter: Mapping[str, Any], *, parks: bool = False
     ) -> bool:
         """
-        Pass over the claim's first change and store its dead letter, both or neither.
+        Skip the claim's first change and store its dead letter, both or neither.
 
         The dead letter replaces one with the same `_id`, so a rewound change can become one again. Its replays use the
         fencing tokens after the claim's own. If it waits for its key (`parked`), it is refused if the key is no longer

@@ -1,7 +1,7 @@
 """
 Dead letters: changes that failed permanently, with their error, for a person.
 
-A dead letter is written together with the position that passes over its change (see `claims.set_aside`, and
+A dead letter is written together with the position that skips its change (see `claims.set_aside`, and
 `partitions.set_aside` for a command). It is never lost or duplicated, because its `_id` consists of bridge,
 subscription and token. So a range of `_id` is a range of the stream, and the beginning of a token identifies a dead
 letter. For an existing document the `_id` contains its key instead of a token (see `dead_letter_name`), and

@@ -146,7 +146,7 @@ class Leases(StateCollection):
         return Term(term.listener_id, term.number, started + self._ttl * _TRUST, document)
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
-        """Give the lease back. Return False if it was no longer ours. Version and identity stay."""
+        """Give the lease back. Return False if this term no longer held it. Version and identity stay."""
         change = {
             "listenerId": REMOVED,
             "expiresAt": REMOVED,
@@ -156,7 +156,7 @@ class Leases(StateCollection):
         return self._table.update(self._mine(term), [{"$set": change}])
 
     def raise_version(self, term: Term, above: int) -> Term | None:
-        """Return a larger version for this term after a take-over met a larger one. None if the term has ended."""
+        """Raise the number of this term after a take-over has found a larger one. None if the term has ended."""
         document = self._table.find_and_update(
             self._mine(term),
             [{"$set": {"term": {"$max": [next_number("term"), Int64(above + 1)]}}}],

@@ -133,7 +133,7 @@ class Seen(NamedTuple):
 
     Attributes:
         fencing_token: raised by every claim, and by every command that moves a position.
-        claimed: True if there was a claim, and nothing was handled. Otherwise nobody had claimed the run in flight.
+        claimed: True if there was a claim, and nothing was handled. Otherwise no worker had claimed the run in flight.
     """
 
     fencing_token: int
@@ -396,12 +396,12 @@ class Partitions(StateCollection):
         return self._table.update(guard, [{"$set": {"stored": {"$mergeObjects": [since, "$stored", {"to": to}]}}}])
 
     def discard(self, image: Image) -> bool:
-        """Pass over the change at which a partition halted, without storing it."""
+        """Skip the change at which a partition halted, without storing it."""
         return self._command(image, _build_skip(image), "halted")
 
     def set_aside(self, image: Image, dead_letter: Mapping[str, Any], letters: Collection[dict[str, Any]]) -> bool:
         """
-        Pass over the change at which a partition halted and store its dead letter, both or neither.
+        Skip the change at which a partition halted and store its dead letter, both or neither.
 
         Its replays use the fencing tokens after the one that was read. A change of a parked key waits after the key's
         other changes.
@@ -592,7 +592,7 @@ def build_move(term: int, token: Mapping[str, Any], *, forward: bool, only: str 
     Return an operator's update that moves partitions to a place: a take-over, and after the place the way back.
 
     The current work ends, and running executions are refused. A pause is kept. A mark that was reached is removed,
-    because its changes may be removed and nobody stores them again.
+    because its changes may be removed and no listener stores them again.
 
     On the way back, current work also ends if nothing was ever committed. A change that is halted, running or retrying
     there is read again, and the present code judges it.

@@ -1,5 +1,5 @@
 """
-Positions that a person moves: back, forward, or past lost history.
+Positions that a person moves: back, forward, or over an oplog gap.
 
 A rewind (`move`) has its own term. It takes the lease's next term while no listener leads, and writes that term into
 everything that it moves. So no earlier listener can undo it, no earlier message is claimed, and an earlier execution is
@@ -7,12 +7,12 @@ refused by its fencing token. `pass_gap` takes no term, because a listener may l
 includes its audit record.
 
 A rewind is one transaction, so a kill leaves no intermediate state. A search of schedules found its rules
-(`tests/property/spill_faults.py`, `snapshot_faults.py`). It has a broken variant for each of them:
+(`tests/property/spill_model.py`, `snapshot_model.py`). It has a broken variant for each of them:
 
 1. Backwards, partitions and watermark move to the smaller of the place and their own position. Positions before the
    place do not move. With two writes instead of a transaction, either order loses changes.
 2. In partitions that go back, work after the place ends: halted head, waiting retry, claim, replay. If the head stayed,
-   `skip` would pass over everything in between. The same applies if nothing was ever committed: the change that is
+   `skip` would skip everything in between. The same applies if nothing was ever committed: the change that is
    halted there is read again.
 3. Stored changes stay, and so does a mark ahead: changes that are read again are stored again, under the new term. A
    mark that was reached is removed, because its changes may be removed.
@@ -170,7 +170,7 @@ class Positions:
         self, subscription: str, lost: Mapping[str, Any], start: Timestamp, policy: str, record: Mapping[str, Any]
     ) -> bool:
         """
-        Move a subscription past lost history, completely or not at all.
+        Move a subscription over an oplog gap, completely or not at all.
 
         A listener may lead meanwhile: it stores nothing of a blocked subscription, and reads its position again. So
         this is the only move without its own term, which would make the leader drop its buffer.
@@ -222,7 +222,7 @@ class Positions:
 
     def _withdraw(self, to: Move, indexes: Sequence[int], session: ClientSession) -> int:
         """
-        Forget the replays after a place, in partitions that go back. Return their number.
+        Withdraw the replays of later changes, in partitions that go back. Return their number.
 
         This includes replays of existing documents, which would run before earlier changes.
         """
@@ -236,7 +236,7 @@ class Positions:
     # -- a deleted handler ---------------------------------------------------------------------------
 
     def holdings(self, name: str) -> Holdings:
-        """Count all documents stored under a name, in force or not."""
+        """Count all documents stored under a name, whether in use or not."""
         with pymongo.timeout(_COUNT_SECONDS):
             counts = [
                 self._database[each].count_documents({"_id": self._ids(name)})
@@ -248,7 +248,7 @@ class Positions:
 
     def forget(self, name: str, record: Mapping[str, Any]) -> int | None:
         """
-        Remove a subscription and its partitions. The rest (`remove`) is then in force for no handler.
+        Remove a subscription and its partitions. The other documents (`remove`) then belong to no handler.
 
         Returns:
             The lease's term: everything with a smaller one is over. None if the leading listener serves the
@@ -281,7 +281,7 @@ class Positions:
 
     def remove(self, name: str, term: int, *, letters: bool) -> Iterator[int]:
         """
-        Remove the rest of a name without a subscription, step by step. Yield the number of each step.
+        Remove the other documents of a removed handler, step by step. Yield the number of each step.
 
         Args:
             term: the lease's when the name was given up. Documents of later terms are kept, because the name is in use

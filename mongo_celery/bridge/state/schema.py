@@ -61,17 +61,16 @@ def check_schema(lease: Mapping[str, Any], steps: Mapping[int, Step] = STEPS) ->
         return
     if isinstance(found, int) and found > SCHEMA:
         raise DeploymentError(
-            f"bridge {bridge}: a newer version of this package has stored its state, with schema {found}. This version "
-            f"reads schema {SCHEMA}, so it changes nothing. Deploy the newer version here, or give this process a "
-            "state database of its own: Bridge(..., database='...').",
+            f"bridge {bridge}: a newer version of this package has stored the state, with schema {found}. This version "
+            f"can only use schema {SCHEMA}, and has changed nothing. Deploy the newer version here, or use another "
+            "state database: Bridge(..., database='...').",
         )
     if found in steps:
         raise DeploymentError(
-            f"bridge {bridge}: an older version of this package has stored its state, with schema {found}. This one "
-            f"reads schema {SCHEMA}. Stop the older listener and start one of this version: it brings the state up to "
-            "date.",
+            f"bridge {bridge}: an older version of this package has stored the state, with schema {found}. This "
+            f"version needs schema {SCHEMA}. Stop the older listener, and start one of this version.",
         )
     raise DeploymentError(
-        f"bridge {bridge}: its state was stored before the first release, without schema {SCHEMA}, and cannot be read. "
-        "Nothing is changed. Drop the state database, or use another one: Bridge(..., database='...').",
+        f"bridge {bridge}: a version before the first release has stored the state, so this version cannot read it, "
+        "and has changed nothing. Drop the state database, or use another one: Bridge(..., database='...').",
     )

@@ -165,7 +165,7 @@ class Snapshots(StateCollection):
         return int(found["term"]) if found else 0
 
     def prepare(self, snapshot: Snapshot, term: int, *, uuid: bytes, estimated: int | None) -> bool:
-        """Record the identity of its collection before its first chunk. Return False if it is not this term's."""
+        """Record the identity of a snapshot's collection before its first chunk. Return False if the term is over."""
         change: dict[str, Any] = {"uuid": uuid} | ({"estimated": estimated} if estimated is not None else {})
         guard = {"_id": snapshot.id, "term": term, "uuid": None}
         return self._table.update(guard, {"$set": change, "$currentDate": {"startedAt": True}})
@@ -209,12 +209,12 @@ class Snapshots(StateCollection):
         return self._table.update_unretried(guard, change)
 
     def finish(self, snapshot_id: str, term: int, begun: int) -> bool:
-        """End it after an empty chunk. Return False if it is not this term's."""
+        """End a snapshot after an empty chunk. Return False if it is not this term's."""
         guard = {**_chunk(snapshot_id, term, begun), "state": RUNNING}
         return self._table.update(guard, {"$set": {"state": DONE}, "$currentDate": {"movedAt": True}})
 
     def fail(self, snapshot_id: str, term: int, sentence: str, state: str = FAILED) -> bool:
-        """Stop it until a person resumes it. Return False if it is not this term's, or is not running."""
+        """Stop a snapshot until a person resumes it. Return False if it is not this term's, or is not running."""
         guard = {"_id": snapshot_id, "term": term, "state": RUNNING}
         return self._table.update(guard, {"$set": {"state": state, "sentence": sentence}})
 
@@ -227,7 +227,7 @@ class Snapshots(StateCollection):
         return sorted(found, key=lambda each: (str(each.since), each.id))
 
     def read_one(self, snapshot_id: str) -> Snapshot | None:
-        """Return one of them in its current state, with `last` and `until` byte for byte."""
+        """Return one snapshot in its current state, with `last` and `until` byte for byte."""
         raw = self._table.collection.with_options(codec_options=_RAW)
         with self._table.limit():
             document = self._table.collection.find_one({"_id": snapshot_id}, _FIELDS)

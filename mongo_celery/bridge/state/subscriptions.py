@@ -132,7 +132,7 @@ class Subscriptions(StateCollection):
 
     def move_start(self, name: str, term: int, start: Timestamp, policy: str) -> bool:
         """
-        Begin again at a later time after history was lost (see `build_start_move`).
+        Move the start to a later time after an oplog gap (see `build_start_move`).
 
         Returns:
             False if the term is over, or the subscription is already after this time.
@@ -148,7 +148,7 @@ class Subscriptions(StateCollection):
 
     def mark_lost(self, name: str, term: int, place: Timestamp, oldest: Timestamp | None, error: str) -> bool:
         """
-        Record that a subscription's place can no longer be read, and that no decision is made yet.
+        Record that a subscription has an oplog gap, about which no one has decided yet.
 
         Returns:
             False if the term is over.
@@ -158,7 +158,7 @@ class Subscriptions(StateCollection):
         return self._table.update({"_id": self._id(name), "term": term}, [{"$set": change}])
 
     def clear_lost(self, name: str, term: int) -> bool:
-        """Record that the place can be read after all. Return False if the term is over."""
+        """Remove the record of an oplog gap if the place can be read after all. Return False if the term is over."""
         return self._table.update({"_id": self._id(name), "term": term}, {"$unset": {"lost": ""}})
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
@@ -206,7 +206,7 @@ def watermark_fields(token: Mapping[str, Any], cluster_time: Timestamp | None) -
 
 def build_start_move(start: Timestamp, policy: str) -> list[dict[str, Any]]:
     """
-    Return the update that moves a subscription past lost history to a later time.
+    Return the update that moves a subscription over an oplog gap to a later time.
 
     It drops the token, because the server no longer accepts it. The partitions' committed positions stay. A later
     pinned start is kept. `gaps` records the lost part.
@@ -234,7 +234,7 @@ def parse_position(document: Mapping[str, Any]) -> Timestamp | None:
 
 
 def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a stored handler's lost history. None if it has lost none, or its position has moved since."""
+    """Return a stored handler's oplog gap. None if it has none, or its position has moved since."""
     lost, start = document.get("lost"), document.get("startAtOperationTime")
     if not lost or start is None:
         return None
@@ -242,7 +242,7 @@ def parse_lost_history(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def is_out_of_reach(document: Mapping[str, Any], token: Mapping[str, Any]) -> bool:
-    """Return True if a change of this handler can no longer be read, because its history was lost or given up."""
+    """Return True if a change of this handler cannot be read, because of an oplog gap, or because it was skipped."""
     start, time_ = document.get("startAtOperationTime"), time_of_token(token, None)
     if start is None or time_ is None:
         return False

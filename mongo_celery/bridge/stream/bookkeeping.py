@@ -58,7 +58,7 @@ class _Form:
     Attributes:
         paths: pattern of all paths below the field, two levels deep.
         whole: the paths of its value when it is written or read as a whole.
-        proof: the path to which each write of ours gives another ObjectId. None if the paths are enough.
+        proof: the path to which each write of the package gives another ObjectId. None if the paths are enough.
     """
 
     paths: re.Pattern[str]
@@ -73,10 +73,10 @@ _FORMS = {
 }
 
 KNOWN_BY_FORM = frozenset({*_FORMS, MARKERS})
-"""Fields that are ours in any collection if they have our form. `MARKERS` also needs a version."""
+"""Fields that belong to the package in any collection if they have its form. `MARKERS` also needs a version."""
 
 _GONE = object()
-"""Stands for a value that was removed or cut from an array."""
+"""Placeholder of a value that was removed or cut from an array."""
 
 _DESCRIPTION = b"\x03updateDescription\0"
 _WHOLE = {"updatedFields", "removedFields"}
@@ -101,7 +101,7 @@ class Bookkeeping:
         return [name.encode() for name in set(_FORMS).union(*self.outboxes.values())]
 
     def covers_event(self, event: Mapping[str, Any]) -> bool:
-        """Return True if an event is an update that touches nothing else. It never raises."""
+        """Return True if an event is an update of such fields only. It never raises."""
         if isinstance(event, RawEvent):  # most updates need no further check
             # If a value looks like a description, the check may fail. Then the handler gets the update.
             begin = event.raw.rfind(_DESCRIPTION)

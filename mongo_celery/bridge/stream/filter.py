@@ -44,10 +44,10 @@ TAKES_DOCUMENTS = frozenset({"insert", "update", "replace"})
 """A handler of one of these handles documents, so a snapshot can give it the existing ones."""
 
 _SNAPSHOT = (
-    "operation 'snapshot' is none of the stream's: existing documents come to a handler with start_from='snapshot', or "
-    "by `celery -A APP changes snapshot start HANDLER`, whatever operations it asks for. Leave it out."
+    "operation 'snapshot' cannot be requested. Leave it out. To get existing documents, use start_from='snapshot', or "
+    "run `celery -A APP changes snapshot start HANDLER`."
 )
-_ALL_ALONE = "operations='*' is all of them, so give it alone, as operations='*' or operations={'*'}."
+_ALL_ALONE = "'*' already means all operations, so it must be the only one: operations='*' or operations={'*'}."
 
 
 def check_operations(asked: Collection[str]) -> frozenset[str]:
@@ -67,7 +67,7 @@ def check_operations(asked: Collection[str]) -> frozenset[str]:
         meant = nearest(name, sorted(known)) or nearest(name.lower(), sorted(known))
         if meant or not name.isidentifier():
             raise ConfigurationError(
-                f"operation {name!r} is unknown{meant}; what only a later server sends comes with operations='*'.",
+                f"operation {name!r} is unknown{meant}. To get operations of newer servers, use operations='*'.",
             )
     return names
 
@@ -86,9 +86,9 @@ def check_are_sent(asked: Collection[str], *, expanded: bool) -> None:
     never = sorted(set(asked) - OPERATIONS - {ALL})
     if never and not expanded:
         raise ConfigurationError(
-            f"operations {', '.join(map(repr, never))} would never come: without the bridge's option "
-            "show_expanded_events=True (MongoDB 6.0 or later) a server sends only "
-            f"{', '.join(sorted(OPERATIONS))}. Set it, or correct the name.",
+            f"operations {', '.join(map(repr, never))} would never come. Set the bridge's option "
+            "show_expanded_events=True (MongoDB 6.0 or later), or correct the name. Without the option a server sends "
+            f"only {', '.join(sorted(OPERATIONS))}.",
         )
 
 
@@ -109,13 +109,13 @@ def find_objection(condition: Any) -> str | None:
         The end of the error sentence, with the fix. None for a valid condition.
     """
     if not _is_expression(condition):
-        return f"is no condition: give an aggregation expression over the event, such as {_EXAMPLE}."
+        return f"is not a condition. Give an aggregation expression over the event, such as {_EXAMPLE}."
     for each in _operands(condition):
         if isinstance(each, Mapping) and each and not _is_expression(each):
-            return f"has {dict(each)!r} in it, which is true for every change: write an expression, such as {_EXAMPLE}."
+            return f"contains {dict(each)!r}, which is true for every change. Use an expression, such as {_EXAMPLE}."
     for path in find_paths(condition):
         if not path.startswith("$") and path.partition(".")[0] not in _EVENT_FIELDS:
-            return f"reads '${path}', which no change has: for a field of the document write '$fullDocument.{path}'."
+            return f"reads '${path}', which no change has. For a field of the document use '$fullDocument.{path}'."
     try:
         bson.encode({"": condition})  # encode like the stream's client, whatever the URL sets
     except Exception as error:  # noqa: BLE001 - PyMongo raises what it likes
@@ -179,7 +179,7 @@ class Filter:
         return is_open and self.fields is None and self.match is None
 
     def asks_for_field(self, field: str) -> bool:
-        """Return True if the handler requests updates that touch only one of our fields."""
+        """Return True if the handler requests updates that touch only one of the package's fields."""
         if self.fields is None:
             return self.bookkeeping
         return any(path.partition(".")[0] == field for path in self.fields)
@@ -201,7 +201,8 @@ def make_filter(
         operations = {ALL}
     for name, value in (("operations", operations), ("fields", fields)):
         if value is not None and not _are_names(value):
-            raise ConfigurationError(f"{name}={value!r} must be a set of names, such as {name}={{'...'}}.")
+            example = "insert" if name == "operations" else "status"
+            raise ConfigurationError(f"{name}={value!r} must be a set of names, such as {name}={{{example!r}}}.")
     asked = check_operations(list(operations)) if operations is not None else DOCUMENT_OPERATIONS
     objection = find_objection(match) if match is not None else None
     if objection is not None:
@@ -209,14 +210,14 @@ def make_filter(
     check_flags(bookkeeping=bookkeeping)
     if fields is not None and not asked & {"update", ALL}:
         raise ConfigurationError(
-            "fields= says what an update has to touch, and operations= asks for no update: add 'update' to operations, "
-            "or leave fields out.",
+            "fields= selects updates, but operations= does not include 'update'. Add 'update' to operations, or leave "
+            "fields out.",
         )
     reads_document = any(path.partition(".")[0] == "fullDocument" for path in find_paths(match))
     if reads_document and not asked & (TAKES_DOCUMENTS | {ALL}):
         raise ConfigurationError(
-            f"match= reads $fullDocument, and a change of {', '.join(sorted(asked))} has no fullDocument: read "
-            "$documentKey, or $fullDocumentBeforeChange where the bridge asks for it.",
+            f"match= reads $fullDocument, but a change with operation {', '.join(sorted(asked))} has none. Use "
+            "$documentKey, or $fullDocumentBeforeChange with the bridge's option full_document_before_change.",
         )
     return Filter(asked, frozenset(fields) if fields is not None else None, match, bookkeeping)
 

@@ -122,7 +122,7 @@ class EventIsolator:
                     last, time_ = token_data(token), candidate["clusterTime"]
 
     def _bare(self, *stages: Mapping[str, Any]) -> Scope:
-        """Return the scope with only our own filters and some stages, without images."""
+        """Return the scope with only the bridge's filters and some stages, without images."""
         return replace(self._scope.without_images, selection=(*self._scope.selection, *stages), flags={}, last=())
 
     def _find_oversized(self, start: Position, after: str, until: Token) -> RawBSONDocument | None:
@@ -236,7 +236,7 @@ class EventIsolator:
                 if not (may_fit or self._is_unanswered(error)):
                     raise
         raise OperationFailure(
-            "the server closes the connection instead of answering", Code.BSONObjectTooLarge
+            "the server closes the connection instead of sending this change", Code.BSONObjectTooLarge
         ) from failure
 
     def _is_unanswered(self, error: PyMongoError) -> bool:
@@ -303,8 +303,8 @@ def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | N
     failed = sorted(names)
     handlers = ", ".join(failed[:_NAMES_MAX]) + (" and others" if len(failed) > _NAMES_MAX else "")
     sentence = (
-        f"The `match` of {handlers} failed on this change; make it hold for every document, for example with $ifNull, "
-        f"$type or $convert. Then reset the handler to before this change, or skip it. {quote(error)}"
+        f"The `match` of {handlers} failed on this change. Make it work for every document, for example with $ifNull, "
+        f"$type or $convert. Then reset the handler to a time before this change, or skip it. {quote(error)}"
     )
     return ReadError(sentence, only_match=True)
 
@@ -314,13 +314,13 @@ def _explain(error: PyMongoError) -> ReadError:
     verdict = judge_error(error)
     if verdict is Verdict.TOO_LARGE:
         sentence = (
-            "This change is larger than 16 MB with all that was asked for, and was read without its documents. Keep "
-            "documents and _ids smaller, or set full_document and full_document_before_change so that less travels."
+            "This change is larger than 16 MB, so it was read without its documents. Keep documents and _ids smaller, "
+            "or set full_document and full_document_before_change so that changes carry less."
         )
     elif verdict is Verdict.IMAGE_MISSING:
         sentence = (
-            "A required image of this change is missing, so the change was read without look-up and images. Let the "
-            "collection keep pre- and post-images for longer, or set 'whenAvailable'."
+            "A required image of this change is missing, so the change was read without its documents. Let the "
+            "collection keep pre- and post-images for longer, or use 'whenAvailable' instead of 'required'."
         )
     else:
         sentence = "This change could not be read with its documents, so it was read without them."
@@ -397,7 +397,7 @@ def explain_oversized(event: Mapping[str, Any]) -> str:
     """Return the sentence that names the unread change, and the fix."""
     written = event["clusterTime"].as_datetime().isoformat()
     return (
-        f"The `_id` is too large (above 3 MB): no handler gets this {event['operationType']} in "
-        f"{read_namespace(event)}, written at {written}. Later changes are handled. Repair what depends on it, then "
-        "discard the dead letter. Bound the length of `_id` with a validator."
+        f"The `_id` is too large (above 3 MB), so no handler gets this {event['operationType']} in "
+        f"{read_namespace(event)}, written at {written}. Repair its effects manually, then discard the dead letter. "
+        "Limit the length of `_id` with a validator."
     )

@@ -267,7 +267,7 @@ class StreamReader:
 
     def _log_failure(self, error: Exception, pause: float) -> None:
         logger.warning(
-            "change stream interrupted (%s), %d in a row, opened again in %.1f s: %s",
+            "the change stream has ended (%s, %d in a row). The listener opens it again in %.1f s: %s",
             error_name(error),
             self.status.failures,
             pause,
@@ -367,7 +367,7 @@ class StreamReader:
         else:
             self._read_errors += 1
             logger.error(
-                "a change could not be read as it was asked for (%s): %s",
+                "a change could not be read completely (%s): %s",
                 describe(event),
                 error.sentence,
                 extra={"event": "change_read_error", "token": mark.data, "only_match": error.only_match},

@@ -87,7 +87,7 @@ def parse_source(target: object, default_database: str | None) -> Source:
     if isinstance(name, str) and hasattr(target, "list_collection_names"):
         return _check_source(Source(name, None), target)
     raise ConfigurationError(
-        f"{target!r} is not a source; give 'db.collection', 'db.*', a PyMongo collection or a model class.",
+        f"{target!r} is not a source. Give 'db.collection', 'db.*', a PyMongo collection or a model class.",
     )
 
 
@@ -98,7 +98,7 @@ def _from_text(text: str, default_database: str | None) -> Source:
     if not dot:
         if not default_database:
             raise ConfigurationError(
-                f"source {text!r} names no database and the bridge's URL has none; write 'db.{text}' or '{text}.*'.",
+                f"source {text!r} has no database, and the bridge's URL has none. Use 'db.{text}' or '{text}.*'.",
             )
         database, collection = default_database, text
     return _check_source(Source(database, None if collection == "*" else collection), text)
@@ -106,10 +106,13 @@ def _from_text(text: str, default_database: str | None) -> Source:
 
 def _check_source(source: Source, target: object) -> Source:
     if source.database in _RESERVED:
-        raise ConfigurationError(f"source {target!r}: MongoDB's own database {source.database!r} cannot be watched.")
+        raise ConfigurationError(
+            f"source {target!r} cannot be watched, because {source.database!r} is a database of MongoDB itself. Use "
+            "one of your databases."
+        )
     for part in (source.database, source.collection):
         if part is not None and (not part or "\0" in part or part.startswith("$") or "*" in part):
-            raise ConfigurationError(f"source {target!r} is not of the form 'db.collection' or 'db.*'.")
+            raise ConfigurationError(f"source {target!r} must be of the form 'db.collection' or 'db.*'.")
     return source
 
 
@@ -123,8 +126,8 @@ def _from_class(model: Any) -> Source:
         connection = connections[alias]
         if connection.vendor != "mongodb":
             raise ConfigurationError(
-                f"{model.__name__} is stored in {alias!r}, a database of {connection.display_name}, and only MongoDB's "
-                "changes can be watched: give a model of django-mongodb-backend, or have a router say where it is."
+                f"{model.__name__} is stored in {alias!r}, a database of {connection.display_name}, but only MongoDB "
+                "can be watched. Use a model of django-mongodb-backend, or route this model to its database."
             )
         database = connection.settings_dict["NAME"]
         return _check_source(Source(str(database), str(concrete._meta.db_table)), model)  # noqa: SLF001 - Django's public name
@@ -294,8 +297,8 @@ def make_scope(
     for source in sources:
         if source.database == state_database:
             raise ConfigurationError(
-                f"source {source} lies in the bridge's state database {state_database!r}: watching it would feed the "
-                "bridge with its own writes. Choose another database for the state.",
+                f"source {source} is in the bridge's state database {state_database!r}, so the bridge would read its "
+                "own writes. Use another state database: Bridge(..., database='...').",
             )
     databases = {source.database for source in sources}
     database = databases.pop() if len(databases) == 1 else None
@@ -333,7 +336,7 @@ def _find_unasked(selectors: Sequence[Selector], bookkeeping: Bookkeeping) -> li
 
 def _match_events(selectors: Sequence[Selector], opened: Source, state_database: str) -> Mapping[str, Any]:
     """
-    Return our first stage for a stream that is opened on a source.
+    Return the bridge's first stage for a stream that is opened on a source.
 
     Events of a whole collection are rare and pass by operation alone. Their namespace may be a database's, or in `to`,
     so the selectors judge them. Events that move a collection always pass. The stream reopens after an invalidate's
@@ -403,6 +406,6 @@ def _guard_match(selector: Selector, opened: Source) -> list[dict[str, Any]]:
 
 
 def strip_flags(event: dict[str, Any]) -> dict[str, Any]:
-    """Return the event as the server would send it without our flags."""
+    """Return the event as the server would send it without the bridge's flags."""
     event.pop(FLAGS, None)
     return event

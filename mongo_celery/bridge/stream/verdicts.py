@@ -85,25 +85,24 @@ def closes_connection(error: BaseException) -> bool:
 
 
 def final_error(verdict: Verdict, error: BaseException, scope: str) -> MongoCeleryError:
-    """Return the error that ends the stream: our sentence with the fix, then the server's code, name and words."""
+    """Return the error that ends the stream: a sentence with the fix, then the server's code, name and words."""
     code = getattr(error, "code", None)
     if verdict is Verdict.LOGIN:
         return AccessError(login_refused(error), code=code)
     kind = _ERRORS.get(verdict, StreamRefusedError)
     if kind is AccessError:
         sentence = (
-            f"The MongoDB user may not open a change stream on {scope}: grant the actions changeStream and find there, "
-            "or register narrower sources."
+            f"The MongoDB user may not open a change stream on {scope}. Grant it the actions changeStream and find "
+            "there, or register narrower sources."
         )
     elif code == Code.CommandNotSupportedOnView:
         sentence = (
-            f"{scope} is a view or a time series: MongoDB has no changes of it. Listen to the collection that is "
-            "written to."
+            f"{scope} is a view or a time series, and MongoDB reports no changes of it. Watch the collection behind it."
         )
     elif verdict is Verdict.UNKNOWN:
         sentence = (
-            f"The change stream on {scope} failed repeatedly with an unknown error. Nothing is lost while the "
-            "oplog reaches the stored position. Look for the cause in the server's log, then start the listener again."
+            f"The change stream on {scope} failed repeatedly with an unknown error. Nothing is lost while the oplog "
+            "reaches the stored position. Search the MongoDB server's log for the cause, then start the listener again."
         )
     else:
         sentence = " ".join((kind.__doc__ or "").split())

@@ -88,7 +88,7 @@ class Attempt:
 
 
 def infrastructure_cause(error: BaseException) -> str | None:
-    """Return the unavailable part of the infrastructure, for people. None if the failure is the handler's own."""
+    """Return the unavailable part of the infrastructure, for people. None if the handler itself has failed."""
     for each in _causes(error):
         if _is_infrastructure(each):
             return cause_text(each)

@@ -96,7 +96,7 @@ class DeferredWrites:
             if is_transient(error):
                 return False
             logger.error(
-                "%s cannot be written; its claim will lapse: %s",
+                "the worker cannot write %s, so its claim lapses and the change runs again: %s",
                 deferred.what,
                 Lines(traceback_text(error)),
                 extra={"event": "deferred_write_lost"},
@@ -106,9 +106,10 @@ class DeferredWrites:
             if not accepted and deferred.answers > 0:
                 return False
             if accepted:
-                logger.info("%s is written, late", deferred.what, extra={"event": "deferred_write_done"})
+                logger.info("the worker has written %s, late", deferred.what, extra={"event": "deferred_write_done"})
             else:
                 what = deferred.what
-                logger.info("%s was refused: it is no longer needed", what, extra={"event": "deferred_write_refused"})
+                text = "the worker did not write %s, because it is no longer needed"
+                logger.info(text, what, extra={"event": "deferred_write_refused"})
         deferred.ended()
         return True

@@ -29,20 +29,23 @@ MOVED = "moved"
 """This worker's handler watches other databases than the leader's. Counted as foreign."""
 
 _TEXTS = {
-    FORGED: ("forged or damaged, or signed with a key that is no longer accepted. Find the program that sends them"),
-    TAMPERED: (
-        "the {about} of the last one was changed after signing. Somebody else writes to the broker, or a signal "
-        "handler of this app changes messages"
+    FORGED: (
+        "their signature is wrong, so they were forged or damaged, or signed with an expired key. Find the program "
+        "that sends them"
     ),
-    MISDIRECTED: "sent to the task of another handler",
-    MALFORMED: "not of Celery's form. Find the other writer to the broker",
+    TAMPERED: (
+        "the {about} of the last one was changed after signing. Find the other program that writes to the broker, or "
+        "the signal handler of this app that changes messages"
+    ),
+    MISDIRECTED: "they were sent to the task of another handler. Find the program that sends them",
+    MALFORMED: "they are not valid Celery messages. Find the other program that writes to the broker",
     FOREIGN: (
-        "sent by another installation or environment, from process {about} as it says: each takes the other's "
-        "messages. Give one of the two another name, Bridge(..., name='...'), or a broker database of its own"
+        "another installation or environment sent them (process {about}, as the message claims). Each takes messages "
+        "of the other. Give one of the two another name, Bridge(..., name='...'), or a separate broker database"
     ),
     MOVED: (
-        "their handler {about} listens to other databases here than where the listener runs. Deploy the same code and "
-        "settings to listener and workers. {ways_out}"
+        "their handler {about} watches other databases in this worker than in the listener. Deploy the same code and "
+        "settings to listeners and workers. {ways_out}"
     ),
 }
 _WRITE_SECONDS = 1.0
@@ -113,7 +116,7 @@ class Dropper:
                 self._schedule_write(max(0.0, self._written_at + _WRITE_SECONDS - time.monotonic()))
         if count := self._repetitions.add(f"{reason} {about}" if reason == MOVED else reason):
             logger.warning(
-                "dropped %s of bridge %s: %s",
+                "the worker has dropped %s of bridge %s: %s",
                 number(count, "message", "messages"),
                 self._wiring.name,
                 _TEXTS[reason].format(about=about or "unknown", ways_out=ways_out(self._wiring.line)),
@@ -136,4 +139,4 @@ class Dropper:
         except PyMongoError as error:
             with self._lock:
                 self._counts.update(counts)  # written with the next counts
-            logger.debug("could not count dropped messages: %s", brief(error))
+            logger.debug("the worker could not count dropped messages, and tries again: %s", brief(error))

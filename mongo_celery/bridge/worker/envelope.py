@@ -147,13 +147,13 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
         "q": Int64(run.hash - _HASHES if run.hash >= _HASHES // 2 else run.hash),
     }
     if run.refusal is not None:
-        assert run.token is not None, "a refused change is known by its token"
+        assert run.token is not None, "an undeliverable change has a token"
         document |= {"r": run.refusal.reason, "h": run.refusal.halts, "p": dict(run.token)}
     if run.stored:
-        assert not run.changes, "what is stored does not travel"
+        assert not run.changes, "the message of stored changes has no bytes"
         document["d"] = run.stored
     if run.dead_letter is not None:
-        assert not run.changes, "the change of a dead letter does not travel"
+        assert not run.changes, "the message of a replay has no bytes"
         document |= {"e": run.dead_letter, "m": Int64(run.starts)}
     if run.hashes:
         document["w"] = Binary(struct.pack(f">{len(run.hashes)}Q", *run.hashes))

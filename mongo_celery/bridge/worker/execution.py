@@ -77,8 +77,8 @@ _PAUSES = Pauses(first=0.05, longest=1.0)
 _TIME_OUTS_MAX = 3
 _NAMED_MAX = 20
 _DOUBTS_MAX = 10  # some minutes: by default a dead client's transaction locks its documents for one minute
-_TOO_LONG = "the transaction took longer than its limit; a write without session= waits for what it has locked itself"
-_SIGNALLED = "its worker's process was ended by a signal, in no shutdown of the worker"
+_TOO_LONG = "the transaction took longer than its limit. A write without session= waits for the transaction's own locks"
+_SIGNALLED = "a signal ended the worker's process, although the worker was not shutting down"
 _PROGRESS_SECONDS = 0.2
 """The most handler time of a run that a crash repeats, in seconds."""
 
@@ -213,17 +213,20 @@ class Execution:
         except PyMongoError as error:
             renew_connections(self._wiring.client, error)
             text = explain_error(error, self._wiring.state_concern) or brief(error)
-            logger.warning("claim of %s failed: %s", where, text, extra={"event": "claim_failed"})
+            logger.warning("the worker could not claim partition %s: %s", where, text, extra={"event": "claim_failed"})
             if error.timeout:
                 with suppress(PyMongoError, SoftTimeLimitExceeded):
                     self._end_lapsed_transaction()  # it may have locked the partition
             self._relinquish(owner)
             raise
         if claim is None:
-            logger.debug("dropped a message for %s: duplicate, stale or early", where)
+            logger.debug(
+                "the worker dropped a message of partition %s, which is a duplicate, too old or too early", where
+            )
             raise Ignore
         if time.monotonic() - started > self._ttl / 2:
-            logger.warning("claim of %s came too late", where, extra={"event": "claim_late"})
+            text = "the worker claimed partition %s too late, so it drops the message. The listener sends it again"
+            logger.warning(text, where, extra={"event": "claim_late"})
             self._relinquish(owner)
             raise Ignore
         return claim
@@ -232,7 +235,7 @@ class Execution:
         where = self.subject.run.partition_id
         if self._claims.end_transactions([where]):
             logger.warning(
-                "ended the transaction that a lapsed claim of %s has left open",
+                "the worker has ended a transaction of partition %s that an earlier worker left open",
                 name_place(where),
                 extra={"event": "transaction_ended"},
             )
@@ -245,19 +248,19 @@ class Execution:
                 return
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             logger.warning(
-                "could not end the claim of %s yet: %s",
+                "the worker could not end its claim of partition %s, and tries again: %s",
                 name_place(where),
                 error_text(error),
                 extra={"event": "claim_not_ended"},
             )
         self._wiring.of_process(DeferredWrites).add(
-            f"the end of a claim of {name_place(where)}",
+            f"the end of a claim of partition {name_place(where)}",
             lambda: claims.relinquish(where, owner) or claims.withdraw(where, owner),
             answers=_LOST_CLAIM_ANSWERS,
         )
 
     def _check_claim(self) -> None:
-        """A target refused a write. Raise SupersededError if a newer execution decides."""
+        """Raise SupersededError if a newer execution has replaced this one. Called after a target refused a write."""
         claim = self.claim
         try:
             is_mine = persist(lambda: self._claims.is_mine(claim), name_place(claim.partition_id), self._patience)
@@ -277,7 +280,7 @@ class Execution:
             message = (
                 f"The worker ended {claim.crashes} times while handling {subject.describe(0)}. "
                 + (f"The last recorded reason: {claim.error}. " if claim.error else "")
-                + "Look for a signal, the out-of-memory killer or a hard time limit in its log."
+                + "Search the worker's log for a signal, the out-of-memory killer or a hard time limit."
             )
             return subject.fail(claim, 0, HandlerCrashedError(message, crashes=claim.crashes))
         return decision
@@ -379,7 +382,7 @@ class Execution:
                 if isinstance(ignored, SupersededError):
                     raise
                 what, count = subject.describe(offsets[0]), len(offsets)
-                logger.info("handler ignored %s (changes: %d)", what, count, extra={"event": "change_ignored"})
+                logger.info("the handler ignored %s (changes: %d)", what, count, extra={"event": "change_ignored"})
             except BaseException:
                 if not takes_list:
                     self.attempt.failed = place
@@ -502,7 +505,7 @@ class Execution:
             return self._split_up(error)
         if place is None:
             logger.info(
-                "%d changes have failed together, the next list has half of them: %s",
+                "a list of %d changes has failed, so the handler gets half of them next: %s",
                 len(given),
                 error_text(error),
                 extra={"event": "list_split", "partition": self.claim.partition_id},
@@ -540,11 +543,11 @@ class Execution:
         return isinstance(error, Retry) or error is self.attempt.exhausted or self._judge(error) is None
 
     def _split_up(self, error: Exception) -> Decision:
-        """Have the rest of the run sent one by one."""
+        """Let the listener send the remaining changes one by one."""
         if self._failure is not None and self._is_settled:
             self._record_finished(self._failure.offset)
         logger.warning(
-            "the rest of a run of %s is sent one by one: %s",
+            "the remaining changes of this run of partition %s are sent one by one, because one failed: %s",
             name_place(self.claim.partition_id),
             error_text(error),
             extra={"event": "list_ended", "partition": self.claim.partition_id},
@@ -575,12 +578,12 @@ class Execution:
         return self.subject.wait(self.claim, what, reason.cause, error, is_doubtful=reason.doubts_max is not None)
 
     def must_wait(self, error: BaseException, named: Iterable[object]) -> bool:
-        """Return True if the change must wait, but an `autoretry_for` without the error's name would count it."""
+        """Return True if the change must wait uncounted, although `autoretry_for` would count the error."""
         return is_autoretried(error) and not names(named, error) and self._judge(error) is not None
 
     def _judge(self, error: BaseException) -> WaitReason | None:
         """
-        Return the reason why the change waits. None if the failure is the handler's own.
+        Return the reason why the change waits. None if the handler itself has failed.
 
         If the handler's transaction may have caused the error itself, wait a limited number of times in a row.
         """
@@ -630,12 +633,14 @@ class Execution:
         claim = self.claim
         for outcome in decision:
             try:
-                accepted = persist(outcome.write, f"an outcome of {name_place(claim.partition_id)}", self._patience)
+                accepted = persist(
+                    outcome.write, f"an outcome of partition {name_place(claim.partition_id)}", self._patience
+                )
             except Exception as error:
                 if isinstance(error, SoftTimeLimitExceeded) or is_transient(error):
                     self._defer(outcome, error)
                 logger.error(
-                    "%s of %s cannot be stored: %s",
+                    "MongoDB cannot store the outcome '%s' of partition %s: %s",
                     outcome.name,
                     name_place(claim.partition_id),
                     error_text(error),
@@ -651,10 +656,10 @@ class Execution:
         return outcome
 
     def _supersede(self, outcome: str) -> NoReturn:
-        """End quietly: a newer execution decides."""
+        """End quietly, because a newer execution has replaced this one."""
         self._leave()
         logger.warning(
-            "%s of %s (fencing token %d) was refused: a newer execution decides",
+            "the outcome '%s' of partition %s (fencing token %d) was refused: a newer execution has replaced it",
             outcome,
             name_place(self.claim.partition_id),
             self.claim.fencing_token,
@@ -667,13 +672,13 @@ class Execution:
         try:
             self._claims.relinquish(self.claim.partition_id, self.claim.owner)
         except PyMongoError:
-            logger.debug("could not end the claim of %s", name_place(self.claim.partition_id))
+            logger.debug("the worker could not end its claim of partition %s", name_place(self.claim.partition_id))
 
     def _defer(self, outcome: Outcome, error: Exception) -> NoReturn:
-        """Have the process write an outcome as soon as MongoDB answers. Keep the claim alive until then."""
+        """Let the process write an outcome as soon as MongoDB answers. Keep the claim alive until then."""
         claim, beat, beats = self.claim, self._beat, self._beats
         logger.warning(
-            "MongoDB does not answer: %s of %s is written as soon as it does (%s)",
+            "MongoDB does not answer. The worker writes the outcome '%s' of partition %s as soon as it answers: %s",
             outcome.name,
             name_place(claim.partition_id),
             error_text(error),
@@ -690,7 +695,9 @@ class Execution:
             return accepted
 
         self._wiring.of_process(DeferredWrites).add(
-            f"{outcome.name} of {name_place(claim.partition_id)}", write_late, ended=lambda: beats.end(beat)
+            f"the outcome '{outcome.name}' of partition {name_place(claim.partition_id)}",
+            write_late,
+            ended=lambda: beats.end(beat),
         )
         raise Ignore from error
 
@@ -727,7 +734,7 @@ class Execution:
                 subject.crash(claim, reason).write()
         except (PyMongoError, SupersededError):
             logger.warning(
-                "could not record the crash of %s; its claim will lapse",
+                "the worker could not record its crash in partition %s. Its claim lapses, and the change runs again",
                 name_place(self.claim.partition_id),
                 extra={"event": "crash_not_recorded"},
             )
@@ -749,7 +756,10 @@ def persist(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECOND
         deadline=time.monotonic() + seconds,
         pauses=_PAUSES,
         note=lambda error: logger.warning(
-            "writing %s failed, trying again: %s", what, error_text(error), extra={"event": "outcome_failed"}
+            "the worker could not write %s, and tries again: %s",
+            what,
+            error_text(error),
+            extra={"event": "outcome_failed"},
         ),
     )
 

@@ -182,7 +182,7 @@ class Heartbeats:
             lost = set(self._claims.extend([beat.claim for beat in beats], leaving=leaving))
         except PyMongoError as error:
             logger.warning(
-                "heartbeat of %d claims failed, trying again: %s",
+                "the worker could not renew %d claims, and tries again: %s",
                 len(beats),
                 brief(error),
                 extra={"event": "heartbeat_failed"},
@@ -201,7 +201,7 @@ class Heartbeats:
         return True
 
     def _withdraw_crashes(self) -> None:
-        """Withdraw crashes counted for living owners. Stop at an error, which would delay heartbeats."""
+        """Withdraw crashes that were counted for living owners. Stop at an error, which would delay heartbeats."""
         for _ in range(len(self._withdrawals)):
             claim = self._withdrawals.popleft()
             try:
@@ -212,8 +212,8 @@ class Heartbeats:
             except PyMongoError as error:
                 self._withdrawals.append(claim)
                 logger.warning(
-                    "%s has a crash counted although its worker lives: MongoDB did not accept the withdrawal. "
-                    "The worker tries again: %s",
+                    "a crash was counted for partition %s although this worker lives. The worker could not withdraw "
+                    "it, and tries again: %s",
                     name_place(claim.partition_id),
                     brief(error),
                     extra={"event": "withdrawal_failed"},
@@ -221,7 +221,7 @@ class Heartbeats:
                 return
             if is_withdrawn:
                 logger.info(
-                    "the lapse of a claim of %s is not counted as a crash: its worker lives",
+                    "the claim of partition %s lapsed, but is not counted as a crash, because this worker lives",
                     name_place(claim.partition_id),
                     extra={"event": "crash_withdrawn"},
                 )
@@ -236,7 +236,8 @@ class Heartbeats:
                 return
         beat.lost = True
         logger.warning(
-            "claim of %s (fencing token %d) was taken over while its handler runs",
+            "another worker has taken over partition %s (fencing token %d here) while its handler runs. This worker's "
+            "result will be refused",
             name_place(beat.claim.partition_id),
             beat.claim.fencing_token,
             extra={"event": "claim_lost"},

@@ -113,12 +113,12 @@ class Intake:
         if count := self._repetitions.add(bridge.name):
             task = headers["task"]
             logger.error(
-                "dropped %s in the queues of bridge %s: this worker does not know their task (the last one is %s, from "
-                "process %s as it says). The listener sends them again. Deploy the same code to all workers and "
-                "listeners. If it is the listener of another app, give each bridge a name of its own",
+                "the worker has dropped %s in the queues of bridge %s, because it does not have their task (the last "
+                "one: %s, from process %s). The listener sends them again. Deploy the same code to all workers and "
+                "listeners. If another app sends them, give each bridge a different name",
                 number(count, "message", "messages"),
                 bridge.name,
-                task if _TASK.fullmatch(task) else "no name of a task",
+                task if _TASK.fullmatch(task) else "an invalid name",
                 parse_process(headers.get("origin")) or "unknown",
                 extra={"event": "foreign_task", "bridge": bridge.name},
             )

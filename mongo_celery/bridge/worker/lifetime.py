@@ -137,7 +137,7 @@ def _declare_partition_queues(instance: Any = None, options: Mapping[str, Any] |
         except ConfigurationError as error:
             _set_up_logging(instance, options or {})
             logger.critical(
-                "the worker ends, for bridge %s cannot work: %s",
+                "the worker ends, because bridge %s cannot work: %s",
                 wiring.name,
                 error,
                 extra={"event": "configuration_refused", "bridge": wiring.name},

@@ -39,11 +39,11 @@ from mongo_celery.mongo.verdicts import error_text, storable
 
 _EARLIEST = datetime(1970, 1, 1, tzinfo=UTC)
 _LATEST = _EARLIEST + timedelta(seconds=3 * LONGEST_SECONDS)
-NOT_STORABLE = "{} cannot be stored. The worker's log has the reason."
+NOT_STORABLE = "{} could not be stored. The worker's log has the reason."
 
 
 class SupersededError(Ignore):
-    """A newer execution decides: this message needs no further work."""
+    """A newer execution has replaced this one, so this message needs no further work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +100,4 @@ def retry_time(when: Any) -> tuple[datetime | None, float | None]:
             return None, delay
     except (TypeError, ValueError, ArithmeticError):
         pass
-    raise HandlerUsageError(f"retry() needs a number of seconds or a datetime; this {type(when).__name__} is neither.")
+    raise HandlerUsageError(f"retry() needs a number of seconds or a datetime, not {type(when).__name__}.")

@@ -36,14 +36,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 OUTDATED = (
-    "Later changes have already written where this dead letter would write older data, or have left a stamp that "
-    "covers more than its document. To write over them, replay it with --over-newer; else discard it."
+    "Later changes may already have written newer data than this dead letter has. To overwrite that data, replay the "
+    "dead letter with --over-newer. Otherwise discard it."
 )
 OVERTAKES = (
-    "Its key is parked, and the dead letters that wait for that come first: replay or discard those, then replay this "
-    "one."
+    "The key of this dead letter is parked, and earlier dead letters of the key come first. Replay or discard those, "
+    "then replay this one."
 )
-KEPT = "Its handler has succeeded, but the dead letter cannot be removed. The worker's log has the reason. Discard it."
+KEPT = (
+    "The handler has succeeded, but this dead letter could not be removed. The worker's log has the reason. Discard "
+    "the dead letter."
+)
 
 
 class ReplaySubject(Subject):
@@ -58,7 +61,7 @@ class ReplaySubject(Subject):
 
     @property
     def _letter_id(self) -> str:
-        assert self.run.dead_letter is not None, "a replay names its dead letter"
+        assert self.run.dead_letter is not None, "a replay has the id of its dead letter"
         return self.run.dead_letter
 
     # -- what the handler gets -----------------------------------------------------------------------
@@ -98,11 +101,11 @@ class ReplaySubject(Subject):
             return [self._redirect(claim, letter.parked, first.key)]
         objection = None
         if raw is None or letter.token is None or letter.place is None:
-            objection = "This dead letter is damaged: it can only be discarded."
+            objection = "This dead letter is damaged, so it cannot be replayed. Discard it."
         elif request.over_newer and letter.parked is None and request.hash in claim.parked:
             objection = OVERTAKES  # targets would refuse waiting ones, because this one has a newer token
         elif request.starts > REPLAYS_MAX:
-            objection = f"This dead letter has been started {REPLAYS_MAX} times."
+            objection = f"This dead letter has been started {REPLAYS_MAX} times, which is the limit. Discard it."
         else:
             self._place = letter.place
             self.run = replace(self.run, changes=(raw,), token=letter.token)
@@ -183,14 +186,14 @@ class ReplaySubject(Subject):
 
     def _log_success(self) -> None:
         logger.info(
-            "the dead letter of %s was replayed, and is removed",
+            "the replay of %s has succeeded, and its dead letter is removed",
             self._request.key,
             extra={"event": "replay_done", "partition": self.run.partition_id},
         )
 
     def _log_failure(self, text: str) -> None:
         logger.error(
-            "the replay of %s has failed, and its dead letter stays, with those after it of its key: %s",
+            "the replay of %s has failed. Its dead letter stays, as do later ones of the same key: %s",
             self._request.key,
             text,
             extra={"event": "replay_failed", "partition": self.run.partition_id},
@@ -198,7 +201,7 @@ class ReplaySubject(Subject):
 
     def _log_redirection(self, first: str) -> None:
         logger.info(
-            "the dead letter of %s waits behind that of %s for its key, which is replayed first",
+            "the dead letter of %s waits, because an earlier one of its key, %s, is replayed first",
             self._request.key,
             first,
             extra={"event": "replay_redirected", "partition": self.run.partition_id},

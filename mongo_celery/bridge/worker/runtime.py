@@ -80,8 +80,8 @@ class WorkerRuntime:
             self._wiring.store.dead_letters.ensure_indexes()
         except PyMongoError as error:
             logger.warning(
-                "the collection dead_letters gets no indexes: replays of parked keys, and lists by time or key, read "
-                "all of it. Grant createIndex on it to workers: %s",
+                "the worker could not create the indexes of dead_letters, so replays and lists read the whole "
+                "collection. Grant createIndex on it to workers: %s",
                 error_text(error),
                 extra={"event": "index_missing"},
             )
@@ -111,7 +111,8 @@ class WorkerRuntime:
         except PyMongoError as error:
             if count := self._repetitions.add("unverified"):
                 logger.warning(
-                    "cannot verify %s for bridge %s: %s",
+                    "the worker cannot read the signing key, so it drops %s of bridge %s. The listener sends them "
+                    "again: %s",
                     number(count, "message", "messages"),
                     self._wiring.name,
                     explain_error(error, self._wiring.state_concern) or brief(error),
@@ -142,7 +143,7 @@ class WorkerRuntime:
             self._dropper.drop(FORGED)
 
     def _read_keys(self) -> None:
-        """Read the accepted keys, unless another thread has just read them. Known ones stay while MongoDB is away."""
+        """Read the accepted keys, unless another thread has just read them. Without an answer, keep known ones."""
         with self._lock:
             if self._ring is None or time.monotonic() - self._ring_read >= KEY_SECONDS:
                 try:
@@ -153,7 +154,7 @@ class WorkerRuntime:
                 self._ring_read = time.monotonic()
 
     def _adopt_keys(self, ring: KeyRing | None) -> None:
-        """Keep the lease's facts. Log once if its listener lacks handlers, or belongs to another environment."""
+        """Take in the lease's facts. Log once if its listener lacks handlers, or belongs to another environment."""
         known, self._ring = self._ring, ring
         if ring is None or ring.identity is None:
             return
@@ -162,8 +163,8 @@ class WorkerRuntime:
         unserved = frozenset(handler.name for handler in self._wiring.handlers) - ring.identity["handlers"].keys()
         if unserved - self._unserved:
             logger.warning(
-                "no listener leads %s of bridge %s, which this worker has: the one that leads runs other code; deploy "
-                "this one there too",
+                "the running listener does not have %s of bridge %s, so their changes are not handled. Deploy this "
+                "worker's code to the listener",
                 ", ".join(sorted(unserved)),
                 self._wiring.name,
                 extra={"event": "handler_unserved"},
@@ -184,10 +185,10 @@ class WorkerRuntime:
         difference, moved = mine.difference(leading), mine.find_moved_handlers(leading["handlers"])
         if difference is not None:
             logger.error(
-                "bridge %s, whose messages this worker gets, is that of another app or environment: %s. %s%s",
+                "the messages of bridge %s that this worker gets come from another app or environment: %s. %s%s",
                 self._wiring.name,
                 difference,
-                f"This worker drops the runs of {', '.join(moved)}. " if moved else "",
+                f"This worker drops the messages of {', '.join(moved)}. " if moved else "",
                 ways_out(self._wiring.line),
                 extra={"event": "identity_differs"},
             )

@@ -66,14 +66,14 @@ _TOKEN_CHARS = 64
 _CAUSES = {"dead_letter": FAILED, "skip": SKIPPED, "park_key": PARKED}
 """Causes of the dead letters of each failure policy."""
 
-_BEHIND = "Its key is parked: it waits behind an earlier change, and its handler was not started."
+_BEHIND = "Its key is parked because of an earlier change, so its handler was not started."
 _FULL = (
-    "{count} keys of this partition are parked, and there can be no more. Look at them with `{look}`, replay "
-    "or discard some, then run `{retry}`. The handler's error: {error}"
+    "{count} keys of this partition are parked, which is the limit. Look at them with `{look}`, replay or discard "
+    "some, then run `{retry}`. The handler's error: {error}"
 )
 _MISSING = (
-    "%s: no attempt is counted, and the change is tried again. Restore the collection `backlog` from a backup, and "
-    "stop whatever else removes its documents"
+    "%s. The worker tries again, and counts no attempt. Restore the collection `backlog` from a backup, and find the "
+    "program that removed the document"
 )
 
 
@@ -162,7 +162,7 @@ class Subject(ABC):
         return make_origin(self.run.changes[offset], self.read_token(offset), rewound)
 
     def is_parked(self, claim: Claim, offset: int) -> bool:
-        """Return True if a change's key is parked. The change then becomes the first of its own run."""
+        """Return True if a change's key is parked. The change then becomes the first of a new run."""
         del claim, offset
         return False
 
@@ -178,7 +178,7 @@ class Subject(ABC):
 
     @abstractmethod
     def last_resort(self, claim: Claim, offset: int, what: str, error: BaseException) -> Outcome:
-        """Return the outcome for details that cannot be stored. It contains only our own words."""
+        """Return the outcome if details cannot be stored. It contains only fixed words."""
 
     @abstractmethod
     def release(self, claim: Claim, raises: BaseException | None = None) -> Outcome:
@@ -191,7 +191,7 @@ class Subject(ABC):
     def retry(self, claim: Claim, offset: int, retry: Retry, due: tuple[datetime | None, float | None]) -> Decision:
         """Decide to retry a change at its retry time."""
         parked = Outcome("retry", partial(self._write_retry, claim, retry, *due), retry)
-        return [parked, self.last_resort(claim, offset, "its retry", retry)]
+        return [parked, self.last_resort(claim, offset, "The retry", retry)]
 
     @abstractmethod
     def _write_retry(self, claim: Claim, retry: Retry, not_before: datetime | None, delay: float | None) -> bool:
@@ -207,7 +207,7 @@ class Subject(ABC):
         """
         delay = WAITS.nth(claim.waits)
         logger.warning(
-            "%s waits, next try in %.1f s: %s",
+            "%s waits, and runs again in %.1f s: %s",
             what,
             delay,
             cause,
@@ -291,7 +291,7 @@ class RunSubject(Subject):
             token = first.token or {"_data": run.stored[0]}
             if first.refusal is None:
                 place = backlog_id(run.partition_id, run.stored[0])
-                first = refuse_damaged(place, token, "they are not those of this change")
+                first = refuse_damaged(place, token, "they belong to another change")
             self.run = replace(run, changes=(b"",), refusal=first.refusal, token=token)
         self._is_stored = True
         return []
@@ -351,14 +351,14 @@ class RunSubject(Subject):
             decision = self._bury(claim, offset, error, _CAUSES[policy], self._failure_log(offset, policy, text))
         halt = partial(self._halt, claim, offset, text, error)
         decision.append(Outcome("halt", halt, error, self._failure_log(offset, "halt", text)))
-        return [*decision, self.last_resort(claim, offset, f"its failure ({type(error).__name__})", error)]
+        return [*decision, self.last_resort(claim, offset, f"The error ({type(error).__name__})", error)]
 
     def _queue_dead_letter(self, claim: Claim) -> Decision:
         """Move the first change to the dead letters without running it, after those of its key."""
         return [
             *self._bury(claim, 0, None, PARKED_BEHIND, partial(self._log_parked_key, 0, "dead_letter")),
             Outcome("halt", partial(self._halt, claim, 0, _BEHIND), Ignore(), partial(self._log_parked_key, 0, "halt")),
-            self.last_resort(claim, 0, "what it waits for", Ignore()),
+            self.last_resort(claim, 0, "The dead letter", Ignore()),
         ]
 
     def _bury(
@@ -420,7 +420,7 @@ class RunSubject(Subject):
                 self._store.backlog.insert(run.partition_id, [change], run.term)
         except Exception as error:  # noqa: BLE001 - whatever it is, the halt must be written
             logger.warning(
-                "%s could not be stored before its partition halts: %s",
+                "the worker could not store %s, at which its partition halts. The listener may store it later: %s",
                 describe(raw),
                 error_text(error),
                 extra={"event": "halted_change_not_stored", "partition": run.partition_id},
@@ -431,7 +431,7 @@ class RunSubject(Subject):
     def _move_to_dead_letters(
         self, claim: Claim, offset: int, error: Exception | None, cause: str, form: Callable[[], KeptChange]
     ) -> bool:
-        """Return False also if its key was released meanwhile. The change is then sent again and runs."""
+        """Store the dead letter and skip its change. Return False also if its key was released meanwhile."""
         run, raw, token, kept = self.run, self.run.changes[offset], self.read_token(offset), form()
         letter = dead_letter(
             bridge=run.bridge,
@@ -453,7 +453,7 @@ class RunSubject(Subject):
     def _failure_log(self, offset: int, policy: str, text: str) -> Callable[[], None]:
         """Return the function that logs a failure and the applied policy."""
         return lambda: logger.error(
-            "%s failed for good, policy %s: %s",
+            "%s has failed permanently (failure_policy %s): %s",
             describe(self.run.changes[offset]),
             policy,
             text,
@@ -462,7 +462,7 @@ class RunSubject(Subject):
 
     def _log_parked_key(self, offset: int, policy: str) -> None:
         logger.info(
-            "%s waits for its key, which is parked, policy %s",
+            "%s was not started, because its key is parked (failure_policy %s)",
             describe(self.run.changes[offset]),
             policy,
             extra={"event": "change_behind", "policy": policy, "partition": self.run.partition_id},

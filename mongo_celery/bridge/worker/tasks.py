@@ -106,7 +106,8 @@ class SignedTask:
             setattr(cls, name, value)
         if ignored:
             logger.warning(
-                "task_annotations do not change %s of %s: the bridge needs its own. Exclude the task there.",
+                "task_annotations cannot change %s of %s, because the bridge sets them. Exclude this task from "
+                "task_annotations",
                 ", ".join(ignored),
                 cls.name,
                 extra={"event": "annotations_ignored"},
@@ -160,7 +161,7 @@ class ChangeTask(SignedTask):
             return super().__call__(given, *args[1:], **kwargs)  # type: ignore[misc]
         if self.request.called_directly:
             raise HandlerUsageError(
-                f"{self.name} takes a {'list of Change' if takes_list else 'Change'}; in a unit test make one with "
+                f"{self.name} takes a {'list of Change' if takes_list else 'Change'}. In a unit test, make one with "
                 f"{'[' * takes_list}Change.build('insert', ns=...){']' * takes_list}.",
             )
         runtime = self.wiring.of_process(WorkerRuntime)
@@ -212,13 +213,13 @@ class ChangeTask(SignedTask):
 
     def retry(self, args: Any = None, kwargs: Any = None, *rest: Any, throw: bool = True, **options: Any) -> Any:
         """
-        Celery's `retry`, stored in MongoDB. It always raises, whatever the value of `throw`.
+        Store Celery's `retry` in MongoDB. It always raises, even with `throw=False`.
 
         For an outage that `autoretry_for=(Exception,)` caught, the change waits uncounted.
         """
         del throw
         if args is not None or kwargs:
-            raise HandlerUsageError("A handler's retry() repeats its change; it takes no args or kwargs.")
+            raise HandlerUsageError("A handler's retry() repeats the same change. Leave out args and kwargs.")
         # If another handler calls this one, that handler decides.
         execution, error = None if self.request.called_directly else current.get(), options.get("exc")
         named = getattr(self, "autoretry_for", ())
@@ -234,23 +235,23 @@ class ChangeTask(SignedTask):
             raise
 
     def apply_async(self, *_args: Any, **_options: Any) -> Any:
-        """Refuse: only the listener dispatches changes."""
+        """Refuse, because only the listener sends changes."""
         raise HandlerUsageError(self.explain_refusal())
 
     def explain_refusal(self) -> str:
         """Return why only the listener may send it. An outbox also uses this."""
         return (
-            f"{self.name} is a change handler: the listener dispatches it when a document changes. Write to the "
-            "watched collection, or call the function with a Change."
+            f"{self.name} is a change handler, so only the listener may send it. Write to the watched collection, or "
+            "call the function with a Change."
         )
 
     def replace(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: a replaced task would commit before its replacement has run."""
-        raise HandlerUsageError("A change handler cannot replace itself; start the other task with delay().")
+        """Refuse, because a replaced task would commit before its replacement has run."""
+        raise HandlerUsageError("A change handler cannot replace itself. Start the other task with delay().")
 
     def add_to_chord(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse: a change handler is part of its own chain."""
-        raise HandlerUsageError("A change handler cannot join a chord; start the chord with delay().")
+        """Refuse, because a change handler is already part of a chain."""
+        raise HandlerUsageError("A change handler cannot join a chord. Start the chord with delay().")
 
 
 def _is_given(argument: object, *, takes_list: bool) -> bool:
@@ -342,7 +343,7 @@ def report_failed_change(function: Callable[..., Any]) -> Callable[..., Any]:
             if is_own and failed.changes is args[-1]:  # of its own list: no change is known to be finished
                 execution.attempt.failed = failed.place
             error = failed.error
-            if error is None or isinstance(error, Ignore):  # an exception that passes over a change is not its failure
+            if error is None or isinstance(error, Ignore):  # an exception that skips a change is not its failure
                 raise
         raise error
 
@@ -411,9 +412,9 @@ def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: 
     session = open_session(wiring.client)
     if session is None:
         raise HandlerUsageError(
-            f"{handler.name} has transactional=True, and no transaction of its bridge is open here: its effects would "
-            "be repeated with those of the caller. Give the calling handler transactional=True, or move the common "
-            "work into a plain function."
+            f"{handler.name} has transactional=True, but the handler that calls it has no open transaction, so its "
+            "effects could happen twice. Give the calling handler transactional=True, or move the common work into a "
+            "plain function."
         )
     with join_transaction(session):
         return function(*before, change.with_session(session))
@@ -472,7 +473,7 @@ class CommitTask(SignedTask):
             self._publish(args, options)
         except Exception as error:  # noqa: BLE001 - whatever the broker's client raises
             logger.warning(
-                "the commit message behind %s was not published; the listener commits: %s",
+                "the worker could not send the commit message after task %s. The listener commits instead: %s",
                 options.get("parent_id"),
                 error_text(error),
                 extra={"event": "commit_unpublished"},
@@ -518,7 +519,7 @@ def register_commit(app: Celery) -> None:
         if wiring is None:
             if count := _nameless.add("commit"):
                 logger.warning(
-                    "dropped %s that name no bridge of this app",
+                    "the worker has dropped %s of a bridge that this app does not have. Another app may use its queues",
                     number(count, "commit message", "commit messages"),
                     extra={"event": "message_dropped"},
                 )
@@ -541,13 +542,15 @@ def register_commit(app: Celery) -> None:
 def _commit(wiring: Wiring, run: Run) -> None:
     claims, where = wiring.store.claims, name_place(run.partition_id)
     try:
-        if not persist(lambda: claims.commit(run.partition_id, run.first, lasting=False), f"a commit of {where}"):
-            logger.debug("commit of %s found its work done", where)
+        if not persist(
+            lambda: claims.commit(run.partition_id, run.first, lasting=False), f"a commit of partition {where}"
+        ):
+            logger.debug("the commit of partition %s was already done", where)
     except PyMongoError as error:
         if not is_transient(error):
             raise
         logger.warning(
-            "commit of %s was not written; the listener commits: %s",
+            "the worker could not write the commit of partition %s. The listener commits instead: %s",
             where,
             error_text(error),
             extra={"event": "commit_unwritten"},

@@ -118,7 +118,7 @@ class TransactionScope:
         self.joined_calls.clear()
 
     def close(self) -> None:
-        """Mark it as ended. Another context may keep it for long, but must not keep other objects alive."""
+        """Mark the scope as ended. Another context may keep it for long, but must not keep other objects alive."""
         self.is_open = False
         self.joined_calls.clear()
         self.owner, self.transient_error, self.rollback_reason = (0, 0, None), None, None

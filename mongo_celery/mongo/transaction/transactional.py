@@ -54,10 +54,10 @@ _BODY = (
     "with an AsyncMongoClient, or use arun."
 )
 
-_ASYNC_KIND = "Coroutines, async with and arun need an AsyncMongoClient and its sessions."
+_ASYNC_KIND = "Coroutines, `async with` and arun need an AsyncMongoClient and its sessions."
 _PLAIN_KIND = (
-    "Plain functions, with and run need a MongoClient and its sessions. With an AsyncMongoClient use a "
-    "coroutine function, async with, or arun."
+    "Plain functions, `with` and run need a MongoClient and its sessions. With an AsyncMongoClient use a "
+    "coroutine function, `async with`, or arun."
 )
 
 

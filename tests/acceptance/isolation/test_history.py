@@ -68,7 +68,7 @@ def test_lost_history_stops_the_listener_until_somebody_decides(make_lost: Calla
     assert (chain.lease["state"], chain.lease.get("listenerId")) == ("history_lost", None)
 
     deciding = chain.run("listener", "--on-history-lost", "now", name="deciding")
-    deciding.wait_for_output("is lost; it continues at")
+    deciding.wait_for_output("Changes are skipped, and the handler continues at")
     chain.wait_started(chain.write("plain", "after", 1))
     assert started(chain, "plain") == {"before", "after"}
     (gap,) = chain.subscription("plain")["gaps"]
@@ -97,7 +97,7 @@ def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_roll
     chain.wait_done(handlers=["plain"])
     unread = chain.write("halting", chain.key_beside(bad), 1)
 
-    again.wait_for_output("handler halting has lost its history.* reset halting --to oldest")
+    again.wait_for_output("handler halting is stopped: .* reset halting --to oldest")
     assert chain.shown() == {"halting": "history_lost", "plain": "flowing"}
     assert chain.starts(unread) == []
 
@@ -133,7 +133,7 @@ def test_a_handler_that_returns_too_late_stands_alone(make_rolling: Callable[...
     chain.write("plain", "after", 1)
     chain.wait_done(handlers=["plain"])
 
-    late.wait_for_output("handler other has lost its history")
+    late.wait_for_output("handler other is stopped: ")
     assert chain.subscription("other")["lost"]["at"] < chain.oldest
     assert chain.subscription("plain").get("lost") is None
 

@@ -74,7 +74,7 @@ def test_stored_bytes_that_somebody_removes_are_waited_for(
 
     worker = chain.worker()
     worker.wait_for_output(r"the stored bytes of change 1 of plain/0, token 82[0-9A-F]+, are missing")
-    listener.wait_for_output("stored changes of partition plain/0 are missing")
+    listener.wait_for_output("partition plain/0 is blocked: its stored changes")
     wait_for(lambda: chain.starts(done), message="others go on")
     chain.state["backlog"].insert_many(saved)
     chain.is_recorded = False

@@ -85,7 +85,7 @@ def test_a_listener_that_was_deployed_before_its_workers_has_work_for_them_when_
     busy = chain.write("plain", "busy", 1, gate="open")
     chain.wait_started(busy)
     items = [chain.write("other", next(chain.keys("other", index)), 1) for index in range(chain.partitions)]
-    before.wait_for_output("this worker does not know their task")
+    before.wait_for_output("it does not have their task")
     _wait_for_messages(chain, items, left=False)
     chain.open_gate("open")
     chain.wait_done(handlers=["plain"])

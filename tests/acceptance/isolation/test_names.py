@@ -61,7 +61,7 @@ def test_messages_of_another_installation_are_dropped_counted_and_named(
     theirs = neighbour.listener(**OLD)
     worker = chain.worker(**OLD)
     item = neighbour.write("plain", "taken", 1)
-    said = worker.wait_for_output(r"by another installation or environment, from process (\d+)@")
+    said = worker.wait_for_output(r"another installation or environment sent them \(process (\d+)@")
     assert int(said.group(1)) == theirs.pid
     counted = wait_for(lambda: chain.state["drops"].find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
     assert set(counted["dropped"]) == {"foreign"}
@@ -83,7 +83,7 @@ def test_a_task_that_a_worker_does_not_know_is_named_with_its_sender(chain: Depl
     listener = chain.listener(**NEW)
     worker = chain.worker(**OLD)
     chain.stand(chain.write("other", "unknown", 1))
-    said = worker.wait_for_output(r"does not know their task \(the last one is (\S+), from process (\d+)@")
+    said = worker.wait_for_output(r"does not have their task \(the last one: (\S+), from process (\d+)@")
     assert said.group(1).endswith(".other")
     assert int(said.group(2)) == listener.pid
 
@@ -132,9 +132,9 @@ def test_a_worker_of_another_environment_drops_what_it_gets(chain: Deployment) -
     theirs = chain.worker(name="staging", **OLD, SCRIPTED_DATA=f"{chain.name}_staging")
     item = chain.write("plain", "key", 1)
     wait_for(lambda: chain.state["drops"].find_one({"_id": "chain", "dropped.foreign": {"$gt": 0}}))
-    assert "is that of another app or environment" in theirs.text
-    theirs.wait_for_output("their handler plain listens to other databases")
-    assert "by another installation" not in theirs.text
+    assert "another app or environment" in theirs.text
+    theirs.wait_for_output("their handler plain watches other databases")
+    assert "another installation or environment sent" not in theirs.text
     assert "foreign_bridge" in _codes(chain, "status")["degraded"]
     assert theirs.terminate() == 0
     assert chain.starts(item) == []
@@ -174,7 +174,7 @@ def test_a_worker_says_that_nobody_leads_one_of_its_handlers(chain: Deployment) 
     chain.listener(**OLD, SCRIPTED_DATA=data)
     worker = chain.worker(**NEW)
     chain.client[data]["plain"].insert_one({"_id": "led", "n": 1})
-    worker.wait_for_output("no listener leads other of bridge chain, which this worker has")
-    said = worker.wait_for_output("is that of another app or environment: .*")
+    worker.wait_for_output("the running listener does not have other of bridge chain")
+    said = worker.wait_for_output("from another app or environment: .*")
     assert f"handler plain watches database {data}" in said.group()
     chain.client.drop_database(data)

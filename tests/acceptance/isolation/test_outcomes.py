@@ -94,7 +94,7 @@ def test_a_retry_without_a_time_is_the_handlers_failure(make_chain: Make) -> Non
     state = chain.wait_state(item, lambda state: state["committed"] == 1)
     assert state["state"] == "flowing"
     assert len(chain.starts(item)) == 1
-    said = "policy skip: HandlerUsageError: retry() needs a number of seconds"
+    said = "(failure_policy skip): HandlerUsageError: retry() needs a number of seconds"
     wait_for(lambda: any(said in text for text in chain.logs.values()))
 
 
@@ -140,6 +140,6 @@ def test_a_commit_link_that_cannot_be_published_fails_no_task(make_chain: Make, 
     chain.wait_state(item, lambda state: state["committed"] == 1)
     wait_for(lambda: list(chain.facts["hook"].find({"name": {"$in": ["on_success", "on_failure"]}})))
     worker = next(text for name, text in chain.logs.items() if "worker" in name)
-    assert worker.count("was not published; the listener commits") == 1
+    assert worker.count("could not send the commit message") == 1
     assert [each["name"] for each in chain.facts["hook"].find().sort("at")] == ["before_start", "on_success"]
     assert "raised unexpected" not in worker

@@ -55,7 +55,7 @@ def test_everything_behind_a_place_runs_again_in_order_and_what_ran_before_is_re
         PATIENCE_SECONDS,
         lambda: str(chain.logs),
     )
-    wait_for(lambda: "was taken over while its handler runs" in worker.text, PATIENCE_SECONDS, lambda: worker.text)
+    wait_for(lambda: "while its handler runs" in worker.text, PATIENCE_SECONDS, lambda: worker.text)
     for key, numbers in zip(keys, ([1, 2, 3, 4], [1, 2, 3]), strict=True):
         second = _again(chain, key, before.fence)
         assert [each["n"] for each in second] == numbers

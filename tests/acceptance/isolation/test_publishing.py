@@ -103,7 +103,7 @@ def test_a_broker_that_goes_away_beside_a_rejected_message_is_waited_for_as_a_wh
     reported(chain, len)
     chain.redis.kill()
     small = write_small(chain, 1, 2, 3)
-    listener.wait_for_output("publishing failed")
+    listener.wait_for_output("could not send messages")
     chain.redis.restart()
     wait_started(chain, small)
 

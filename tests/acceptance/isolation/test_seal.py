@@ -173,7 +173,7 @@ def test_a_key_is_exchanged_under_load_without_a_drop(
     monkeypatch.setattr(signing, "ANNOUNCED_SECONDS", signing.KEY_SECONDS + 1)
     operator = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
     Operations(operator.wiring).rotate_key(overlap=600).run()
-    with pytest.raises(CommandRefusedError, match="announced already"):
+    with pytest.raises(CommandRefusedError, match="already has a new key"):
         Operations(operator.wiring).rotate_key(overlap=60).run()
     operator.client.close()
 
@@ -186,7 +186,7 @@ def test_a_key_is_exchanged_under_load_without_a_drop(
         return bool(found["key"] != before["key"])
 
     wait_for(exchanged)
-    listener.wait_for_output("signing with a new key")
+    listener.wait_for_output("signs messages with the new key")
     chain.write_many("plain", [f"after{number}" for number in range(8)], 3)
     chain.wait_done()
     chain.judge(spare=0)

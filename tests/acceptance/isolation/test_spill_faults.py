@@ -147,7 +147,7 @@ class Standing:
         assert any(isinstance(fact, Kept) for fact in self.chain.judge_oplog()), "nothing was stored"
         if gone.running:
             gone.resume()
-            gone.wait_for_output("(the lease is lost|leading ended.*); standing by")
+            gone.wait_for_output("is standing by")
             self.chain.write_around("halting", 1, first=20)
             self.chain.wait_effects()
             self.chain.wait_removed()

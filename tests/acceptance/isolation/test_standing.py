@@ -87,7 +87,7 @@ def a_halted_partition(chain: Rolling, rounds: int) -> None:
     assert done.returncode == 0, done.text
     wait_committed(chain, patience=patience)
     chain.wait_removed()
-    assert "has lost its history" not in again.text
+    assert "is stopped: its position is" not in again.text
     chain.judge()
 
 
@@ -132,7 +132,7 @@ def test_a_backlog_of_all_alike_stays_in_memory(make: Make) -> None:
     write_around(chain, "plain", 40, padding="x" * 1000)
     listener, _ = chain.both()
     wait_committed(chain)
-    listener.wait_for_output("the buffer is full")
+    listener.wait_for_output("memory is full")
     assert "are stored in the state database" not in listener.text
     assert chain.state["backlog"].count_documents({}) == 0
     chain.judge()

@@ -43,7 +43,7 @@ def test_a_partition_that_a_dead_client_has_locked_keeps_no_other_from_being_led
         assert chain.starts(locked) == []
         session.abort_transaction()
     chain.wait_done()
-    second.wait_for_output("took over 1 partitions that had been locked")
+    second.wait_for_output("1 partitions are no longer locked")
     chain.judge()
 
 
