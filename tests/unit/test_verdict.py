@@ -659,7 +659,7 @@ def _parse(words: list[str]) -> None:
 
 
 def test_the_table_of_reasons_is_the_codes() -> None:
-    """Every code has a row with severity, meaning, cost and command; none is promised that does not exist."""
+    """Every code has a row with its severity; none is promised that does not exist."""
     rows = re.findall(
         r"^\| \[`(\w+)`\]\(\S+\) \| ((?:degraded|failing)(?:, failing)?) \|", RUNBOOK.read_text(), re.MULTILINE
     )
