@@ -20,7 +20,6 @@ from tests.rig.history import (
     Wrote,
     beyond_prefix,
     going_back,
-    granted_out_of_order,
     invented,
     longest_gap,
     lost,
@@ -127,8 +126,6 @@ BAD: list[tuple[str, Check, list[Fact]]] = [
         effect_of(ONE, 10), effect_of(TWO, 10), effect_of(ONE, 10)]),
     ("a repetition from before the run", out_of_order, [
         effect_of(ONE, 9), effect_of(TWO, 10), effect_of(THREE, 10), effect_of(ONE, 11)]),
-    ("a start granted after its successor", granted_out_of_order, [started(1, 9), started(2, 8)]),
-    ("two starts swapped under one token", granted_out_of_order, [started(2, 8), started(1, 8)]),
     ("a successor that starts first", started_out_of_sequence, [start_of(ONE, 10, 5), start_of(TWO, 11, 2)]),
     ("a smaller fence accepted", stale, [effect(1, 5), effect(2, 4)]),
     ("a smaller fence after an equal one", stale, [effect(1, 5), effect(2, 5), effect(2, 4)]),
@@ -176,7 +173,6 @@ FINE: list[tuple[str, Check, list[Fact]]] = [
         written(1), SetAside(effect(1).due), watermark(1)]),
     ("positions that begin anew after a drop", going_back, [committed(5, 1), Dropped(), committed(1, 2)]),
     ("one effect twice in a row", out_of_order, [effect(1, 1), effect(1, 2), effect(2, 3)]),
-    ("a start that is noted late", granted_out_of_order, [started(2, 9), started(1, 8)]),
     ("a run of several changes under one token", weak_tokens, [
         start_of(due, 10, at) for at, due in enumerate((ONE, TWO, THREE))]),
     ("a run that was cut, and is repeated from its beginning", out_of_order, [
