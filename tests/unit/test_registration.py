@@ -208,6 +208,14 @@ def test_two_subscriptions_never_share_a_task(app: Celery, bridge: Bridge) -> No
         late.init_app(app)
 
 
+def test_a_handler_whose_name_a_plain_task_has_taken_is_refused(app: Celery, bridge: Bridge) -> None:
+    """P9: Celery keeps the first task of a name, and no worker could run the handler."""
+    app.task(shared=False)(handle)
+    bridge.on_change("shop.orders")(handle)
+    with pytest.raises(ConfigurationError, match=r"test_registration\.handle"):
+        bridge.wiring.stream()
+
+
 def test_a_decorator_without_parentheses_is_refused_at_once(app: Celery, bridge: Bridge) -> None:
     """P9: the function would be taken for a source, and nothing would be registered."""
     late = Bridge(None, URL, name="late").on_change("shop.orders")(handle)
