@@ -358,8 +358,8 @@ class DeadLetterGroup:
 
     Attributes:
         count: their number among the newest 1000 of the bridge.
-        newest_at: time of the newest one.
-        newest_id: id of the newest one.
+        newest_at: time of the newest dead letter.
+        newest_id: id of the newest dead letter.
     """
 
     handler: str
@@ -455,7 +455,7 @@ class BridgeSnapshot:
         backlog: all stored changes.
         dead_letters: number of dead letters.
         dead_letter_groups: the newest 1000 dead letters in groups, the largest first.
-        oversized: error of the newest one that was too large to read.
+        oversized: error of the newest dead letter that was too large to read.
         handlers: all handlers, by name.
         snapshots: running, failed, stopped and recently ended snapshots.
         workers: the workers that answered. None if no worker was asked.
