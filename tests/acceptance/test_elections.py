@@ -79,7 +79,7 @@ def test_an_election_that_takes_a_position_back_costs_one_start(
 
     No look sees it, and no claim behind it is granted; when it was taken back, its change can be claimed again.
     """
-    rig = make_partition(make_client(three_members.url), state_database)
+    rig = make_partition(make_client(three_members.url), state_database, ttl=5.0)  # the time of a call is waited for
     claim = rig.claim()
     with elections.held_back() as primary, MongoClient[Document](primary.url) as direct:
         assert rig.claims.finish(claim, 1, token(1)), "it does not wait for a majority"

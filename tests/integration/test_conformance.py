@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ from mongo_celery.mongo.oplog import operation_time
 from tests.chaos import broken
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import IDENTITY, mark, token_data
-from tests.rig.conformance import Recording, record, updated
+from tests.rig.conformance import Recording, record
 from tests.rig.storing import StoringTerm
 from tests.rig.term import Document
 
@@ -166,17 +165,3 @@ def test_a_broken_build_is_found_by_what_it_stores(stage: Stage, name: str, monk
     broken.apply(name, monkeypatch.setattr)
     SHOWS[name](stage)
     assert stage.record().wrong
-
-
-def test_an_update_leaves_the_document_before_it_alone() -> None:
-    """Documents are compared before and after, with their arrays."""
-    before = {"retry": {"count": 1}, "claim": {"owner": "a"}, "keys": [{"hash": 1}], "gaps": [1, 2, 3]}
-    description = {
-        "updatedFields": {"retry.count": 2, "new.inner": 1, "keys.1": {"hash": 2}},
-        "removedFields": ["claim.owner"],
-        "truncatedArrays": [{"field": "gaps", "newSize": 1}],
-    }
-    kept = copy.deepcopy(before)
-    after = {"retry": {"count": 2}, "claim": {}, "new": {"inner": 1}, "keys": [{"hash": 1}, {"hash": 2}], "gaps": [1]}
-    assert updated(before, description) == after
-    assert before == kept

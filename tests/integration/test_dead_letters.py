@@ -89,26 +89,16 @@ def test_a_replayed_entry_is_last_with_a_new_id_and_its_tasks_own(orders: Orders
     orders.writer.update_one({"_id": 1}, {"$set": {"paid": True}}, tasks=[orders.bill(2)])
     (other,) = orders.ids(1)
 
-    done = replay(orders.outbox, id_)
+    assert replay(orders.outbox, id_) == f"{id_}~1"
 
-    assert done == f"{id_}~1"
+    relay = orders.outbox.runtime.relay
+    for removed in (claims.build_removal, claims.build_any_removal):  # by a relay that wakes up late
+        relay.removals.quick.update_one(*removed(1, [id_]))
     assert orders.ids(1) == [other, f"{id_}~1"]
     assert orders.entries(1)[1]["attempts"] == 0
     assert orders.outbox.runtime.dead_letters.find() == []
     assert orders.writer.runtime.relay.deliver(1).dispatched == 2
     assert orders.published() == [other, id_]
-
-
-def test_a_relay_that_wakes_up_late_does_not_take_a_replayed_entry_with_it(orders: Orders) -> None:
-    """It set the entry aside, was paused before the removal, and removes by the old name."""
-    id_ = orders.make_dead_letter(1)
-    replay(orders.outbox, id_)
-
-    relay = orders.outbox.runtime.relay
-    for removed in (claims.build_removal, claims.build_any_removal):
-        relay.removals.quick.update_one(*removed(1, [id_]))
-
-    assert orders.ids(1) == [f"{id_}~1"]
 
 
 def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -> None:
@@ -118,14 +108,14 @@ def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -
     assert found is not None
     orders.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events": [found.entry], "pendingEvents.count": 1}})
 
-    with pytest.raises(CommandRefusedError, match="still in document 1"):
+    with pytest.raises(CommandRefusedError):
         replay(orders.outbox, id_)
 
     assert orders.ids(1) == [id_]
     assert orders.outbox.runtime.dead_letters.get(id_) == found
 
 
-def test_a_replay_that_was_cut_short_adds_nothing_twice(orders: Orders) -> None:
+def test_a_replay_that_was_cut_short_adds_nothing_twice_and_may_be_replayed_again(orders: Orders) -> None:
     """The entry is back and its dead letter was not removed: the repetition only removes it."""
     id_ = orders.make_dead_letter(1)
     stored = orders.stored.find_one()
@@ -137,19 +127,11 @@ def test_a_replay_that_was_cut_short_adds_nothing_twice(orders: Orders) -> None:
 
     assert orders.ids(1) == [f"{id_}~1"]
     assert orders.outbox.runtime.dead_letters.find() == []
-
-
-def test_an_entry_that_fails_again_becomes_a_letter_of_its_own(orders: Orders) -> None:
-    """And can be replayed again, by a name that no earlier relay knows."""
-    id_ = orders.make_dead_letter(1)
-    replay(orders.outbox, id_)
     ripen(orders.orders, 1)
     assert orders.outbox.runtime.relay.deliver(1).dead == 1
-
     (again,) = orders.outbox.runtime.dead_letters.find()
-
     assert again.id == f"{id_}~1"
-    assert replay(orders.outbox, again.id) == f"{id_}~2"
+    assert replay(orders.outbox, again.id) == f"{id_}~2", "a name that no earlier relay knows"
 
 
 def test_without_its_document_a_letter_is_kept_or_published_on_request(orders: Orders) -> None:
@@ -157,9 +139,9 @@ def test_without_its_document_a_letter_is_kept_or_published_on_request(orders: O
     id_ = orders.make_dead_letter(1)
     orders.orders.delete_one({"_id": 1})
 
-    with pytest.raises(CommandRefusedError, match="--without-document"):
+    with pytest.raises(CommandRefusedError):
         replay(orders.outbox, id_)
-    with pytest.raises(CommandRefusedError, match="still cannot be published"):
+    with pytest.raises(CommandRefusedError):
         replay(orders.outbox, id_, without_document=True)
     assert orders.outbox.runtime.dead_letters.get(id_) is not None
     done = replay(orders.writer, id_, without_document=True)
@@ -188,7 +170,7 @@ def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> N
     """Somebody else has written to the field; what they wrote is there to be looked at."""
     orders.outbox.runtime.dead_letters.add(1, {"id": "x", "at": "noon"}, ValueError("no"))
 
-    with pytest.raises(CommandRefusedError, match="can only discard it"):
+    with pytest.raises(CommandRefusedError):
         replay(orders.outbox, "x")
 
     found = orders.outbox.runtime.dead_letters.get("x")
@@ -196,7 +178,7 @@ def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> N
     assert found.plain()["entry"] == {"id": "x", "at": "noon"}
     assert orders.outbox.runtime.dead_letters.remove("x")
     assert not orders.outbox.runtime.dead_letters.remove("x")
-    with pytest.raises(CommandRefusedError, match="no dead letter x"):
+    with pytest.raises(CommandRefusedError):
         replay(orders.outbox, "x")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pymongo.database import Database
@@ -12,7 +11,7 @@ from tests.fixtures.process import Processes
 Document = dict[str, Any]
 
 SETTINGS = """
-import io, json, sys, types, uuid, datetime, decimal
+import sys, types, uuid, datetime, decimal
 from django.conf import settings
 
 url, name, broker = sys.argv[1:]
@@ -46,6 +45,13 @@ from mongo_celery.testing import BridgeRunner
 
 app = project.app = Celery("shop", broker=broker)
 documents = connections["documents"]
+
+def refused(error, work):
+    try:
+        work()
+    except error as raised:
+        return str(raised)
+    raise SystemExit(f"{error} was not raised")
 """
 
 INSTANCES = (
@@ -148,21 +154,13 @@ with BridgeRunner(bridge, url=url) as runner:
     task = bridge.handlers[0].task_name
     assert [when for when, name in around if name == task] == ["before", "behind"] * len(seen), around
 
-def refused(kind, *arguments):
-    try:
-        instance(*arguments)
-    except kind as error:
-        return str(error)
-    raise AssertionError(arguments)
-
+refused(ConfigurationError, lambda: instance(whole, Row))
+refused(ConfigurationError, lambda: instance(whole, Gift))
+refused(ConfigurationError, lambda: instance(whole, int))
+refused(HandlerUsageError, lambda: instance(whole, Customer))
 text = Change.build("insert", ns=f"{name}.orders", full_document={"_id": 1, "total": "secret"})
-print(json.dumps({
-    "value": refused(HandlerUsageError, text, Order),
-    "namespace": refused(HandlerUsageError, whole, Customer),
-    "relational": refused(ConfigurationError, whole, Row),
-    "two collections": refused(ConfigurationError, whole, Gift),
-    "no model": refused(ConfigurationError, whole, int),
-}))
+shown = refused(HandlerUsageError, lambda: instance(text, Order))
+assert "Order.total" in shown and "secret" not in shown
 """
 )
 
@@ -219,33 +217,24 @@ def sell_two(numbers):
 
 assert Seat.objects.get(pk=sell(1, fails=1)).number == 1
 assert (attempts, told) == ([1, 1], [1])
-try:
-    sell_two([2, 3])
-    raise SystemExit("what has failed was committed")
-except KeyError:
-    pass
+refused(KeyError, lambda: sell_two([2, 3]))
 assert outbox.status().pending == 1, "what was sent in an attempt that failed was stored"
 
 with outbox.atomic():                                  # of the only database that is MongoDB's
     Seat.objects.create(number=4)
     ticket.delay(4)
-try:
-    with relational.atomic(), outbox.atomic():
-        Note.objects.create(text="relational")
-        Seat.objects.create(number=5)
-        ticket.delay(5)
-        raise KeyError
-except KeyError:
-    pass
-try:
+def fail(number, *, inside):
     with relational.atomic():
         Note.objects.create(text="relational")
         with outbox.atomic():
-            Seat.objects.create(number=6)
-            ticket.delay(6)
+            Seat.objects.create(number=number)
+            ticket.delay(number)
+            if inside:
+                raise KeyError
         raise KeyError                                 # too late for what MongoDB has committed, as the page says
-except KeyError:
-    pass
+
+refused(KeyError, lambda: fail(5, inside=True))
+refused(KeyError, lambda: fail(6, inside=False))
 assert sorted(seat.number for seat in Seat.objects.all()) == [1, 4, 6] and not Note.objects.exists()
 assert outbox.status().pending == 3
 
@@ -255,11 +244,7 @@ def later():
 async def elsewhere(): ...
 
 for wrong in (later, elsewhere, ticket, Seat):
-    try:
-        transactional(wrong)
-        raise SystemExit(f"{wrong} was decorated")
-    except ConfigurationError:
-        pass
+    refused(ConfigurationError, lambda: transactional(wrong))
 
 seats = Outbox(
     app, lambda: documents.get_collection("shop_seat"), name="seats", sweep_every=None, at_once=False
@@ -272,15 +257,11 @@ def reserve(number, *, fails=False):
         raise KeyError
 
 reserve(7)
-try:
-    reserve(8, fails=True)
-    raise SystemExit("what has failed was committed")
-except KeyError:
-    pass
+refused(KeyError, lambda: reserve(8, fails=True))
 assert sorted(seat.number for seat in Seat.objects.all()) == [1, 4, 6, 7]
 assert seats.status().pending == 1
 
-print(json.dumps({"pending": outbox.status().pending}))
+assert outbox.status().pending == 3
 outbox.runtime.close()
 seats.runtime.close()
 """
@@ -294,16 +275,6 @@ def test_a_document_is_an_instance_as_a_query_would_read_it(
     ran = processes.python("instances", "-c", INSTANCES, mongo_url, database.name, redis_url)
     assert ran.wait() == 0, ran.text
 
-    refused = json.loads(ran.text.splitlines()[-1])
-    assert refused["value"].startswith(
-        "Document 1 cannot be loaded: the value of 'total' has the type str, but Order.total is a DecimalField ("
-    )
-    assert "secret" not in refused["value"]
-    assert f"Customer is stored in {database.name}.shop_customer, but this change is of" in refused["namespace"]
-    assert "a SQLite database" in refused["relational"]
-    assert "two collections" in refused["two collections"]
-    assert refused["no model"] == "int is not a Django model with a collection. Give a model class, such as Order."
-
 
 def test_transactions_with_a_relational_default_database(
     processes: Processes, database: Database[Document], mongo_url: str, redis_url: str
@@ -311,5 +282,3 @@ def test_transactions_with_a_relational_default_database(
     """`transactional` is repeated with Django's queries and what was sent; `atomic` finds the database of MongoDB's."""
     ran = processes.python("transactions", "-c", TRANSACTIONS, mongo_url, database.name, redis_url)
     assert ran.wait() == 0, ran.text
-
-    assert json.loads(ran.text.splitlines()[-1]) == {"pending": 3}

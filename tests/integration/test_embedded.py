@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery.embedded import MongoReplicaSet
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
-from tests.fixtures.process import PATIENCE_SECONDS, Processes, wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, Processes
 from tests.fixtures.redis import MakeRedis
 
 _PARENT = """
@@ -26,8 +25,6 @@ mongo.start(), cache.start()
 print("pids", mongo.pid, cache.pid, mongo.members[0].directory, cache.directory)
 threading.Event().wait()
 """
-
-_WAITING = "import threading; print('ready', flush=True); threading.Event().wait()"
 
 
 def test_a_set_keeps_port_and_data_over_a_crash_and_a_regular_restart(
@@ -134,15 +131,3 @@ def test_servers_die_with_a_killed_parent(processes: Processes, mongo_url: str) 
     assert len(gone) == 2, left
     for directory in directories:
         shutil.rmtree(directory)
-
-
-def test_a_child_of_a_job_in_the_background_can_be_interrupted(processes: Processes) -> None:
-    """A shell ignores SIGINT for what it starts with `&`; a child in a session of its own must not inherit that."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        child = processes.python("child", "-c", _WAITING)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    wait_for(lambda: "ready" in child.text)
-    child.send(signal.SIGINT)
-    assert child.wait() == -signal.SIGINT

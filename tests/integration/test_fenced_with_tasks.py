@@ -130,9 +130,9 @@ def test_a_replacement_that_brings_entries_is_refused(rig: Rig, identity: Docume
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0)])
     document = outbox.with_tasks({"a": 1, **identity}, [rig.add.s(1, 1)])
     orders = fenced(rig, [outbox])
-    with pytest.raises(OutboxRefusedError, match="replacement"):
+    with pytest.raises(OutboxRefusedError):
         orders.replace_one({"_id": 1}, document, upsert=True)
-    with pytest.raises(OutboxRefusedError, match="replacement"):
+    with pytest.raises(OutboxRefusedError):
         orders.bulk_write([UpdateOne({"_id": 2}, {"$set": {"a": 1}}, upsert=True), ReplaceOne({"_id": 1}, document)])
     assert (rig.orders.count_documents({}), rig.pending(1)["count"]) == (1, 1)
 
@@ -169,7 +169,7 @@ def test_in_a_transaction_a_delete_is_refused_while_something_is_pending(rig: Ri
     with rig.database.client.start_session() as session, session.start_transaction():
         for name in ("delete_one", "bulk_write"):
             setattr(orders, name, partial(getattr(orders, name), session=session))
-        with pytest.raises(OutboxRefusedError, match="transaction") as refused:
+        with pytest.raises(OutboxRefusedError) as refused:
             delete(orders)
     assert conflict_cause(refused.value) is not None, "a handler waits for it, in doubt"
     assert (rig.orders.count_documents({}), rig.sent()) == (1, [])

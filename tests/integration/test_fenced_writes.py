@@ -34,25 +34,21 @@ def test_a_stale_write_is_refused_and_changes_nothing(target: Collection[Documen
 def test_the_second_write_of_one_handler_passes_and_so_does_a_newer_one(
     target: Collection[Document], write: Act
 ) -> None:
-    """F1: an equal token is admitted, a larger one is, and a newer partitioning with a smaller token is."""
+    """
+    F1, F3, F4: an equal token is admitted, a larger one is, and a newer partitioning with a smaller token is.
+
+    The stamps of other keys, and of other partitions, are kept, through replaces and deletes, too.
+    """
+    other: Document = {"shop/other": {"g": 4, "p": {"2": 77}}}
     for token, partitioning in [(5, 1), (6, 1), (1, 2)]:
-        target.replace_one({"_id": 1}, {"kind": "a", FENCE: stamp(5)}, upsert=True)
+        stamps = {KEY: {"g": 1, "p": {"0": 5, "9": 900}}, **other}
+        target.replace_one({"_id": 1}, {"kind": "a", FENCE: stamps}, upsert=True)
         graves(target).delete_many({})
         write(view(target, token, partitioning=partitioning))
         left = stored(target) or graves(target).find_one({"_id": 1})
         assert left is not None
-        assert left[FENCE] == stamp(token, partitioning=partitioning)
-
-
-@every_write
-def test_the_stamps_of_others_are_kept(target: Collection[Document], write: Act) -> None:
-    """F3, F4: other keys, and other partitions of the same key, through replaces and deletes, too."""
-    others: Document = {"shop/other": {"g": 4, "p": {"2": 77}}, KEY: {"g": 1, "p": {"9": 900}}}
-    target.insert_one({"_id": 1, "kind": "a", FENCE: others})
-    write(view(target, 5))
-    left = stored(target) or graves(target).find_one({"_id": 1})
-    assert left is not None
-    assert left[FENCE] == {"shop/other": {"g": 4, "p": {"2": 77}}, KEY: {"g": 1, "p": {"9": 900, "0": 5}}}
+        kept = {"9": 900} if partitioning == 1 else {}
+        assert left[FENCE] == {KEY: {"g": partitioning, "p": {"0": token, **kept}}, **other}
 
 
 @pytest.mark.parametrize(
@@ -85,9 +81,9 @@ def test_the_servers_guard_and_the_pure_one_agree(target: Collection[Document], 
 def test_an_upsert_by_another_field_is_refused(target: Collection[Document], method: str) -> None:
     """P3: a stale one would insert a second document."""
     body = {"by": "me"} if method == "replace_one" else {"$set": {"by": "me"}}
-    with pytest.raises(ConfigurationError, match="a filter with one _id"):
+    with pytest.raises(ConfigurationError):
         getattr(view(target, 5), method)({"sku": "x"}, body, upsert=True)
-    with pytest.raises(ConfigurationError, match="a filter with one _id"):
+    with pytest.raises(ConfigurationError):
         view(target, 5).bulk_write(
             [
                 UpdateOne({"_id": 9}, {"$set": {"a": 1}}, upsert=True),

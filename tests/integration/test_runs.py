@@ -1,23 +1,29 @@
-"""Runs of several changes on a real replica set: what is recorded when, and which change is charged."""
+"""Runs of several changes, and lists, on a real replica set: what is recorded when, and which change is charged."""
 
 from __future__ import annotations
 
-import time
+import signal
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
 
+import bson
 import pytest
-from celery.exceptions import Ignore, Retry
-from pymongo import MongoClient
+from bson.errors import InvalidBSON
+from bson.int64 import Int64
+from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
+from pymongo import DeleteOne, MongoClient, ReplaceOne
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Changes
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Carrier
+from mongo_celery.errors import HandlerCrashedError
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
-from tests.rig.changes import Document, hash_of, number_of, token
-from tests.rig.worker import Begin, WantedError, fail_at, worker_with
+from tests.rig.changes import BRIDGE, HANDLER, Document, event_of_key, hash_of, number_of, token
+from tests.rig.worker import APP_NAME, Begin, WantedError, WorkerRig, fail_at, worker_with
 
 INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
 
@@ -36,30 +42,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- progress -----------------------------------------------------------------------------------------
-
-
-def test_a_long_run_records_how_far_it_is_while_its_claim_goes_on(begin: Begin) -> None:
-    """By time alone: quick changes in front of and behind one that takes long share a write."""
-    runs = begin()
-    seen: list[tuple[int, int]] = []
-
-    def handle(changes: Changes) -> None:
-        image = runs.rig.image
-        assert image.claim is not None
-        seen.append((image.committed, image.claim["first"]))
-        if number_of(changes[0]) == 3:
-            began = time.monotonic()
-            wait_for(lambda: time.monotonic() - began >= execution._PROGRESS_SECONDS)
-
-    runs.handle = handle
-    runs.run(1, *"abcdef")
-    assert seen[:3] == [(0, 1)] * 3
-    assert seen[3:] == [(3, 4)] * 3
-    assert runs.calls == [[number] for number in range(1, 7)]
-    assert len(runs.tokens) == 1
-    image = runs.rig.image
-    assert (image.committed, image.data, image.claim, image.handled) == (6, token(6)["_data"], None, None)
-    assert not runs.rig.claims.commit(runs.rig.where, 1), "its commit message finds its work done"
 
 
 @pytest.mark.parametrize("options", [{}, INLINE], ids=["chain", "inline"])
@@ -131,23 +113,6 @@ def test_a_retry_at_a_later_place_is_that_changes_own(begin: Begin) -> None:
     assert runs.retries == [0, 0, 0, 1, 2, 0, 0]
 
 
-def test_an_outage_at_a_later_place_counts_nothing(begin: Begin) -> None:
-    """P12: what is done is recorded, and the change waits."""
-    runs = begin()
-
-    def handle(changes: Changes) -> None:
-        if number_of(changes[0]) == 3:
-            raise AutoReconnect("no primary")
-
-    runs.handle = handle
-    with pytest.raises(Ignore):
-        runs.run(1, *"abc")
-    image = runs.rig.image
-    assert (image.committed, image.retries, image.crashes) == (2, 0, 0)
-    assert image.waiting is not None
-    assert image.waiting["count"] == 1
-
-
 # -- who decides --------------------------------------------------------------------------------------
 
 
@@ -175,3 +140,317 @@ def test_a_run_begins_no_change_when_its_seconds_are_over(begin: Begin) -> None:
     runs.run(1, *"abcd")
     assert runs.calls == [[1]]
     assert runs.rig.document["handled"]["last"] == 1
+
+
+# -- an outcome that MongoDB did not answer for ----------------------------------------------------
+
+
+@pytest.fixture
+def unanswered(failpoint: Failpoint) -> AbstractContextManager[None]:
+    """Give a block in which no write of the worker is answered."""
+    return failpoint(failCommands=["update"], appName=APP_NAME, closeConnection=True)
+
+
+def test_an_outcome_that_is_refused_at_last_takes_back_what_was_charged_meanwhile(
+    begin: Begin, unanswered: AbstractContextManager[None]
+) -> None:
+    """P14: a duplicate claimed before the write could be made, and charged an owner that lives."""
+    worker = begin()
+    worker.patience = 0.1
+
+    def meet_an_outage(_changes: Changes) -> None:
+        raise AutoReconnect("away")
+
+    worker.handle = meet_an_outage
+    with unanswered:
+        with pytest.raises(Ignore):
+            worker.run(1, "a")
+        worker.rig.lapse()
+        assert worker.rig.claim(owner="duplicate").crashes == 1
+    wait_for(lambda: worker.rig.document["retry"]["crashes"] == 0, timeout=30)
+    assert worker.rig.document["claim"]["owner"] == "duplicate"
+
+
+def test_an_outcome_that_is_refused_at_last_leaves_no_claim(
+    begin: Begin, unanswered: AbstractContextManager[None]
+) -> None:
+    """P14: the key behind which a change was to wait was released before the write; the next claim counts no crash."""
+    worker, key = begin(failure_policy="park_key"), 5
+    worker.patience = 0.1
+    worker.rig.spoil(parkedKeys=[{"key": "a", "hash": Int64(key)}])
+    with unanswered:
+        with pytest.raises(Ignore):
+            worker.run(1, "a", hash=key, hashes=())
+        assert worker.rig.document["claim"] is not None
+        worker.rig.spoil(parkedKeys=[])
+    wait_for(lambda: worker.rig.document["claim"] is None, timeout=30)
+    assert (worker.calls, worker.rig.document["handled"]) == ([], None)
+    assert worker.rig.claim(owner="next").crashes == 0
+
+
+def test_a_signal_that_always_comes_is_counted_at_last(begin: Begin) -> None:
+    """P9, P14: it may be that of a hard time limit whose clock began long before the handler."""
+    worker = begin(failure_policy="halt")
+
+    def meet_a_signal(_changes: Changes) -> None:
+        raise SystemExit(signal.SIGTERM - 256)
+
+    worker.handle = meet_a_signal
+    for ends in range(1, 12):
+        with pytest.raises(SystemExit):
+            worker.run(1, "a")
+        retry = worker.rig.document["retry"]
+        assert (worker.rig.document["claim"], retry["crashes"]) == (None, ends // 11)
+        assert (retry["waiting"] or {}).get("doubts", 10) == min(ends, 10)
+        worker.rig.spoil(**{"retry.notBefore": None})
+    assert "SIGTERM" in worker.rig.document["retry"]["error"]
+    worker.rig.spoil(**{"retry.crashes": 9})
+    with pytest.raises(HandlerCrashedError):
+        worker.run(1, "a")
+    assert worker.rig.document["state"] == "halted"
+
+
+# -- lists, and coalescing -------------------------------------------------------------------------
+
+
+def letters_of(lists: WorkerRig) -> list[tuple[int, str]]:
+    """Number and cause of each dead letter."""
+    return [(number, cause) for _, number, cause in lists.letters]
+
+
+def test_every_change_is_done_or_has_a_letter_whichever_fail(begin: Begin) -> None:
+    """P2: also the first and the last."""
+    lists = begin(single=False)
+    lists.handle = fail_at(1, 5, 6, 12)
+    lists.flow(*"abcdefghijkl")
+    assert [number for number, _ in letters_of(lists)] == [1, 5, 6, 12]
+    assert lists.rig.image.committed == 12
+    assert {number for call in lists.calls for number in call} == {*range(1, 13)}
+
+
+def test_what_is_finished_is_recorded_while_the_claim_goes_on(begin: Begin) -> None:
+    """P2: whatever becomes of the rest, also where the process ends: nothing of it runs again."""
+    lists = begin(single=False)
+    seen: list[tuple[int, int]] = []
+
+    def handle(changes: Changes) -> None:
+        image = lists.rig.image
+        assert image.claim is not None
+        seen.append((image.committed, image.claim["first"]))
+        if len(changes) == 4:
+            raise WantedError("half of it, please")
+        if number_of(changes[0]) == 3:
+            raise SystemExit
+
+    lists.handle = handle
+    with pytest.raises(SystemExit):
+        lists.run(1, *"abcd")
+    assert seen == [(0, 1), (0, 1), (2, 3)]
+    image = lists.rig.image
+    assert (image.committed, image.claim, image.crashes, image.one_by_one_until) == (2, None, 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "state", "committed", "cause"),
+    [
+        ("halt", "halted", 1, None),
+        ("skip", "flowing", 2, "skipped"),
+        ("discard", "flowing", 2, None),
+        ("park_key", "flowing", 2, "parked"),
+    ],
+)
+def test_each_policy_hits_the_failing_change(
+    begin: Begin, policy: str, state: str, committed: int, cause: str | None
+) -> None:
+    """P6: as it would hit one that is a run by itself."""
+    lists = begin(single=False, failure_policy=policy)
+    lists.handle = fail_at(2, tells=True)
+    with pytest.raises(WantedError):
+        lists.run(1, *"abc")
+    image = lists.rig.image
+    assert (image.state, image.committed) == (state, committed)
+    assert letters_of(lists) == ([] if cause is None else [(2, cause)])
+    if policy == "park_key":
+        assert [each["hash"] % (1 << 64) for each in lists.rig.document["parkedKeys"]] == [hash_of("b")]
+    if policy == "halt":
+        assert lists.rig.document["halted"]["resumeToken"] == token(2)
+
+
+def test_an_outage_is_nobodys_and_the_list_is_not_split_for_it(begin: Begin) -> None:
+    """P6: all of it waits, uncharged; then its first change goes ahead alone."""
+    lists = begin(single=False)
+
+    def away(_changes: Changes) -> None:
+        raise AutoReconnect("no primary")
+
+    lists.handle = away
+    with pytest.raises(Ignore):
+        lists.run(1, *"abcd")
+    assert lists.calls == [[1, 2, 3, 4]]
+    image = lists.rig.image
+    assert image.waiting is not None
+    assert (image.committed, image.retries, image.crashes) == (0, 0, 0)
+    lists.rig.spoil(**{"retry.notBefore": None})
+    lists.handle = bool
+    lists.run(1, *"abcd")
+    assert lists.calls[1:] == [[1], [2, 3, 4]]
+
+
+def test_time_that_a_list_has_used_up_is_charged_to_no_change(begin: Begin) -> None:
+    """P6: each gets the whole time limit, as a run of its own."""
+    lists = begin(single=False)
+
+    def handle(changes: Changes) -> None:
+        if any(number_of(change) == 3 for change in changes):
+            raise SoftTimeLimitExceeded
+
+    lists.handle = handle
+    with pytest.raises(Ignore):
+        lists.run(1, *"abcd")
+    image = lists.rig.image
+    assert (image.committed, image.one_by_one_until, image.claim, image.crashes) == (0, 4, None, 0)
+    lists.flow(*"abcd")
+    assert letters_of(lists) == [(3, "failed")]
+    assert lists.calls[1:] == [[1], [2], [3], [4]]
+
+
+def test_a_list_that_crashed_runs_change_by_change(begin: Begin) -> None:
+    """P6: a worker that was killed charges its first change alone."""
+    lists = begin(single=False)
+    lists.rig.claim(1, 4, owner="dead")
+    lists.rig.lapse()
+    lists.run(1, *"abcd")
+    assert lists.calls == [[1]]
+    assert lists.rig.document["handled"]["last"] == 1
+
+
+def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin: Begin) -> None:
+    """P6: what it fails with says which it is; what is before it is given, and the others are not asked for it."""
+    lists = begin(single=False)
+    lists.handle = lambda changes: [number_of(change) for change in changes]
+    raws = [bson.encode(event_of_key(number, key)) for number, key in enumerate("abcdefgh", 1)]
+    raws[4] = raws[4].replace(b"insert", b"ins\xffrt")
+    with pytest.raises(InvalidBSON):
+        lists.run(1, *"abcdefgh", changes=tuple(raws))
+    assert lists.calls[-1:] == [[1, 2, 3, 4]]
+    assert len(lists.calls) <= 2
+    assert lists.rig.image.committed == 5
+    (letter,) = lists.find().letters
+    assert letter.attempts == 1
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_the_error_that_was_being_handled_is_the_one_that_counts(begin: Begin, chained: bool) -> None:
+    """P6: a `from` that was forgotten makes an outage no failure of the change."""
+    lists = begin(single=False)
+
+    def handle(changes: Changes) -> None:
+        try:
+            raise AutoReconnect("no primary")
+        except AutoReconnect as error:
+            if chained:
+                raise changes.failed_at(1) from error
+            raise changes.failed_at(1)  # noqa: B904 - a `from` that was forgotten
+
+    lists.handle = handle
+    with pytest.raises(Ignore):
+        lists.run(1, *"abc")
+    image = lists.rig.image
+    assert image.waiting is not None
+    assert (lists.calls, image.committed, image.retries, letters_of(lists)) == ([[1, 2, 3]], 1, 0, [])
+
+
+# -- fenced writes ------------------------------------------------------------------------------------
+
+
+def test_the_writes_of_a_list_bear_its_token(
+    begin: Begin, mongo_client: MongoClient[Document], state_database: str
+) -> None:
+    """P3: each operation is judged by its document's own stamp."""
+    lists = begin(single=False)
+    copies = mongo_client[state_database]["copies"]
+
+    def copy(changes: Changes) -> None:
+        requests: list[Any] = [
+            ReplaceOne({"_id": each["documentKey"]["_id"]}, {"n": number_of(each)}, upsert=True) for each in changes
+        ]
+        changes.fenced(copies).bulk_write([*requests, DeleteOne({"_id": "gone"})])
+
+    lists.handle = copy
+    lists.run(1, *"abca")
+    key = f"{BRIDGE}/{HANDLER}"
+    found = {each["_id"]: (each["n"], each["_fence"][key]["p"]["0"]) for each in copies.find()}
+    (fence,) = lists.tokens
+    assert found == {"a": (4, fence), "b": (2, fence), "c": (3, fence)}
+
+
+# -- coalescing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_a_dead_letter_names_what_its_change_stood_for(begin: Begin, tells: bool) -> None:
+    """P9: nothing vanishes in silence."""
+    lists = begin(single=False, coalesce=True)
+    lists.handle = fail_at(3, tells=tells)
+    with pytest.raises(WantedError):
+        lists.run(1, *"aaab")
+    assert lists.calls[0] == [3, 4]
+    assert (letters_of(lists), lists.rig.image.committed) == ([(3, "failed")], 3)
+    (letter,) = lists.find().letters
+    assert (letter.passed, letter.passed_over) == (2, [token(1)["_data"], token(2)["_data"]])
+
+
+def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None:
+    """P9: by the policy as by the command, and over a `retry`."""
+    lists = begin(single=False, coalesce=True, failure_policy="halt")
+    lists.handle = fail_at(2)
+    with pytest.raises(WantedError):
+        lists.run(1, *"aa")
+    assert lists.rig.image.state == "halted"
+    assert lists.rig.partitions.retry(lists.rig.image)
+    with pytest.raises(WantedError):
+        lists.run(2, *"aa")
+    assert lists.calls == [[2], [2]], "it is given itself: no later one takes its place, and loses the names"
+    assert lists.bridge.operations.skip(HANDLER, 0).run().fields["parts"][0]["result"] == "done"
+    (letter,) = lists.find().letters
+    assert (letter.passed, letter.passed_over) == (1, [token(1)["_data"]])
+
+
+def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
+    """P2: of a handler of single changes; what fails behind others has its outcome under the same claim."""
+    lists = begin(coalesce=True)
+    lists.run(1, *"abab")
+    assert lists.calls == [[3], [4]]
+    assert lists.rig.document["handled"]["last"] == 4
+    lists.rig.claims.commit(lists.rig.where)
+    lists.calls.clear()
+    lists.handle = fail_at(6)
+    with pytest.raises(WantedError):
+        lists.run(5, *"abac")
+    assert lists.calls == [[6], [5]], "what a later change stood for is given, where that one is not any more"
+    assert (lists.rig.image.committed, letters_of(lists)) == (6, [(6, "failed")])
+    lists.run(7, *"ac")
+    assert lists.calls[2:] == [[7], [8]]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 60.0], ids=["recorded", "not yet"])
+def test_a_crash_of_a_coalesced_run_repeats_what_could_not_be_recorded_alone(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """P2, P6: the position follows as far as no document is left behind it."""
+    monkeypatch.setattr(execution, "_PROGRESS_SECONDS", seconds)
+    lists = begin(coalesce=True)
+    seen: list[int] = []
+
+    def handle(changes: Changes) -> None:
+        seen.append(lists.rig.image.committed)
+        if number_of(changes[0]) == 6:
+            raise SystemExit
+
+    lists.handle = handle
+    with pytest.raises(SystemExit):
+        lists.run(1, *"abacdefd")
+    assert lists.calls == [[2], [3], [4], [6]]
+    assert seen == ([0, 0, 3, 4] if seconds < 0 else [0] * 4)
+    image = lists.rig.image
+    assert (image.committed, image.claim, image.crashes, image.one_by_one_until) == (4, None, 1, 8)

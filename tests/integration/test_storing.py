@@ -19,14 +19,18 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import read_token
 from mongo_celery.bridge.partitioning import partition_hash
-from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.bridge.state.backlog import Backlog, StoredChange
+from mongo_celery.bridge.state.partitions import Partitions
+from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.bridge.stream.items import ReadError
 from mongo_celery.bridge.worker.envelope import Run
+from mongo_celery.errors import LeaseLostError
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import token_data
-from tests.rig.storing import PARTITIONS, StoringTerm, change, number_of, terms
+from tests.rig.storing import PARTITIONS, RefusedError, StoringTerm, change, number_of, terms
+from tests.rig.term import KilledError, around
 
 Document = dict[str, Any]
 Begin = Callable[..., StoringTerm]
@@ -90,21 +94,6 @@ def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
     term.turn_until(lambda: not term.stored() and term.marked() is None)
     term.turn_until(lambda: "spill_ended" in events(caplog))
     assert events(caplog).count("spill_begun") == events(caplog).count("spill_ended") == 1
-
-
-def test_what_comes_behind_stored_changes_is_stored_too_once_a_second(begin: Begin) -> None:
-    """P13: in the order of the stream, and the watermark goes on."""
-    term = begin()
-    halted(term, 1, 2)
-    term.turn()
-    term.turn(_BEGUN)
-    term.read(3, 4)
-    term.turn(_ENDED)
-    assert (term.stored(), term.flush()) == ([1, 2], token_data(2))
-    term.turn(_SECOND)
-    assert (term.stored(), term.marked(), term.flush()) == ([1, 2, 3, 4], token_data(4), token_data(4))
-    term.retry()
-    assert term.work(until=4) == [1, 2, 3, 4]
 
 
 def test_a_short_stand_is_not_stored(begin: Begin) -> None:
@@ -256,7 +245,7 @@ def test_at_the_bound_nothing_more_is_stored_and_it_says_what_waits(
     assert 20 < len(kept) < 60, "the longest prefix that has room"
     assert (term.marked(), term.watermark) == (token_data(kept[-1]), token_data(kept[-1]))
     sentence = term.storing.report()["storingWaits"]
-    assert all(word in sentence for word in ("record/0", "bytes", "spill_bytes"))
+    assert all(word in sentence for word in ("record/0", "spill_bytes"))
     assert events(caplog).count("spill_full") == 1
     term.retry()
     assert term.work(until=60) == list(range(1, 61))
@@ -508,23 +497,6 @@ def test_a_change_that_was_undeliverable_and_is_done_is_not_run_where_the_correc
     new.turn_until(lambda: not new.stored())
 
 
-def test_a_backlog_of_one_document_is_stored_for_two_buffers_a_minute_and_no_more(begin: Begin) -> None:
-    """Most of a normal backlog is not stored: once it was read on in vain, for two buffers, it waits."""
-    bound, turns = 50_000, 200
-    term = begin(run_size=1, buffer_bytes=bound)
-    term.read(1, index=1)
-    term.work(until=1)
-    term.dispatch()
-    last = 1
-    for _ in range(turns):
-        while not term.storing.is_full:
-            last += 1
-            term.read(last, padding=1000)
-        term.turn(_SECOND)
-    size = sum(len(change(number, padding=1000).raw) for number in term.stored())
-    assert bound / 2 < size <= bound * (3 + 2 * turns * _SECOND / 60)
-
-
 def test_nothing_is_read_back_before_a_partition_was_seen(begin: Begin) -> None:
     """P13: a session that has seen nothing may be answered by a deposed primary, which has other changes, or none."""
     old = begin()
@@ -537,3 +509,107 @@ def test_nothing_is_read_back_before_a_partition_was_seen(begin: Begin) -> None:
     assert not new.in_memory()
     new.turn()
     assert len(new.in_memory()) == 2
+
+
+# -- listeners that end, or wake too late, between any two writes ----------------------------------
+
+
+STEPS: list[tuple[type, str]] = [
+    (Backlog, "insert"),
+    (Partitions, "mark_stored"),
+    (Subscriptions, "advance_all"),
+    (Backlog, "outline"),
+    (Partitions, "clear_stored"),
+]
+_NAMES = [name for _, name in STEPS]
+_FIRST, _LAST = 12, 20
+
+
+class Life:
+    """
+    Some changes of a partition that halts at the first of them, from their reading to the last removal.
+
+    Each term reads from the stored watermark on, as the stream does.
+
+    Attributes:
+        ran: what workers have run, by all terms.
+    """
+
+    def __init__(self, begin: Begin) -> None:
+        self._begin = begin
+        self.ran: list[int] = []
+        term = self.next()
+        term.read(*range(1, _FIRST + 1))
+        (run,) = term.dispatch()
+        term.halt(run)
+        self.first = term
+
+    def next(self) -> StoringTerm:
+        """The next term, as it begins."""
+        term = self._begin(run_size=5)
+        term.ran = self.ran
+        return term
+
+    def live(self, term: StoringTerm) -> None:
+        """Do in one term all that is left to be done: store, let it be retried, run, clear and remove."""
+        self._store(term)
+        term.look()
+        if term.image().state == "halted":
+            term.retry()
+        term.read(*range(_FIRST + 1, _LAST + 1))
+        if not self.ran or self.ran[-1] < _LAST:
+            term.work(until=_LAST)
+        term.turn_until(lambda: term.marked() is None and not term.stored())
+        term.flush()
+        term.look()
+
+    def _store(self, term: StoringTerm) -> None:
+        seen = term.watermark or ""
+        term.read(*[number for number in range(1, _FIRST + 1) if token_data(number) > max(seen, term.image().data)])
+        term.turn()
+        term.turn_until(lambda: term.image().state != "halted" or term.marked(), later=_BEGUN)
+        term.flush()
+
+    def judge(self) -> None:
+        """Everything has run once and in order, and nothing is left."""
+        assert self.ran == list(range(1, _LAST + 1))
+        last = self.next()
+        last.turn_until(lambda: not last.stored())
+        assert (last.marked(), last.watermark) == (None, token_data(_LAST))
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
+def test_a_listener_that_is_killed_at_any_step_has_lost_and_doubled_nothing(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
+) -> None:
+    """P2, P6, P13: the next one ends what it began."""
+    life = Life(begin)
+
+    def kill() -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        around(patch, step, kill, behind=behind)
+        with pytest.raises(KilledError):
+            life.live(life.first)
+    life.live(life.next())
+    life.judge()
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
+def test_a_listener_that_wakes_at_any_step_harms_nothing(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
+) -> None:
+    """P3, P13: its successor has stored, run and removed all of it; what it writes late is refused, or removed."""
+    life = Life(begin)
+
+    def succeed() -> None:
+        life.live(life.next())
+
+    with monkeypatch.context() as patch:
+        around(patch, step, succeed, behind=behind)
+        with pytest.raises((LeaseLostError, RefusedError)):
+            life.live(life.first)
+    life.judge()

@@ -8,15 +8,14 @@ A reader reads as a listener's does, and `Selector` and `Change` show what a han
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from types import TracebackType
 from typing import Any
 
 import pytest
-from bson import ObjectId, Timestamp
+from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.collection import Collection
@@ -33,7 +32,6 @@ from tests.rig.commands import CommandRecorder
 from tests.rig.stream import APP_NAME, StreamReading, now, selector_of
 
 Document = dict[str, Any]
-Failpoint = Callable[..., AbstractContextManager[None]]
 
 
 class Watching(StreamReading):
@@ -93,10 +91,6 @@ class Watching(StreamReading):
         assert self.failure is None
         return found
 
-    def wait_opened(self) -> None:
-        """Wait until the server has sent the first batch."""
-        wait_for(lambda: self.commands.of("getMore"))
-
 
 @pytest.fixture
 def orders(database: Database[Document]) -> Collection[Document]:
@@ -107,36 +101,26 @@ def orders(database: Database[Document]) -> Collection[Document]:
 # -- what an event carries ---------------------------------------------------------------------------
 
 
-def test_an_insert_is_an_event_in_the_servers_format_with_its_times(orders: Collection[Document]) -> None:
-    """Token, key, namespace, document; cluster time and wall time."""
-    with Watching(orders) as watching:
-        key = orders.insert_one({"x": 1}).inserted_id
-        (change,) = watching.changes(1)
-    assert change.operation_type == "insert"
-    assert change.ns == {"db": orders.database.name, "coll": "orders"}
-    assert change.full_document == {"_id": key, "x": 1}
-    assert change.document_key == {"_id": key}
-    assert isinstance(key, ObjectId)
-    assert set(change.resume_token) >= {"_data"}
-    assert isinstance(change.cluster_time, Timestamp)
-    assert isinstance(change.wall_time, datetime)
-
-
-def test_the_four_changes_of_a_document_keep_their_types(orders: Collection[Document]) -> None:
-    """Insert, update with its description, replace, delete."""
+def test_the_four_changes_of_a_document_keep_the_servers_format(orders: Collection[Document]) -> None:
+    """Insert, update with its description, replace, delete; with token, key, namespace, cluster time and wall time."""
     with Watching(orders) as watching:
         orders.insert_one({"_id": 1, "x": 1})
         orders.update_one({"x": 1}, {"$set": {"x": 2}})
         orders.replace_one({"x": 2}, {"x": 3})
         orders.delete_one({"x": 3})
-        inserted, updated, replaced, deleted = watching.changes(4)
-    types = [change.operation_type for change in (inserted, updated, replaced, deleted)]
-    assert types == ["insert", "update", "replace", "delete"]
+        changes = watching.changes(4)
+    inserted, updated, replaced, deleted = changes
+    assert [change.operation_type for change in changes] == ["insert", "update", "replace", "delete"]
+    documents = [{"_id": 1, "x": 1}, {"_id": 1, "x": 3}, None]
+    assert [change.full_document for change in (inserted, replaced, deleted)] == documents
     assert updated.update_description is not None
     assert updated.update_description["updatedFields"] == {"x": 2}
     assert updated.update_description["removedFields"] == []
-    assert replaced.full_document == {"_id": 1, "x": 3}
-    assert deleted.full_document is None
+    for change in changes:
+        assert (change.ns, change.document_key) == ({"db": orders.database.name, "coll": "orders"}, {"_id": 1})
+        assert "_data" in change.resume_token
+        assert isinstance(change.cluster_time, Timestamp)
+        assert isinstance(change.wall_time, datetime)
 
 
 def test_a_truncated_array_is_said_to_be_one(orders: Collection[Document]) -> None:
@@ -154,84 +138,47 @@ def test_a_truncated_array_is_said_to_be_one(orders: Collection[Document]) -> No
     assert not selector_of(orders.full_name, fields={"a"}).selects(change.raw)
 
 
-def test_a_rename_names_both_collections_and_invalidates(orders: Collection[Document]) -> None:
-    """`to` is the new namespace; the stream of the collection goes on behind the invalidate."""
-    with Watching(orders, operations={"rename", "invalidate", "insert"}) as watching:
-        orders.rename("archive")
-        orders.insert_one({"_id": "anew"})
-        renamed, invalidated, inserted = watching.changes(3)
-    assert renamed.operation_type == "rename"
-    assert renamed.namespace == orders.full_name
-    assert renamed.to == {"db": orders.database.name, "coll": "archive"}
-    assert invalidated.operation_type == "invalidate"
-    assert invalidated.ns == {}
-    assert inserted.document_key == {"_id": "anew"}
-
-
-def test_a_collection_that_is_replaced_by_a_rename_concerns_its_handler(orders: Collection[Document]) -> None:
-    """As `$out` does it: the handler listens to the name that is put in place."""
-    orders.database["new_orders"].insert_one({"_id": 1})
-    with Watching(orders, operations={"rename"}) as watching:
-        orders.database["new_orders"].rename("orders", dropTarget=True)
-        (renamed,) = watching.changes(1)
-    assert renamed.to["coll"] == "orders"
-
-
 # -- a later server's events, made by a pipeline -----------------------------------------------------
 
 
-def _kept(**added: Any) -> list[Document]:
-    return [{"$project": {"operationType": 1, "ns": 1, "documentKey": 1, **added}}]
+_KEPT = {"operationType": 1, "ns": 1, "documentKey": 1}
+LATER: dict[str, Document] = {
+    "an unknown operation type": {"operationType": "addedInALaterVersion", "ns": 1},
+    "a new field": {**_KEPT, "newField": "newValue"},
+    "more in the namespace": {**_KEPT, "ns": {"db": "$ns.db", "coll": "$ns.coll", "viewOn": "db.coll"}},
+}
 
 
-def test_an_unknown_operation_type_comes_to_those_who_ask_for_all(orders: Collection[Document]) -> None:
-    """By `"*"`, and to nobody else; it stops nothing."""
-    pipeline = [{"$project": {"operationType": "addedInALaterVersion", "ns": 1}}]
-    with Watching(orders, operations="*", pipeline=pipeline) as watching:
+@pytest.mark.parametrize("shape", LATER.values(), ids=LATER)
+def test_an_event_of_another_shape_comes_to_its_handler(orders: Collection[Document], shape: Document) -> None:
+    """What handler, partition and order rest on is there, and what else it has is passed on. It stops nothing."""
+    with Watching(orders, operations="*", pipeline=[{"$project": shape}]) as watching:
         orders.insert_one({"_id": 1})
         (change,) = watching.changes(1)
-    assert change.operation_type == "addedInALaterVersion"
     assert change.namespace == orders.full_name
-    assert not selector_of(orders.full_name).selects(change.raw)
-    assert isinstance(Partitioner("_id", document_key).hash(change.raw), int)
-
-
-@pytest.mark.parametrize(
-    ("pipeline", "ns"),
-    [
-        pytest.param(_kept(newField="newValue"), {"db", "coll"}, id="a new field"),
-        pytest.param(
-            _kept(ns={"db": "$ns.db", "coll": "$ns.coll", "viewOn": "db.coll"}),
-            {"db", "coll", "viewOn"},
-            id="more in the namespace",
-        ),
-    ],
-)
-def test_an_event_of_another_shape_comes_to_its_handler(
-    orders: Collection[Document], pipeline: Sequence[Document], ns: set[str]
-) -> None:
-    """What handler, partition and order rest on is there; what else it has is passed on."""
-    with Watching(orders, pipeline=pipeline) as watching:
-        orders.insert_one({"_id": 1})
-        (change,) = watching.changes(1)
-    assert set(change.ns) == ns
-    assert change.raw.get("newField", "newValue") == "newValue"
+    assert change.raw.get("newField") == shape.get("newField")
+    assert ("viewOn" in change.ns) is ("viewOn" in str(shape))
+    is_known = change.operation_type == "insert"
+    assert is_known is (shape["operationType"] == 1)
+    assert selector_of(orders.full_name).selects(change.raw) is is_known, "an unknown type comes by `*` alone"
     assert isinstance(Partitioner("_id", document_key).hash(change.raw), int)
 
 
 # -- what is sent ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("comment", ["a text", {"name": "a document"}])
-def test_the_comment_is_sent_with_the_stream_and_with_each_read(orders: Collection[Document], comment: Any) -> None:
-    """So an operator finds the bridge in the server's logs and in `currentOp`."""
-    with Watching(orders, comment=comment) as watching:
+@pytest.mark.parametrize(("comment", "expanded"), [("a text", True), ({"name": "a document"}, False)])
+def test_the_comment_is_sent_with_each_read_and_expanded_events_are_asked_for_only_if_they_are_wanted(
+    orders: Collection[Document], comment: Any, expanded: bool
+) -> None:
+    """An operator finds the bridge in the server's logs. A server before 6.0 refuses the option."""
+    with Watching(orders, comment=comment, expanded=expanded) as watching:
         orders.insert_one({"_id": 1})
         watching.changes(1)
-        watching.wait_opened()
-    sent = [*watching.commands.of("aggregate"), *watching.commands.of("getMore")]
-    assert len(sent) >= 2
-    assert all(command["comment"] == comment for _, command in sent)
+        wait_for(lambda: watching.commands.of("getMore"))
+    opened = watching.commands.of("aggregate")
+    assert all(command["comment"] == comment for _, command in [*opened, *watching.commands.of("getMore")])
+    assert opened[0][1]["pipeline"][0]["$changeStream"].get("showExpandedEvents", False) is expanded
 
 
 @pytest.mark.parametrize(
@@ -260,59 +207,37 @@ def test_the_stream_is_the_pipelines_first_stage_on_what_is_watched(
     assert set(first) - {"fullDocument", "startAtOperationTime"} == stage
 
 
-@pytest.mark.parametrize("expanded", [True, False])
-def test_expanded_events_are_asked_for_only_if_they_are_wanted(orders: Collection[Document], expanded: bool) -> None:
-    """A server before 6.0 refuses an option that it does not know."""
-    with Watching(orders, expanded=expanded) as watching:
-        watching.wait_opened()
-    (_, command), *_ = watching.commands.of("aggregate")
-    assert command["pipeline"][0]["$changeStream"].get("showExpandedEvents", False) is expanded
-
-
 # -- expanded events ---------------------------------------------------------------------------------
 
 
-def test_expanded_events_have_fields_of_their_own(orders: Collection[Document]) -> None:
-    """The collection's UUID, and a description of what was done."""
-    orders.database.create_collection("existing")
-    asked = {"insert", "createIndexes", "rename"}
-    with Watching(orders, operations=asked, expanded=True) as watching:
+def test_expanded_events_come_with_fields_of_their_own_to_the_handler_that_asks_for_them(
+    orders: Collection[Document],
+) -> None:
+    """By their names, on a database, and to nobody who asks for changes of documents."""
+    database = orders.database
+    orders.create_index("y", name="y_1")
+    database.create_collection("existing")
+    operations = ["insert", "createIndexes", "dropIndexes", "create", "create", "modify", "rename"]
+    target = f"{database.name}.*"
+    with Watching(orders, target, operations=set(operations), expanded=True) as watching:
         orders.insert_one({"_id": 1})
         orders.create_index("x", name="x_1")
+        orders.drop_index("y_1")
+        database.create_collection("foo")
+        database.create_collection("bar", viewOn="orders")
+        database.command("collMod", "orders", validationLevel="off")
         orders.rename("existing", dropTarget=True)
-        inserted, indexed, renamed = watching.changes(3)
-    assert [change.operation_type for change in (inserted, indexed, renamed)] == ["insert", "createIndexes", "rename"]
+        changes = watching.changes(len(operations))
+    assert [change.operation_type for change in changes] == operations
+    assert not any(selector_of(target).selects(change.raw) for change in changes[1:])
+    inserted, indexed, *_, renamed = changes
     assert inserted.collection_uuid == indexed.collection_uuid is not None
-    assert indexed.operation_description is not None
-    assert indexed.operation_description["indexes"][0]["name"] == "x_1"
-    place = {"db": orders.database.name, "coll": "existing"}
+    place = {"db": database.name, "coll": "existing"}
     assert renamed.to == place
+    assert indexed.operation_description is not None
     assert renamed.operation_description is not None
-    assert renamed.operation_description["to"] == place
-    assert renamed.operation_description["dropTarget"]
-
-
-EXPANDED: dict[str, tuple[str, Callable[[Collection[Document]], object]]] = {
-    "an index": ("createIndexes", lambda orders: orders.create_index("x", name="x_1")),
-    "an index that goes": ("dropIndexes", lambda orders: orders.drop_index("y_1")),
-    "a collection": ("create", lambda orders: orders.database.create_collection("foo")),
-    "a view": ("create", lambda orders: orders.database.create_collection("foo", viewOn="orders")),
-    "an option": ("modify", lambda orders: orders.database.command("collMod", "orders", validationLevel="off")),
-}
-
-
-@pytest.mark.parametrize(("operation", "act"), EXPANDED.values(), ids=EXPANDED.keys())
-def test_an_expanded_event_comes_to_the_handler_that_asks_for_it(
-    orders: Collection[Document], operation: str, act: Callable[[Collection[Document]], object]
-) -> None:
-    """By its name, on a database; and to nobody who asks for changes of documents."""
-    orders.create_index("y", name="y_1")
-    target = f"{orders.database.name}.*"
-    with Watching(orders, target, operations={operation}, expanded=True) as watching:
-        act(orders)
-        (change,) = watching.changes(1)
-    assert change.operation_type == operation
-    assert not selector_of(target).selects(change.raw)
+    assert indexed.operation_description["indexes"][0]["name"] == "x_1"
+    assert (renamed.operation_description["to"], bool(renamed.operation_description["dropTarget"])) == (place, True)
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["before it is read on", "afterwards"])

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of `mongo_celery.testing` and `mongo_celery.embedded` run as they are printed."""
+"""The examples in docstrings run as they are printed: of `testing`, of `embedded` and of transactions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery import embedded, testing
+from mongo_celery import TwoPhaseCommit, embedded, testing, transactional
+from mongo_celery.errors import TransactionTimeoutError
 
 PUBLIC = {name: getattr(module, name) for module in (testing, embedded) for name in module.__all__}
 
@@ -51,12 +52,13 @@ def move(session, *, order, status):
 """
 
 
-def example_of(name: str) -> str:
-    """Return the code of the first block in a docstring."""
-    text = f"{inspect.getdoc(PUBLIC[name])}\n"
-    found = re.search(r"^::\n\n((?:(?:    .*)?\n)+)", text, re.MULTILINE)
-    assert found, f"{name} has no example"
-    return textwrap.dedent(found[1])
+def run_example(documented: object, shop: dict[str, Any]) -> None:
+    """Run the code of the first block in a docstring, in the test's database."""
+    text = f"{inspect.getdoc(documented)}\n"
+    found = re.search(r"::\n\n((?:(?:    .*)?\n)+)", text)
+    assert found, f"{documented} has no example"
+    code = re.sub(r"client\.(bank|shop)\b", "client[DATABASE]", textwrap.dedent(found[1]))
+    exec(compile(code, str(documented), "exec"), shop)
 
 
 @pytest.fixture
@@ -70,7 +72,8 @@ def shop(
     monkeypatch.setenv("MONGODB_URL", mongo_url)
     found = importlib.import_module("shop")
     try:
-        yield {**vars(found), **PUBLIC, "url": mongo_url, "broker_url": redis_url, "directory": tmp_path}
+        given = {"TwoPhaseCommit": TwoPhaseCommit, "TransactionTimeoutError": TransactionTimeoutError}
+        yield {**vars(found), **PUBLIC, **given, "url": mongo_url, "broker_url": redis_url, "directory": tmp_path}
         found.outbox.runtime.close()
         found.client.close()
         with MongoClient[dict[str, Any]](mongo_url) as client:
@@ -82,4 +85,17 @@ def shop(
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_an_example_runs(name: str, shop: dict[str, Any]) -> None:
     """Every public name has one."""
-    exec(compile(example_of(name), name, "exec"), shop)
+    run_example(PUBLIC[name], shop)
+
+
+def test_the_example_of_two_phase_commit_moves_an_amount_once(shop: dict[str, Any], database: Any) -> None:
+    database["accounts"].insert_many([{"_id": "A", "balance": 500}, {"_id": "B", "balance": 0}])
+    run_example(TwoPhaseCommit, shop)
+    shop["bank"].transfer("A", "B", 100, id="payment 7")
+    assert [each["balance"] for each in database["accounts"].find().sort("_id")] == [400, 100]
+
+
+def test_the_example_of_transactional_books_a_seat(shop: dict[str, Any], database: Any) -> None:
+    database["seats"].insert_many([{"_id": each} for each in ("A1", "A2")])
+    run_example(transactional, shop)
+    assert list(database["seats"].find().sort("_id")) == [{"_id": "A1", "taken": True}, {"_id": "A2"}]

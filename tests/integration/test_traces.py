@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -141,12 +140,12 @@ def test_with_the_instrumentation_of_celery_a_message_has_one_producer(rig: Rig,
     assert parent(message.headers) == ids(theirs)
 
 
-def dispatched(server: Any, run: Run, *, commits: bool = True) -> Message:
+def dispatched(server: Any, run: Run) -> Message:
     """What a listener has sent for a run."""
     app = Celery("shop", broker=server.url, set_as_current=False)
     options = BridgeOptions(name="shop", partitions=4, queues=1)
     publisher = make_publisher(app, options, ["shop.0"], _KEY)
-    dispatch = make_dispatch(run, "shop.bill", "shop.0", commits=commits)
+    dispatch = make_dispatch(run, "shop.bill", "shop.0")
     dispatch.partition.attempt = 2
     assert publisher.publish([dispatch])
     publisher.close()
@@ -180,32 +179,3 @@ def test_a_run_and_the_link_behind_it_carry_the_listeners_span(
         "mongo_celery.attempt": 2,
     }
     assert verify_run("run", message.args[0], _KEY).carrier == Carrier.of(message.id, [link])
-
-
-def test_a_run_that_commits_inline_is_one_message_and_no_link(make_redis: MakeRedis) -> None:
-    """And its worker knows from what is signed that nothing follows."""
-    run = Run("shop", "bill", 0, 3, 1, 7, 8, [b"secret", b"secret"])
-    message = dispatched(make_redis(), run, commits=False)
-    assert message.body[2]["chain"] is None
-    assert verify_run("run", message.args[0], _KEY).is_inline
-
-
-def test_without_a_trace_a_message_is_as_before(make_redis: MakeRedis, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither headers nor options of the link that nobody asked for."""
-    monkeypatch.setattr("mongo_celery.tracing._api", lambda: None)
-    message = dispatched(make_redis(), Run("shop", "bill", 0, 3, 1, 7, 7, [b"x"]))
-
-    assert "traceparent" not in message.headers
-    assert set(message.body[2]["chain"][0]["options"]) == {"queue", "task_id", "argsrepr"}
-
-
-def test_what_a_propagator_gives_beyond_the_limits_of_a_document_does_not_stop_a_write(
-    rig: Rig, database: Database[Document], monkeypatch: pytest.MonkeyPatch, spans: InMemorySpanExporter
-) -> None:
-    """P14: neither text that BSON refuses nor much of it."""
-    strange = {"traceparent": "\ud800", "$x": "1", "much": "x" * 100_000, "n": 5, "kept": "1"}
-    monkeypatch.setattr("opentelemetry.propagate.inject", lambda headers: headers.update(strange))
-    rig.outbox(at_once=False).insert_one({"_id": 1, "at": datetime.now(UTC)}, tasks=[rig.add.s(1, 1)])
-
-    assert pending(database, 1)["events"][0]["trace"] == {"kept": "1"}
-    assert spans.get_finished_spans() == ()

@@ -16,52 +16,21 @@ from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import (
     ConfigurationError,
-    DocumentLockedError,
     TopologyError,
     TransactionError,
 )
-from mongo_celery.locking import after_commit, current, select_for_update, transactional
-from tests.integration.locking_rig import Document, held
+from mongo_celery.locking import after_commit, current, transactional
+from tests.integration.locking_rig import CONFLICT, GENEROUS, Document, as_block_or_function, texts
 from tests.rig.commands import CommandRecorder
 
 Client = MongoClient[Document]
 MakeClient = Callable[..., Client]
 Failpoint = Callable[..., AbstractContextManager[None]]
 Write = Callable[..., None]
-
-APP = "transaction-parts"
-CONFLICT = {
-    "failCommands": ["insert"],
-    "appName": APP,
-    "errorCode": 112,
-    "errorLabels": ["TransientTransactionError"],
-}
-SHORT = 1.5
-GENEROUS = 30.0
-
-
-@pytest.fixture
-def sent() -> CommandRecorder:
-    """Give what the client of `notes` has sent."""
-    return CommandRecorder()
-
-
-@pytest.fixture
-def notes(database: Database[Document], make_client: MakeClient, sent: CommandRecorder) -> Collection[Document]:
-    """Give an empty collection."""
-    database.create_collection("notes")
-    return make_client(appName=APP, event_listeners=[sent])[database.name]["notes"]
-
-
-@pytest.fixture
-def client(notes: Collection[Document]) -> Client:
-    """Give its client."""
-    return notes.database.client
 
 
 @pytest.fixture
@@ -75,19 +44,6 @@ def write(notes: Collection[Document], client: Client) -> Write:
             raise error
 
     return write
-
-
-def texts(notes: Collection[Document]) -> list[Any]:
-    """What is committed."""
-    return [note["text"] for note in notes.find().sort("_id", 1)]
-
-
-def as_block_or_function(client: Client, body: Callable[[ClientSession], Any], *, as_block: bool) -> None:
-    if not as_block:
-        transactional(client).run(body)
-        return
-    with transactional(client) as session:
-        body(session)
 
 
 # -- joining ---------------------------------------------------------------------------------------
@@ -120,9 +76,9 @@ def test_another_client_of_the_cluster_joins_nothing(
     member = f"localhost:{client.address[1] if client.address else 0}"
     for other in (make_client(), make_client(f"mongodb://{member}"), make_client(member, directConnection=True)):
         with transactional(client) as outer, suppress(ZeroDivisionError):
-            with pytest.raises(ConfigurationError, match=r"session\.client"), transactional(other):
+            with pytest.raises(ConfigurationError), transactional(other):
                 raise AssertionError
-            with pytest.raises(ConfigurationError, match=r"session\.client"):
+            with pytest.raises(ConfigurationError):
                 transactional(other, durable=True).run(print)
             with transactional(other, independent=True) as inner:
                 assert (current(client), current(other)) == (outer, inner)
@@ -145,16 +101,6 @@ def test_a_client_of_another_cluster_is_in_no_transaction(
         assert current(client) is None
 
 
-def test_the_current_session_is_known_inside_only(client: Client) -> None:
-    """For code that is handed none."""
-    assert current(client) is None
-    with transactional(client) as session:
-        assert current(client) is session
-        session.abort_transaction()
-        assert current(client) is None
-    assert current(client) is None
-
-
 # -- parts that fail -------------------------------------------------------------------------------
 
 
@@ -171,66 +117,61 @@ def test_a_part_that_fails_makes_the_whole_rollback_only_though_its_error_is_cau
         after_commit(lambda: pytest.fail("it is not committed"))
         return "done"
 
-    with pytest.raises(TransactionError, match=r"independent=True.*ZeroDivisionError: by nought") as caught:
+    with pytest.raises(TransactionError) as caught:
         as_block_or_function(client, body, as_block=as_block)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     assert texts(notes) == []
     assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (1, 0)
 
 
-def test_a_lock_that_a_part_gave_up_ends_the_whole_with_its_own_error(
-    notes: Collection[Document], client: Client, write: Write
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=repr)
+@pytest.mark.parametrize("as_block", [False, True])
+def test_a_part_that_ends_the_transaction_is_no_success(
+    notes: Collection[Document], client: Client, as_block: bool, error: Exception | None
 ) -> None:
-    """Whatever the part has made of it."""
-    notes.insert_one({"_id": 1, "text": "held"})
-
-    @transactional(client)
-    def lock(*, session: ClientSession) -> None:
-        try:
-            select_for_update(notes, {"_id": 1}, session=session, nowait=True)
-        except DocumentLockedError:
-            raise LookupError("busy") from None
-
-    def body(_: ClientSession) -> None:
-        with suppress(LookupError):
-            lock()
-
-    with held(notes, 1), pytest.raises(DocumentLockedError):
-        transactional(client, timeout=GENEROUS).run(body)
-    write("afterwards")
-    assert texts(notes) == ["held", "afterwards"]
-
-
-def test_a_part_that_ends_the_transaction_is_told_so(notes: Collection[Document], client: Client) -> None:
-    """After an abort PyMongo would send what follows outside of any transaction, to stay for ever."""
+    """After an abort PyMongo would send what follows outside of any transaction. What was before it is gone."""
 
     @transactional(client)
     def give_up(*, session: ClientSession) -> None:
         session.abort_transaction()
+        assert current(client) is None
+        if error is not None:
+            raise error
 
     def body(session: ClientSession) -> None:
         notes.insert_one({"text": "before"}, session=session)
-        give_up()
-        notes.insert_one({"text": "after"}, session=session)
+        with suppress(ZeroDivisionError):
+            give_up()
+        if error is None:
+            notes.insert_one({"text": "after"}, session=session)
 
-    with pytest.raises(TransactionError, match=r"independent=True"):
-        transactional(client).run(body)
+    with pytest.raises(TransactionError) as caught:
+        as_block_or_function(client, body, as_block=as_block)
+    assert error is None or caught.value.__cause__ is error
     assert texts(notes) == []
 
 
 def test_the_next_attempt_is_not_rollback_only(
     notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
 ) -> None:
-    """What a part of it failed with belongs to the attempt."""
+    """A part that failed belongs to its attempt, and so does one that is thrown away later."""
     runs: list[int] = []
+
+    def part() -> Iterator[None]:
+        with transactional(client):
+            yield
+
+    late: Any = part()
 
     def body(session: ClientSession) -> None:
         runs.append(1)
         if len(runs) == 1:
+            next(late)
             with suppress(ZeroDivisionError):
                 write("partial", ZeroDivisionError())
             with failpoint(mode={"times": 1}, **CONFLICT):
                 notes.insert_one({"text": "refused"}, session=session)
+        late.close()
         write("second")
 
     transactional(client).run(body)
@@ -277,23 +218,15 @@ def test_a_durable_one_refuses_to_join(notes: Collection[Document], client: Clie
     """As Django's: what it has written is committed when it returns."""
     durable = transactional(client, durable=True)
     durable.run(lambda session: write("outermost", session=session))
-    with transactional(client) as session:
-        with pytest.raises(ConfigurationError, match=r"durable=True"):
-            durable.run(lambda _: pytest.fail("not run"))
-        with pytest.raises(ConfigurationError, match=r"durable=True"):
-            durable.run(lambda _: pytest.fail("not run"), session=session)
-        with pytest.raises(ConfigurationError, match=r"durable=True"), durable:
+    with transactional(client):
+        with pytest.raises(ConfigurationError), durable:
             pytest.fail("not run")
         write("committed")
     with client.start_session() as foreign, foreign.start_transaction(), pytest.raises(ConfigurationError):
         durable.run(lambda _: pytest.fail("not run"), session=foreign)
-    assert texts(notes) == ["outermost", "committed"]
-
-
-def test_own_and_durable_exclude_each_other(client: Client) -> None:
-    """One may stand inside, the other must not."""
-    with pytest.raises(ConfigurationError, match="exclude each other"):
+    with pytest.raises(ConfigurationError):
         transactional(client, independent=True, durable=True)
+    assert texts(notes) == ["outermost", "committed"]
 
 
 # -- callbacks -------------------------------------------------------------------------------------
@@ -320,22 +253,6 @@ def test_a_callback_without_a_session_waits_for_the_transaction_around(
     assert seen == [["a"], "at once"]
 
 
-def test_a_coroutine_function_is_no_callback_where_nobody_awaits(
-    client: Client, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It would be thrown away; also where only its result says what it is."""
-
-    async def callback() -> None: ...
-
-    with transactional(client), pytest.raises(ConfigurationError, match="coroutine"):
-        after_commit(callback)
-    with pytest.raises(ConfigurationError, match="coroutine"):
-        after_commit(lambda: [callback()][0])
-    with transactional(client):
-        after_commit(lambda: [callback()][0])
-    assert "has returned a coroutine" in caplog.text
-
-
 def test_a_soft_time_limit_in_a_callback_passes_when_all_have_run(notes: Collection[Document], write: Write) -> None:
     """The task is to end by it; it is committed."""
     called: list[str] = []
@@ -353,18 +270,26 @@ def test_a_soft_time_limit_in_a_callback_passes_when_all_have_run(notes: Collect
     assert (texts(notes), called) == (["a"], ["the other"])
 
 
-def test_a_body_that_returns_a_coroutine_is_refused(notes: Collection[Document], client: Client) -> None:
-    """It would run after the commit, and outside of the transaction."""
+def test_a_coroutine_is_no_body_and_no_callback_where_nobody_awaits(
+    notes: Collection[Document], client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would run after the commit and outside, or be thrown away; also where only its result says what it is."""
 
-    async def coroutine(session: ClientSession) -> None:
-        notes.insert_one({"text": "outside"}, session=session)
+    async def coroutine(*_: ClientSession) -> None:
+        notes.insert_one({"text": "outside"})
 
     body: Callable[[ClientSession], Any] = coroutine
-
-    with pytest.raises(ConfigurationError, match="coroutine"):
-        transactional(client).run(body)
-    with pytest.raises(ConfigurationError, match="coroutine"):
-        transactional(client).run(lambda _: transactional(client).run(body))
+    inner: Any = transactional(client)
+    for run in (body, lambda _: inner.run(body)):
+        with pytest.raises(ConfigurationError):
+            transactional(client).run(run)
+    with transactional(client), pytest.raises(ConfigurationError):
+        after_commit(coroutine)
+    with pytest.raises(ConfigurationError):
+        after_commit(lambda: [coroutine()][0])
+    with transactional(client):
+        after_commit(lambda: [coroutine()][0])
+    assert caplog.records
     assert texts(notes) == []
 
 
@@ -392,17 +317,15 @@ def test_a_block_may_be_left_by_another_thread(notes: Collection[Document], clie
 
 
 def test_an_object_serves_one_block_at_a_time(notes: Collection[Document], client: Client, write: Write) -> None:
-    """Inside, in other threads and after a failure to begin; functions that it decorates are not concerned."""
+    """Also after a failure to begin or inside; functions that it decorates are not concerned."""
     shared = transactional(client, durable=True)
-    with transactional(client), pytest.raises(ConfigurationError, match="durable"), shared:
+    with transactional(client), pytest.raises(ConfigurationError), shared:
         pytest.fail("not run")
     with shared as session:
         notes.insert_one({"text": "first"}, session=session)
-        with pytest.raises(ConfigurationError, match=r"with transactional\(client\)"), shared:
-            pytest.fail("not run")
-        with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigurationError, match=r"with transactional\(client\)"):
-            pool.submit(shared.__enter__).result(GENEROUS)
         with ThreadPoolExecutor(1) as pool:
+            with pytest.raises(ConfigurationError):
+                pool.submit(shared.__enter__).result(GENEROUS)
             pool.submit(shared.run, lambda session: write("function", session=session)).result(GENEROUS)
     with suppress(ZeroDivisionError), shared:
         raise ZeroDivisionError

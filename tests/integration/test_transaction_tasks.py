@@ -10,23 +10,18 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
 import pytest
-from bson.codec_options import CodecOptions
-from bson.raw_bson import RawBSONDocument
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.database import Database
-from pymongo.errors import OperationFailure
-from pymongo.uri_parser import parse_uri
 
 from mongo_celery.errors import (
     ConfigurationError,
-    DocumentLockedError,
     TransactionError,
     TransactionRequiredError,
     TransactionTimeoutError,
@@ -34,26 +29,17 @@ from mongo_celery.errors import (
 from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Direction, Proxy
-from tests.integration.locking_rig import Document, held
+from tests.integration.locking_rig import CONFLICT, GENEROUS, NOTES_APP, SHORT, Document, held
 from tests.rig.commands import CommandRecorder
 
 Failpoint = Callable[..., AbstractContextManager[None]]
 Client = AsyncMongoClient[Document]
 Work = Callable[[AsyncCollection[Document]], Awaitable[None]]
 OnLoop = Callable[[Work], None]
+Cancel = Callable[[asyncio.Future[Any], set[asyncio.Task[Any]]], Awaitable[None]]
 
-APP = "transaction-tasks"
 TRANSIENT = "TransientTransactionError"
-CONFLICT = {"failCommands": ["insert"], "appName": APP, "errorCode": 112, "errorLabels": [TRANSIENT]}
-SHORT = 1.5
-GENEROUS = 30.0
 NOWHERE = "mongodb://127.0.0.1:1"
-
-
-@pytest.fixture
-def sent() -> CommandRecorder:
-    """Give what the client of `on_loop` has sent."""
-    return CommandRecorder()
 
 
 @pytest.fixture
@@ -63,7 +49,7 @@ def on_loop(database: Database[Document], mongo_url: str, sent: CommandRecorder)
 
     def run(work: Work, url: str = mongo_url) -> None:
         async def main() -> None:
-            options: Any = {"appName": APP, "event_listeners": [sent], "serverSelectionTimeoutMS": 10_000}
+            options: Any = {"appName": NOTES_APP, "event_listeners": [sent], "serverSelectionTimeoutMS": 10_000}
             async with AsyncMongoClient[Document](url, **options) as client:
                 await work(client[database.name]["notes"])
 
@@ -123,8 +109,8 @@ def test_the_commit_is_repeated_while_its_result_is_unknown(
     on_loop: OnLoop, texts: Texts, sent: CommandRecorder, failpoint: Failpoint
 ) -> None:
     """And the body is not; where the transaction is gone, the body is."""
-    lost = {"failCommands": ["commitTransaction"], "appName": APP, "closeConnection": True}
-    gone = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 251, "errorLabels": [TRANSIENT]}
+    lost = {"failCommands": ["commitTransaction"], "appName": NOTES_APP, "closeConnection": True}
+    gone = {"failCommands": ["commitTransaction"], "appName": NOTES_APP, "errorCode": 251, "errorLabels": [TRANSIENT]}
 
     async def work(notes: AsyncCollection[Document]) -> None:
         with failpoint(mode={"times": 2}, **lost):
@@ -140,38 +126,17 @@ def test_the_commit_is_repeated_while_its_result_is_unknown(
     assert len(sent.named("insert")) == 4
 
 
-def test_errors_of_the_body_abort_and_pass(on_loop: OnLoop, texts: Texts, sent: CommandRecorder) -> None:
-    """From calls and from blocks; a transient one passes from a block with its label."""
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        client = notes.database.client
-
-        async def block() -> None:
-            async with transactional(client) as session:
-                await notes.insert_one({"text": "b"}, session=session)
-                raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await write(notes, "a", ZeroDivisionError())
-        with pytest.raises(ZeroDivisionError):
-            await block()
-
-    on_loop(work)
-    assert texts() == []
-    assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (2, 0)
-
-
 def test_the_time_limits_attempts_calls_and_commits(
     on_loop: OnLoop, texts: Texts, database: Database[Document], failpoint: Failpoint
 ) -> None:
     """A holder that stands still, and commits that nobody answers for."""
     database["notes"].insert_one({"_id": 1, "text": "held"})
-    applied = {"failCommands": ["commitTransaction"], "appName": APP}
+    applied = {"failCommands": ["commitTransaction"], "appName": NOTES_APP}
     unknown = {**applied, "writeConcernError": {"code": 64, "errmsg": "late"}}
 
     async def work(notes: AsyncCollection[Document]) -> None:
         limited = transactional(notes.database.client, timeout=SHORT)
-        with held(database["notes"], 1), pytest.raises(TransactionTimeoutError, match="was aborted") as caught:
+        with held(database["notes"], 1), pytest.raises(TransactionTimeoutError) as caught:
             await limited.arun(lambda session: asynchronous.select_for_update(notes, {"_id": 1}, session=session))
         assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
         with failpoint(**unknown), pytest.raises(TransactionTimeoutError) as caught:
@@ -181,28 +146,6 @@ def test_the_time_limits_attempts_calls_and_commits(
 
     on_loop(work)
     assert texts() == ["held", "committed"]
-
-
-def test_a_server_that_hangs_in_the_body_does_not_hold_the_task(
-    on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy]
-) -> None:
-    """As with threads."""
-    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        async def body(session: AsyncClientSession) -> None:
-            await notes.insert_one({"text": "first"}, session=session)
-            await notes.insert_one({"text": "never sent"}, session=session)
-
-        await notes.database.command("ping")
-        proxy.hold(b"never sent")
-        with pytest.raises(TransactionTimeoutError):
-            await transactional(notes.database.client, timeout=SHORT).arun(body)
-        proxy.wait_until_held()
-        proxy.pass_through()
-
-    on_loop(work, proxy.mongo_url)
-    assert texts() == []
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -217,7 +160,7 @@ def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Tex
             await write(notes, "called")
             async with transactional(client) as inner:
                 assert inner is session is current(client)
-            with pytest.raises(ConfigurationError, match="durable=True"):
+            with pytest.raises(ConfigurationError):
                 await transactional(client, durable=True).arun(lambda _: pytest.fail("not run"))
             await notes.insert_one({"text": "outer"}, session=session)
         assert current(client) is None
@@ -226,9 +169,9 @@ def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Tex
             with suppress(ZeroDivisionError):
                 await write(notes, "partial", ZeroDivisionError())
 
-        with pytest.raises(TransactionError, match="independent=True"):
+        with pytest.raises(TransactionError):
             await transactional(client).arun(caught)
-        with pytest.raises(TransactionError, match="independent=True"):
+        with pytest.raises(TransactionError):
             async with transactional(client) as session:
                 await caught(session)
 
@@ -257,16 +200,10 @@ def test_two_tasks_have_a_transaction_each(on_loop: OnLoop, texts: Texts) -> Non
                 await both.wait()
                 await write(notes, "good part")
 
-        async def stacked() -> None:
-            async with AsyncExitStack() as stack:
-                session = await stack.enter_async_context(transactional(client))
-                await notes.insert_one({"text": "stacked"}, session=session)
-
         await asyncio.wait_for(asyncio.gather(bad(), good()), GENEROUS)
-        await stacked()
 
     on_loop(work)
-    assert texts() == ["good", "good part", "stacked"]
+    assert texts() == ["good", "good part"]
 
 
 def test_a_dependency_is_joined_by_what_it_serves(on_loop: OnLoop, texts: Texts) -> None:
@@ -345,75 +282,76 @@ def test_a_cancel_in_the_body_aborts(on_loop: OnLoop, texts: Texts, sent: Comman
     assert len(sent.named("abortTransaction")) == 2
 
 
-def test_a_commit_that_is_canceled_with_all_tasks_at_the_loops_end_is_sent_again(
-    on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy]
-) -> None:
-    """`asyncio.run` cancels every task, that of the commit as well: it is known to be done all the same."""
-    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
+def cancel_during_the_commit(
+    on_loop: Any, proxy: Proxy, cancel: Cancel, *, as_block: bool = False, timeout: float = GENEROUS
+) -> list[str]:
+    """Hold a commit in the network, and cancel its task, or all new tasks of the loop. Return the called callbacks."""
     called: list[str] = []
 
     async def work(notes: AsyncCollection[Document]) -> None:
-        client = notes.database.client
-
-        async def body(session: AsyncClientSession) -> None:
-            after_commit(lambda: called.append("callback"))
-            await notes.insert_one({"text": "a"}, session=session)
-
-        await client.admin.command("ping")
-        before = asyncio.all_tasks()
-        proxy.hold(b"commitTransaction")
-        running = asyncio.ensure_future(transactional(client).arun(body))
-        await asyncio.to_thread(proxy.wait_until_held)
-        for task in asyncio.all_tasks() - before:
-            task.cancel()
-        proxy.release()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    on_loop(work, proxy.mongo_url)
-    assert (texts(), called) == (["a"], ["callback"])
-
-
-@pytest.mark.parametrize("as_block", [False, True])
-def test_a_cancel_during_the_commit_waits_for_its_answer(
-    on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy], as_block: bool
-) -> None:
-    """The commit is held in the network, and the task canceled twice: committed, callbacks run, then canceled."""
-    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
-    called: list[str] = []
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        client = notes.database.client
+        call = transactional(notes.database.client, timeout=timeout)
 
         async def body(session: AsyncClientSession) -> None:
             after_commit(lambda: called.append("callback"))
             await notes.insert_one({"text": "a"}, session=session)
 
         async def block() -> None:
-            async with transactional(client) as session:
+            async with call as session:
                 await body(session)
 
-        await client.admin.command("ping")
+        await notes.database.command("ping")
+        before = asyncio.all_tasks()
         proxy.hold(b"commitTransaction")
-        running = asyncio.ensure_future(block() if as_block else transactional(client).arun(body))
+        running = asyncio.ensure_future(block() if as_block else call.arun(body))
         await asyncio.to_thread(proxy.wait_until_held)
-        for _ in range(2):
+        await cancel(running, asyncio.all_tasks() - before)
+
+    on_loop(work, proxy.mongo_url)
+    return called
+
+
+@pytest.mark.parametrize("as_block", [False, True])
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_cancel_during_the_commit_waits_for_its_answer(
+    on_loop: Any, texts: Texts, proxy: Proxy, as_block: bool, everything: bool
+) -> None:
+    """Committed, callbacks run, then canceled. `asyncio.run` cancels every task, that of the commit as well."""
+
+    async def cancel(running: asyncio.Future[Any], tasks: set[asyncio.Task[Any]]) -> None:
+        for task in tasks if everything else [running]:
+            task.cancel()
+        if not everything:
+            await asyncio.sleep(0)
             running.cancel()
             await asyncio.sleep(0)
-        assert not running.done()
+            assert not running.done()
         proxy.release()
         with pytest.raises(asyncio.CancelledError):
             await running
 
-    on_loop(work, proxy.mongo_url)
-    assert (texts(), called) == (["a"], ["callback"])
+    assert cancel_during_the_commit(on_loop, proxy, cancel, as_block=as_block) == ["callback"]
+    assert texts() == ["a"]
+
+
+def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(on_loop: Any, proxy: Proxy) -> None:
+    """Nobody knows; callbacks do not run."""
+
+    async def cancel(running: asyncio.Future[Any], _: object) -> None:
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await running
+        assert isinstance(caught.value.__cause__, TransactionTimeoutError)
+        proxy.black_hole(Direction.TO_CLIENT)
+        proxy.reset()
+        proxy.pass_through()
+
+    assert cancel_during_the_commit(on_loop, proxy, cancel, timeout=SHORT) == []
 
 
 def test_a_scope_of_anyio_waits_for_the_commit_and_for_callbacks(
-    on_loop: Any, texts: Texts, mongo_url: str, make_proxy: Callable[[int], Proxy], monkeypatch: pytest.MonkeyPatch
+    on_loop: Any, texts: Texts, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It cancels again at each turn of the loop, which would turn without a pause until the answer comes."""
-    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
     called: list[str] = []
     waits: list[int] = []
     wait = asyncio.wait
@@ -478,9 +416,9 @@ class Driven:
             yield waited
 
 
-@pytest.mark.parametrize("way", ["arun", "block", "manager"])
+@pytest.mark.parametrize("as_block", [False, True])
 def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
-    on_loop: OnLoop, texts: Texts, sent: CommandRecorder, way: str
+    on_loop: OnLoop, texts: Texts, sent: CommandRecorder, as_block: bool
 ) -> None:
     """By a task of its own; else Python would say that it has ignored its end."""
 
@@ -493,17 +431,7 @@ def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
             async with transactional(notes.database.client) as session:
                 await body(session)
 
-        @asynccontextmanager
-        async def managed() -> AsyncIterator[AsyncClientSession]:
-            async with transactional(notes.database.client) as session:
-                yield session
-
-        async def manager() -> None:
-            async with managed() as session:
-                await body(session)
-
-        ways = {"arun": lambda: transactional(notes.database.client).arun(body), "block": block, "manager": manager}
-        coroutine = ways[way]()
+        coroutine = block() if as_block else transactional(notes.database.client).arun(body)
         await Driven(coroutine)
         coroutine.close()
         await asyncio.to_thread(wait_for, lambda: sent.named("abortTransaction"))
@@ -511,86 +439,6 @@ def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
 
     on_loop(work)
     assert texts() == []
-
-
-def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(
-    on_loop: Any, mongo_url: str, make_proxy: Callable[[int], Proxy]
-) -> None:
-    """Nobody knows; callbacks do not run."""
-    proxy = make_proxy(parse_uri(mongo_url)["nodelist"][0][1])
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        client = notes.database.client
-
-        async def body(session: AsyncClientSession) -> None:
-            after_commit(lambda: pytest.fail("nobody knows"))
-            await notes.insert_one({"text": "a"}, session=session)
-
-        await client.admin.command("ping")
-        proxy.hold(b"commitTransaction")
-        running = asyncio.ensure_future(transactional(client, timeout=SHORT).arun(body))
-        await asyncio.to_thread(proxy.wait_until_held)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await running
-        assert isinstance(caught.value.__cause__, TransactionTimeoutError)
-        proxy.black_hole(Direction.TO_CLIENT)
-        proxy.reset()
-        proxy.pass_through()
-
-    on_loop(work, proxy.mongo_url)
-
-
-# -- locks -----------------------------------------------------------------------------------------
-
-
-def test_documents_are_locked_in_async_bodies(on_loop: OnLoop, database: Database[Document]) -> None:
-    """One and many: as they are after locking, in the order asked for, and no others."""
-    database["notes"].insert_many([{"_id": number, "text": f"{number}"} for number in (1, True, 2.5, 4)])
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        async def body(session: AsyncClientSession) -> None:
-            found = await asynchronous.select_for_update(notes, {"_id": 4}, session=session)
-            assert found["_lock"].keys() == {"id", "at"}
-            many = await asynchronous.select_many_for_update(
-                notes, {}, session=session, sort=[("text", -1)], limit=3, projection={"text": 1}
-            )
-            assert [each["text"] for each in many] == ["True", "4", "2.5"]
-            raw = notes.with_options(codec_options=CodecOptions(document_class=RawBSONDocument))
-            read = await asynchronous.select_many_for_update(raw, {"_id": 4}, session=session, projection={"_id": 0})
-            assert read[0]["text"] == "4"
-            nothing = {"_id": "none"}
-            assert await asynchronous.select_for_update(notes, nothing, session=session) is None
-            assert await asynchronous.select_many_for_update(notes, nothing, session=session) == []
-
-        await transactional(notes.database.client).arun(body)
-        with pytest.raises(TransactionRequiredError):
-            await asynchronous.select_for_update(notes, {"_id": 1}, session=None)  # type: ignore[arg-type]
-        async with transactional(notes.database.client) as session:
-            with pytest.raises(TransactionRequiredError):  # that of threads would not judge what it is refused
-                select_for_update(notes, {"_id": 1}, session=session)  # type: ignore[arg-type]
-
-    on_loop(work)
-    locked = [note["text"] for note in database["notes"].find({"_lock": {"$exists": True}}).sort("text", 1)]
-    assert locked == ["2.5", "4", "True"]
-
-
-@pytest.mark.parametrize("select", [asynchronous.select_for_update, asynchronous.select_many_for_update])
-def test_an_async_lock_with_nowait_gives_up(on_loop: OnLoop, database: Database[Document], select: Any) -> None:
-    """And ends the transaction also where the body catches it."""
-    database["notes"].insert_one({"_id": 1, "text": "held"})
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        async def body(session: AsyncClientSession) -> str:
-            with suppress(DocumentLockedError):
-                await select(notes, {"_id": 1}, session=session, nowait=True)
-            return "busy"
-
-        with held(database["notes"], 1), pytest.raises(DocumentLockedError, match="is locked") as caught:
-            await transactional(notes.database.client, timeout=GENEROUS).arun(body)
-        assert isinstance(caught.value.__cause__, OperationFailure)
-
-    on_loop(work)
 
 
 # -- the two kinds ---------------------------------------------------------------------------------
@@ -601,21 +449,26 @@ def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: Mo
 
     async def work(notes: AsyncCollection[Document]) -> None:
         client = notes.database.client
-        with pytest.raises(ConfigurationError, match="use a coroutine function"):
+        with pytest.raises(ConfigurationError):
             transactional(client).run(lambda _: None)
-        with pytest.raises(ConfigurationError, match="use a coroutine function"), transactional(client):
+        with pytest.raises(ConfigurationError), transactional(client):
             pytest.fail("not run")
-        with pytest.raises(ConfigurationError, match="need an AsyncMongoClient"):
+        with pytest.raises(ConfigurationError):
             async with transactional(mongo_client):
                 pytest.fail("not run")
 
         @transactional(mongo_client)
         async def body(*, session: Any) -> None: ...
 
-        with pytest.raises(ConfigurationError, match="need an AsyncMongoClient"):
+        with pytest.raises(ConfigurationError):
             await body()
         with mongo_client.start_session() as session, pytest.raises(ConfigurationError):
             await transactional(client).arun(lambda _: pytest.fail("not run"), session=session)  # type: ignore[arg-type]
+        with pytest.raises(TransactionRequiredError):
+            await asynchronous.select_for_update(notes, {"_id": 1}, session=None)  # type: ignore[arg-type]
+        async with transactional(client) as ours:
+            with pytest.raises(TransactionRequiredError):  # that of threads would not judge what it is refused
+                select_for_update(notes, {"_id": 1}, session=ours)  # type: ignore[arg-type]
 
     on_loop(work)
 
@@ -628,7 +481,7 @@ def test_the_outbox_of_threads_is_refused_in_async_code(on_loop: OnLoop) -> None
             raise AssertionError(session)
 
     async def work(notes: AsyncCollection[Document]) -> None:
-        with pytest.raises(ConfigurationError, match="with_tasks"):
+        with pytest.raises(ConfigurationError):
             async with transactional(notes.database.client, outbox=Box()):
                 pytest.fail("not run")
 
@@ -640,14 +493,14 @@ def test_a_collection_of_the_other_kind_is_refused() -> None:
     with MongoClient[Any](NOWHERE, connect=False) as client, client.start_session() as session:
         session.start_transaction()
         theirs: Any = AsyncMongoClient[Any](NOWHERE, connect=False)["shop"]["seats"]
-        with pytest.raises(ConfigurationError, match="needs a Collection of the session's client, not Async"):
+        with pytest.raises(ConfigurationError):
             select_for_update(theirs, {}, session=session)
 
     async def main() -> None:
         async with AsyncMongoClient[Any](NOWHERE, connect=False) as client, client.start_session() as session:
             await session.start_transaction()
             ours: Any = MongoClient[Any](NOWHERE, connect=False)["shop"]["seats"]
-            with pytest.raises(ConfigurationError, match="asynchronous needs an AsyncCollection"):
+            with pytest.raises(ConfigurationError):
                 await asynchronous.select_for_update(ours, {}, session=session)
 
     asyncio.run(main())

@@ -73,7 +73,7 @@ def test_connections_of_a_member_that_recovered_are_made_anew(recovering: MongoS
         assert is_transient(caught.value)
         with open_session(reading) as session:
             assert reading.shop.orders.find_one(session=session) is None
-        with pytest.raises(PyMongoError, match="Sessions are not supported"), transactional(block) as session:
+        with pytest.raises(PyMongoError), transactional(block) as session:
             block.shop.counts.insert_one({}, session=session)
         with transactional(block) as session:
             block.shop.counts.insert_one({}, session=session)

@@ -60,7 +60,7 @@ MUTANTS = (
         "bridge/worker/subject.py",
         "        return self.run.first + end - 1, dict(self.read_token(end - 1))",
         "        end = len(self.run.changes)\n        return self.run.first + end - 1, dict(self.read_token(end - 1))",
-        ("tests/integration/test_lists.py::test_every_change_is_done_or_has_a_letter_whichever_fail",),
+        ("tests/integration/test_runs.py::test_every_change_is_done_or_has_a_letter_whichever_fail",),
     ),
     Mutant(
         "P1 P2",

@@ -8,6 +8,7 @@ import bson
 
 from mongo_celery import Change
 from mongo_celery.bridge.partitioning import document_hash
+from mongo_celery.bridge.state.dead_letters import FAILED, Place, dead_letter, keep_change
 from mongo_celery.bridge.worker.envelope import Run
 
 Document = dict[str, Any]
@@ -42,6 +43,34 @@ def hash_of(key: object) -> int:
 def number_of(change: Change) -> int:
     """Return the number of a change, by its document."""
     return int((change.full_document or {}).get("n", 0))
+
+
+def letter_of(
+    number: int,
+    fence: int,
+    *,
+    key: object = None,
+    hash_: int = 7,
+    partition: int = 0,
+    name: str | None = None,
+    raw: bytes = b"",
+    error: str = "ValueError: no",
+) -> Document:
+    """Return the dead letter of a change, whose document has its number or this key, as an execution leaves it."""
+    document = number if key is None else key
+    return dead_letter(
+        bridge=BRIDGE,
+        subscription=HANDLER,
+        token=token(number),
+        key=f"shop.orders insert {document}",
+        kept=keep_change(raw or bson.encode(event_of_key(number, document))),
+        error=error,
+        traceback="Traceback",
+        attempts=1,
+        place=Place(0, partition, number, fence, hash_),
+        cause=FAILED,
+        name=name,
+    )
 
 
 def make_run(first: int, count: int, *changes: bytes, **fields: Any) -> Run:

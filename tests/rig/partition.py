@@ -19,7 +19,8 @@ from tests.fixtures.mongo import sparse
 from tests.fixtures.samples import first_token
 from tests.rig.changes import BRIDGE, HANDLER, TERM, Document, token
 
-TTL = 5.0
+TTL = 30.0
+"""Seconds. A call may take a part of it, and a busy machine stalls for some seconds."""
 NASTY = ("$committed", "$$NOW", "$", "$.x", "a.b", "")
 """Strings of users that a pipeline would read as expressions, and others that look odd."""
 
@@ -87,9 +88,9 @@ class PartitionRig:
         return image
 
 
-def make_partition(client: MongoClient[Document], database: str) -> PartitionRig:
+def make_partition(client: MongoClient[Document], database: str, ttl: float = TTL) -> PartitionRig:
     """Make a partition that was just taken over with `TERM`."""
-    store = Store(client, BridgeOptions(name=BRIDGE, database=database, lease_ttl=TTL, claim_ttl=TTL))
+    store = Store(client, BridgeOptions(name=BRIDGE, database=database, lease_ttl=ttl, claim_ttl=ttl))
     store.partitions.prepare({HANDLER: None}, layouts(HANDLER), TERM)
     store.partitions.take_over({HANDLER: 0}, TERM)
     majority = client.get_database(database, write_concern=WriteConcern("majority"))

@@ -112,9 +112,9 @@ class SwitchingTerm:
             for image in self.rig.store.partitions.look(ids, self.storing.session):
                 subscription.observe(image, time.monotonic())
 
-    def turn(self, *, seconds: float = 2.0) -> None:
-        """One turn of the leading thread, so much later than the one before, without a worker."""
-        self.now += seconds
+    def turn(self) -> None:
+        """One turn of the leading thread, two seconds later than the one before, without a worker."""
+        self.now += 2.0
         self.stream.read(self.led.values())
         self.observe()
         self._replace(self.repartitioning.turn(self.now))

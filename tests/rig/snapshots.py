@@ -183,11 +183,10 @@ class SnapshotTerm:
 
         wait_for(turned, message=lambda: f"{self.world.records}, {self.images()}, {self.world.seen[-5:]}")
 
-    def finish(self, each: Callable[[], object] | None = None, state: str = "done") -> None:
-        """Until all snapshots have ended so, and all that was written is handled."""
-        self.until(lambda: self.world.records and all(one["state"] == state for one in self.world.records), each)
-        if state == "done":
-            self.until(self.world.is_equal)
+    def finish(self, each: Callable[[], object] | None = None) -> None:
+        """Until all snapshots are done, and all that was written is handled."""
+        self.until(lambda: self.world.records and all(one["state"] == "done" for one in self.world.records), each)
+        self.until(self.world.is_equal)
 
     def images(self) -> list[Image]:
         """The partitions as this term has seen them last."""
@@ -272,9 +271,9 @@ def _name(key: Any) -> bytes:
     return bytes(bson.encode({"": key}, codec_options=_LENIENT))
 
 
-def keys_of(index: int, world: SnapshotWorld, count: int, partitions: int = PARTITIONS) -> list[int]:
+def keys_of(index: int, world: SnapshotWorld, count: int) -> list[int]:
     """Keys of a partition."""
-    found = (key for key in itertools.count() if partition_hash([world.data, world.name, key]) % partitions == index)
+    found = (key for key in itertools.count() if partition_hash([world.data, world.name, key]) % PARTITIONS == index)
     return list(itertools.islice(found, count))
 
 

@@ -106,11 +106,11 @@ class StoringTerm:
             if self.led.observe(image, time.monotonic()) is Step.SUPERSEDED:
                 raise LeaseLostError
 
-    def turn(self, later: float = 0.0, *, at_end: bool = False) -> None:
+    def turn(self, later: float = 0.0) -> None:
         """Let so much time pass, look, and do what is due."""
         self._later += later
         self.look()
-        self.storing.turn(time.monotonic() + self._later, at_end=at_end)
+        self.storing.turn(time.monotonic() + self._later, at_end=False)
 
     def turn_until(self, condition: Callable[[], object], later: float = _LATER) -> None:
         """Turn again and again, each time so much later, until something is so."""
@@ -121,11 +121,11 @@ class StoringTerm:
 
         wait_for(turned, message=lambda: f"stored {self.stored()}, {self.image()}, {self.storing.report()}")
 
-    def store(self, index: int = 0, reason: str = "halted") -> bool:
+    def store(self, index: int = 0) -> bool:
         """Store what a partition has in the buffer."""
         partition = self.led.partitions[index]
         while partition.queue:
-            if not self.storing.store(self.led, partition, AGAIN if partition.must_store_again else reason):
+            if not self.storing.store(self.led, partition, AGAIN if partition.must_store_again else "halted"):
                 return False
         return True
 

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 Document = dict[str, Any]
 
 BRIDGE = "shop"
-TTL = 5.0
+TTL = 30.0
+"""Seconds. A call may take a part of it, and a busy machine stalls for some seconds."""
 
 
 def handle(_change: Change) -> None:

@@ -46,7 +46,6 @@ class WorkerRig:
         retries: how often the first change of each call was retried before.
         started: key, number and fencing token of each change that was given.
         got: key and number of each change that was handled.
-        is_limited: whether its messages have a time limit.
         patience: seconds for which an outcome is tried to be written.
     """
 
@@ -59,7 +58,6 @@ class WorkerRig:
     retries: list[int] = field(default_factory=list)
     started: list[tuple[Any, int, int]] = field(default_factory=list)
     got: list[tuple[Any, int]] = field(default_factory=list)
-    is_limited: bool = True
     patience: float = 5.0
 
     # -- what there is -----------------------------------------------------------------------------
@@ -92,7 +90,7 @@ class WorkerRig:
     def execute(self, run: Run) -> None:
         """Have the worker execute a run."""
         (handler,) = self.bridge.wiring.handlers
-        execution = Execution(self.bridge.wiring, handler, run, self.patience, is_limited=self.is_limited)
+        execution = Execution(self.bridge.wiring, handler, run, self.patience, is_limited=True)
         execution.execute(self._call)
 
     def run(self, first: int, *keys: str, **fields: Any) -> None:
