@@ -129,7 +129,6 @@ class PartitionStatus:
         due_seconds: time until the blocked change runs again.
         oldest_seconds: age of the blocked or first stored change.
         stored: stored changes.
-        parked_keys: number of parked keys.
     """
 
     partition: int
@@ -196,7 +195,6 @@ class RepartitioningStatus:
     The new partitions that a handler will get.
 
     Attributes:
-        partitions: their number.
         since: start of the repartitioning.
         waits: reason why they are not in use yet.
     """
@@ -232,8 +230,6 @@ class HandlerStatus:
         oplog_left_seconds: time until an oplog gap.
         oplog_share: used share of the oplog's window. At 1, unread changes are lost.
         stored: number of stored changes. None if counting took too long.
-        dead_letters: number of dead letters.
-        parked_keys: number of parked keys.
         commit: `chain` or `inline`.
         time_limit: seconds after which Celery ends the handler.
         lost: the present oplog gap.
@@ -341,7 +337,6 @@ class UnservedQueues:
     Queues from which no worker has taken a message for longer than `dispatch_grace`.
 
     Attributes:
-        queues: names of the queues.
         answered: true if workers answered the listener.
         unclaimed: true if workers take messages, but start no change.
     """
@@ -453,7 +448,6 @@ class BridgeSnapshot:
         foreign_sender: claimed `pid@host` of the last dropped foreign message.
         partitions: number of partitions of new handlers in the printing process.
         backlog: all stored changes.
-        dead_letters: number of dead letters.
         dead_letter_groups: the newest 1000 dead letters in groups, the largest first.
         oversized: error of the newest dead letter that was too large to read.
         handlers: all handlers, by name.
