@@ -23,13 +23,14 @@ class SharedOptions(TypedDict, total=False):
     The options of both kinds of outbox. Each has a default.
 
     Attributes:
-        name: for commands and logs. By default the collection's full name.
+        name: the name for commands and logs. By default the collection's full name.
         sweep_after: seconds after which the sweep takes an entry.
         sweep_every: seconds between two sweeps, which `celery beat` or the listener of a bridge of the app requests.
             None if something else calls `sweep`.
         at_once: True if a thread of this process dispatches its own writes and commits.
         claim_ttl: seconds for which a document, or a key, belongs to one relay.
-        max_attempts: number of an entry's own failures before it is stuck, or may become a dead letter.
+        max_attempts: the number of failures through its own fault after which an entry is stuck, or may become a dead
+            letter.
         database: the database of dead letters, notes of sweeps and signing keys.
         exchange: topic exchange of events.
         failure_policy: `"halt"` tries an entry with its own fault forever, before later entries. `"dead_letter"` moves

@@ -120,12 +120,12 @@ class PartitionStatus:
         committed: number of the last change that is committed.
         token: resume token of that change.
         fencing_token: that of its last execution.
-        claim: of the running execution, or one without a result.
+        claim: the claim of the running execution, or one without a result.
         handled: number of the last successful, uncommitted change.
         key: the blocked change: namespace, operation, document key.
         key_token: resume token of that change.
         since: when it was halted, or began to wait.
-        error: of the last attempt.
+        error: the error of the last attempt.
         retries: attempts that ended with a retry.
         crashes: attempts that ended without a result.
         waits: attempts that met an outage of MongoDB or the broker.
@@ -157,12 +157,12 @@ class PartitionStatus:
 
     @property
     def is_blocked(self) -> bool:
-        """Return True if its next change cannot run now."""
+        """Return True if the next change of the partition cannot run now."""
         return self.state in BLOCKED
 
     @property
     def is_running(self) -> bool:
-        """Return True if a worker handles its changes at this moment."""
+        """Return True if a worker is handling changes of the partition now."""
         return self.handled is not None or (self.claim is not None and self.claim.live)
 
 
@@ -204,7 +204,7 @@ class RepartitioningStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackStatus:
-    """Changes of one `key` in a row, each written during the handling of the one before. `count` is rounded down."""
+    """A series of changes of one `key`, each written while the previous one was handled. `count` is rounded down."""
 
     key: str
     count: int
@@ -218,7 +218,7 @@ class HandlerStatus:
 
     Attributes:
         name: its name.
-        state: of its worst partition. Or `new`, `unregistered` (not in this app),
+        state: the state of its worst partition. Or `new`, `unregistered` (not in this app),
             `history_lost`, `stopped` or `match_refused` (see `error`).
         error: why it is stopped, or why the server refuses its `match`.
         committed: sum of its partitions.
@@ -406,7 +406,7 @@ class BridgeSnapshot:
         bridge: its name.
         at: when it was read, by the cluster's clock.
         state: `leading`, `no_listener`, `never_started`, `failed` or `history_lost` (see `error`), or `unknown`.
-        error: why the last listener ended.
+        error: the reason why the last listener ended.
         leader: the listener that leads.
         standbys: listeners that wait for the lease.
         unled_seconds: time since a listener was last running.
@@ -496,13 +496,13 @@ class BridgeSnapshot:
 
     @property
     def last_snapshots(self) -> list[SnapshotStatus]:
-        """The snapshot of each handler and collection: the running one, otherwise the last one."""
+        """The current snapshot of each handler and collection: the running one, otherwise the last one."""
         known = sorted(self.snapshots, key=lambda each: each.state == "running")
         return list({(each.handler, each.source): each for each in known}.values())
 
     @property
     def current_snapshots(self) -> list[SnapshotStatus]:
-        """Those that run, have failed and are not replaced, or have ended within the last hour."""
+        """The snapshots that are running, have failed and were not replaced, or have ended within the last hour."""
         last = {each.id for each in self.last_snapshots if each.state in _CURRENT}
         return [each for each in self.snapshots if each.id in last or self._is_recent(each)]
 
