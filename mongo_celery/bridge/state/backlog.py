@@ -383,7 +383,7 @@ def parse_outline(head: Mapping[str, Any]) -> StoredChange:
         token, refusal = head.get("token"), head.get("refusal")
         data = token_data(token or {"_data": place})
         if token_place(data) != place:
-            raise ValueError("they belong to another change")
+            raise ValueError("the token belongs to another change")
         return StoredChange(
             data=data,
             hash=to_unsigned(head["hash"]),
