@@ -153,12 +153,12 @@ class PartitionStatus:
 
     @property
     def is_blocked(self) -> bool:
-        """Return True if its next change cannot run now."""
+        """Return True if the next change of the partition cannot run now."""
         return self.state in BLOCKED
 
     @property
     def is_running(self) -> bool:
-        """Return True if a worker handles its changes at this moment."""
+        """Return True if a worker is handling changes of the partition now."""
         return self.handled is not None or (self.claim is not None and self.claim.live)
 
 
@@ -206,7 +206,7 @@ class RepartitioningStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackStatus:
-    """Changes of one `key` in a row, each written during the handling of the one before. `count` is rounded down."""
+    """A series of changes of one `key`, each written while the previous one was handled. `count` is rounded down."""
 
     key: str
     count: int
@@ -509,13 +509,13 @@ class BridgeSnapshot:
 
     @property
     def last_snapshots(self) -> list[SnapshotStatus]:
-        """The snapshot of each handler and collection: the running one, otherwise the last one."""
+        """The current snapshot of each handler and collection: the running one, otherwise the last one."""
         known = sorted(self.snapshots, key=lambda each: each.state == "running")
         return list({(each.handler, each.source): each for each in known}.values())
 
     @property
     def current_snapshots(self) -> list[SnapshotStatus]:
-        """Those that run, have failed and are not replaced, or have ended within the last hour."""
+        """The snapshots that are running, have failed and were not replaced, or have ended within the last hour."""
         last = {each.id for each in self.last_snapshots if each.state in _CURRENT}
         return [each for each in self.snapshots if each.id in last or self._is_recent(each)]
 
