@@ -19,12 +19,12 @@ pytest_plugins = [
     "tests.fixtures.bytecode",
     "tests.fixtures.leaks",
     "tests.fixtures.mongo",
-    "tests.fixtures.rights",
     "tests.fixtures.redis",
     "tests.fixtures.failpoint",
     "tests.fixtures.proxy",
     "tests.fixtures.forked",
     "tests.fixtures.process",
+    "tests.fixtures.rights",
     "tests.fixtures.sentinel",
     "tests.fixtures.rabbitmq",
     "tests.fixtures.tracing",
@@ -37,7 +37,7 @@ pytest_plugins = [
 
 _PROCESSES_PER_CORE = 3
 _PROCESSES_MAX = 8
-_LONGEST = ("test_drill.py", "test_health.py")
+_LONGEST = ("test_tutorial.py", "test_printed_commands.py")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -246,9 +246,16 @@ class Wiring:
             without: names of handlers to leave out.
 
         Raises:
-            ConfigurationError: a source, or an option of the stream, cannot work.
+            ConfigurationError: a source, or an option of the stream, cannot work, or a handler has lost its task.
         """
         options = self.options
+        for handler in self.handlers:
+            if getattr(self.app.tasks[handler.task_name], "handler", None) is None:
+                raise ConfigurationError(
+                    f"The app has another Celery task named {handler.task_name}, and Celery keeps the first of two. So "
+                    f"handler {handler.name!r} of bridge {self.name} would never run. Remove @app.task or @shared_task "
+                    "from its function, or give the other task a name."
+                )
         selectors = [
             handler.selector(self.default_database) for handler in self.handlers if handler.name not in without
         ]

@@ -13,10 +13,7 @@ from pymongo.database import Database
 
 from mongo_celery import select_for_update, transactional
 
-APP_NAME = "locking-worker"
-ENVIRONMENT = ("LOCKING_BROKER", "LOCKING_MONGO", "LOCKING_DATABASE")
-
-app = Celery("locking", broker=os.environ.get("LOCKING_BROKER", "memory://"))
+app = Celery("locking", broker=os.environ["PROJECT_BROKER"])
 app.conf.update(
     task_acks_late=True,
     task_reject_on_worker_lost=True,
@@ -29,8 +26,8 @@ app.conf.update(
 @cache
 def data() -> Database[dict[str, Any]]:
     """Give the test's database by a client of this process's own."""
-    client = MongoClient[dict[str, Any]](os.environ["LOCKING_MONGO"], appName=APP_NAME)
-    return client[os.environ["LOCKING_DATABASE"]]
+    client = MongoClient[dict[str, Any]](os.environ["PROJECT_MONGO"])
+    return client[f"{os.environ['PROJECT_NAMES']}_data"]
 
 
 @app.task(bind=True, autoretry_for=(Exception,), max_retries=5, default_retry_delay=0)

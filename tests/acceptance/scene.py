@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
+
+from pymongo.errors import PyMongoError
 
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.process import ProjectProcess, wait_for
 from tests.rig.deployment import SHORT_TIMES, Deployment
-from tests.rig.history import longest_gap
+from tests.rig.history import Due, longest_gap
 
 Document = dict[str, Any]
 
@@ -30,14 +32,10 @@ _SECOND = 1_000_000_000
 class Scene(Deployment):
     """One bridge, a load on it, and the moments at which its handlers start."""
 
-    def given(self, **options: Any) -> dict[str, Any]:
-        """Return the environment of a process with other options of the bridge."""
-        return {"SCRIPTED_OPTIONS": json.dumps({**json.loads(self._environment["SCRIPTED_OPTIONS"]), **options})}
-
-    def pair(self, **environment: Any) -> tuple[ProjectProcess, ProjectProcess]:
+    def pair(self, **given: Any) -> tuple[ProjectProcess, ProjectProcess]:
         """Start a worker and two listeners, and return the leader and the standby."""
-        both = [self.run("listener", name=name, **environment) for name in ("first", "second")]
-        self.worker(**environment)
+        both = [self.listener(name, awaited="", **given) for name in ("first", "second")]
+        self.worker(**given)
         for each in both:
             each.wait_for_output("reading from|standing by")
         leading = [each for each in both if "leading bridge" in each.text]
@@ -53,7 +51,7 @@ class Scene(Deployment):
             for number, key in enumerate(itertools.cycle(KEYS)):
                 if stopping.wait(_WRITE_PAUSE):
                     return
-                self.write_surely(HANDLER, key, 1 + number // len(KEYS))
+                wait_for(partial(self._try_to_write, key, 1 + number // len(KEYS)), message=f"{key} is written")
 
         writer = threading.Thread(target=write, name="load", daemon=True)
         writer.start()
@@ -63,10 +61,11 @@ class Scene(Deployment):
             stopping.set()
             writer.join()
 
-    @property
-    def lease(self) -> Document:
-        """The stored lease."""
-        return self.state["leases"].find_one({"_id": "chain"}) or {}
+    def _try_to_write(self, key: str, n: int) -> Due | None:
+        """Write one change, if the server takes it: repeating it changes nothing."""
+        with suppress(PyMongoError):
+            return self.write(HANDLER, key, n)
+        return None
 
     def flow(self, more: int = 20) -> None:
         """Wait until more handlers have started."""

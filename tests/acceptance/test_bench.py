@@ -47,6 +47,7 @@ def test_every_mode_is_in_one_json_object() -> None:
         assert figure["cpu_us_per_change"].keys() == {"mongod", "redis", "worker_parent", "worker_children", feeder}
 
 
+@pytest.mark.slow
 def test_people_get_tables_of_what_they_asked_for() -> None:
     """Without `--json` tables show the chosen modes only, and no ratio where `raw_chain` was not measured."""
     rates, costs = _bench("--rounds", "1", "--only", "bridge_inline").split("Processor time per change by process")

@@ -155,7 +155,7 @@ def test_a_message_that_dies_between_queue_and_worker_is_dispatched_again(
     chain = deployment("plain", options={"partitions": 1})
     chain.listener()
     proxy = make_proxy(chain.redis.port)
-    worker = chain.worker(name="first", SCRIPTED_BROKER=proxy.redis_url)
+    worker = chain.worker(name="first", PROJECT_BROKER=proxy.redis_url)
     proxy.hold(b"unacked_index")
     item = chain.write("plain", "gap", 1)
     proxy.wait_until_held()

@@ -72,13 +72,8 @@ def test_the_outbox_loses_nothing_where_insert_and_delay_do() -> None:
     assert run_example("orders_outbox") == shown("orders_outbox")
 
 
-def test_what_a_transaction_sends_is_sent_if_it_is_committed() -> None:
-    """Deletes of several documents, one of them aborted, and a kill behind the last commit."""
-    assert run_example("outbox_collection") == shown("outbox_collection")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fenced_outbox", "flask_shop", "fastapi_orders", "django_shop"])
+@pytest.mark.parametrize("name", ["outbox_collection", "fenced_outbox", "flask_shop", "fastapi_orders", "django_shop"])
 def test_other_programs_save_their_tasks_with_what_they_write(name: str) -> None:
     """In short: `docs/outbox.md`, `flask.md` and `fastapi.md` are executed, and so are these ways in `integration`."""
     assert run_example(name) == shown(name)
@@ -90,6 +85,7 @@ def test_the_drill_loses_nothing_and_books_nothing_twice() -> None:
     assert run_example("failure_drill") == shown("failure_drill")
 
 
+@pytest.mark.slow
 def test_the_bank_keeps_every_sum_both_ways() -> None:
     lines = run_example("bank")
     assert [line.rpartition(" ")[2] for line in lines[:4]] == ["50000", "50000", "2000", "2000"]

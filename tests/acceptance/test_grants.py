@@ -28,6 +28,7 @@ from tests.integration.guarded import GuardedMongo
 Document = dict[str, Any]
 Said = Callable[[], str]
 
+_UNAUTHORIZED = 13
 _BIG = 5000
 _SPILLED = 3
 _PARTITIONING = 1
@@ -319,7 +320,7 @@ def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:
     assert not any(lacks(finding.sentence) for finding in findings.values() if finding.severity == "failing")
 
 
-def test_the_role_of_a_viewer_shows_everything_and_changes_nothing(standing: Setting) -> None:
+def test_a_viewer_shows_everything_and_changes_nothing_and_a_worker_takes_no_lease(standing: Setting) -> None:
     """Status, dead letters and history; it reads no key, no other database, and every command is refused."""
     standing.only("viewer")
     wiring = standing.bridge_of("viewer").wiring
@@ -331,27 +332,24 @@ def test_the_role_of_a_viewer_shows_everything_and_changes_nothing(standing: Set
     for read in (_letters, read_history):
         read(wiring)
     for command in (lambda each: _skip(each, "record"), lambda each: Operations(each).rotate_key().run()):
-        with pytest.raises(MongoCeleryError, match="right"):
+        with pytest.raises(MongoCeleryError):
             command(wiring)
     for database, collection in ((STATE, "bridge_keys"), ("local", "oplog.rs"), (DATA, "orders")):
-        with pytest.raises(OperationFailure, match="not authorized"):
+        with pytest.raises(OperationFailure) as refused:
             wiring.client[database][collection].find_one()
+        assert refused.value.code == _UNAUTHORIZED
     wiring.client.close()
-    assert stored(standing.state) == before
-
-
-def test_a_worker_cannot_exchange_a_key_or_take_the_lease(standing: Setting) -> None:
-    """It reads what it needs to verify a message, and writes counts of dropped ones."""
+    # A worker reads what it needs to verify a message, and exchanges no key, and takes no lease.
     standing.only("worker")
     bridge = standing.bridge_of("worker")  # its client lives as long as it does
     state = bridge.wiring.client[STATE]
     assert state["bridge_keys"].find_one()
     for collection in ("bridge_keys", "leases", "handlers"):
-        with pytest.raises(OperationFailure, match="not authorized"):
+        with pytest.raises(OperationFailure) as refused:
             state[collection].update_one({}, {"$set": {"x": 1}})
-        with pytest.raises(OperationFailure, match="not authorized"):
-            state[collection].insert_one({})
+        assert refused.value.code == _UNAUTHORIZED
     bridge.client.close()
+    assert stored(standing.state) == before
 
 
 def _refusals(text: str) -> list[str]:

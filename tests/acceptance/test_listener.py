@@ -25,7 +25,7 @@ from tests.fixtures.process import ProjectProcess, wait_for
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.rights import DATA, STATE, UrlOf, with_a_wrong_password
 from tests.rig.deployment import MakeDeployment
-from tests.rig.history import Due, Led, going_back, shared_versions, stale, weak_tokens
+from tests.rig.history import Led, going_back, shared_versions, stale, weak_tokens
 
 Document = dict[str, Any]
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def test_a_standby_takes_over_when_the_leader_is_killed_under_load(scene: Scene)
 
 def test_a_regular_stop_hands_over_at_once_and_repeats_no_running_handler(scene: Scene) -> None:
     """P7, P6: SIGTERM while a long handler runs; the gap is short, and the handler is adopted, not repeated."""
-    leader, _ = scene.pair(**scene.given(lease_ttl=LONG_TTL))
+    leader, _ = scene.pair(options={"lease_ttl": LONG_TTL})
     with scene.load():
         scene.wait_started(scene.write(HANDLER, "slow", 1, gate="slow"))
         scene.flow()
@@ -77,7 +77,7 @@ def test_the_gap_keeps_its_published_bounds(scene: Scene) -> None:
         scene.flow()
         assert scene.seconds_until_resumed(leader.kill) < LEASE_TTL + 2
         scene.flow()
-        scene.run("listener", name="third").wait_for_output("standing by")
+        scene.listener("third", awaited="").wait_for_output("standing by")
         since = time.monotonic_ns()
         assert standby.terminate() == 0
         scene.flow()
@@ -105,7 +105,7 @@ def test_a_frozen_leader_stands_by_when_it_wakes_and_can_lead_again(scene: Scene
 def test_what_a_frozen_leader_had_on_its_way_is_refused(scene: Scene, make_proxy: Callable[[int], Proxy]) -> None:
     """P3, P8: a dispatch that was held in the network until another one leads starts nothing."""
     proxy = make_proxy(scene.redis.port)
-    zombie = scene.listener("zombie", SCRIPTED_BROKER=proxy.redis_url)
+    zombie = scene.listener("zombie", PROJECT_BROKER=proxy.redis_url)
     scene.worker()
     scene.write(HANDLER, "first", 1)
     scene.settle()
@@ -114,7 +114,7 @@ def test_what_a_frozen_leader_had_on_its_way_is_refused(scene: Scene, make_proxy
     proxy.wait_until_held()
     zombie.pause()
     both = f"{scene.redis.url};{proxy.redis_url}"  # a broker under two addresses: it stays the same one
-    scene.listener("second", SCRIPTED_BROKER=both)
+    scene.listener("second", PROJECT_BROKER=both)
     scene.wait_started(held)
     scene.write(HANDLER, "held", 2)
     scene.settle()
@@ -123,23 +123,6 @@ def test_what_a_frozen_leader_had_on_its_way_is_refused(scene: Scene, make_proxy
     zombie.wait_for_output("has lost the lease and is standing by")
     scene.write(HANDLER, "last", 1)
     scene.settle(faults=0)
-
-
-def test_now_delivers_what_is_written_from_the_first_start_on(scene: Scene) -> None:
-    """P1: nothing from before; everything from the pin on, though its holder was killed before the first commit."""
-    for key in ("early", "other"):
-        scene.write(HANDLER, key, 1)
-    scene.forget()
-    start = scene.given(start_from="now")
-    first = scene.listener("first", **start)
-    first.kill()
-    pinned = scene.lease["startAtOperationTime"]
-    later = {scene.write(HANDLER, key, n) for key, n in (("early", 2), ("late", 1))}
-    scene.listener("second", **start)
-    assert scene.lease["startAtOperationTime"] == pinned
-    scene.worker()
-    scene.settle()
-    assert {each.due for each in scene.starts()} == later
 
 
 def test_a_layout_changes_around_a_handler_that_runs_and_one_that_died(scene: Scene) -> None:
@@ -152,29 +135,12 @@ def test_a_layout_changes_around_a_handler_that_runs_and_one_that_died(scene: Sc
     for n in (1, 2):
         for key in KEYS:
             scene.write(HANDLER, key, n)
-    seven = scene.listener("seven", **scene.given(partitions=7))
+    seven = scene.listener("seven", options={"partitions": 7})
     seven.wait_for_output("plain waits for its 7 new partitions: .* partition [0-9]+ runs in")
     assert "partitioning of plain has changed" not in seven.text, "it waits for what runs"
     scene.open_gate("slow")
     seven.wait_for_output("partitioning of plain has changed: term [0-9]+, 7 partitions")
     scene.settle(faults=0)
-
-
-def test_a_handler_that_is_added_later_misses_nothing_and_no_other_repeats(scene: Scene) -> None:
-    """P1, P6: it begins where the bridge's `start_from` says; where its own says: `test_handler_starts.py`."""
-    first, working = scene.both()
-    early = scene.write("other", "early", 1)
-    scene.write(HANDLER, "early", 1)
-    scene.wait_started(Due(HANDLER, "early", 1))
-    for each in (first, working):
-        each.terminate()
-    both: Any = {"SCRIPTED_HANDLERS": f"{HANDLER},other"}
-    listener = scene.listener("second", **both)
-    listener.wait_for_output(r"handler other is new and begins at \S+ \(start_from: ")
-    scene.write("other", "late", 1)
-    scene.worker(name="second-worker", **both)
-    scene.wait_started(early)
-    scene.settle()
 
 
 def test_a_dropped_state_database_is_made_anew_and_no_version_is_reused(scene: Scene) -> None:
@@ -214,7 +180,7 @@ def test_a_stepdown_of_the_primary_under_load_loses_nothing(
 def test_a_term_that_fails_at_once_is_not_begun_again_at_once(scene: Scene, failpoint: Failpoint) -> None:
     """P9: no hot loop of acquisitions; when the cause is gone all goes on."""
     with failpoint(failCommands=["insert"], errorCode=112, appName=scene.app_name("listener")):
-        listener = scene.run("listener", name="listener")
+        listener = scene.listener(awaited="")
         wait_for(lambda: len(terms(scene)) >= 4)
     times = terms(scene)[:4]
     assert times[-1] - times[0] > 3 * 0.2
@@ -229,44 +195,23 @@ def terms(scene: Scene) -> list[float]:
     return [fact.at for fact in scene.read_oplog() if isinstance(fact, Led)]
 
 
-def test_a_right_that_is_missed_in_the_middle_ends_with_one_sentence(scene: Scene, failpoint: Failpoint) -> None:
-    """P9: also where the lease could be written, and the partitions cannot."""
-    with failpoint(failCommands=["insert"], errorCode=13, appName=scene.app_name("listener")):
-        refused(scene.run("listener", name="listener"), "readWrite")
-    assert scene.lease["state"] == "failed"
-
-
-def test_a_bridge_that_watches_its_own_state_is_refused(scene: Scene) -> None:
-    """P6, P9: found when the listener starts."""
-    listener = scene.run("listener", name="listener", SCRIPTED_STATE=scene.data.name)
-    refused(listener, "Use another state database")
-
-
-def test_a_standalone_server_ends_with_one_sentence(scene: Scene, standalone_url: str) -> None:
-    """P9: the topology, and how to get the right one."""
-    refused(scene.run("listener", name="listener", SCRIPTED_MONGO=standalone_url), "--replSet")
-
-
-@pytest.mark.parametrize(
-    ("user", "words"),
-    [
-        ("without_stream", "the actions changeStream and find"),
-        ("without_oplog", "serverStatus on the cluster, or set start_from"),
-        ("without_state", "readWrite"),
-        ("", "refused the login. Check user, password and authSource"),
-    ],
-)
 def test_a_missing_right_and_a_refused_login_end_with_one_sentence(
-    scene: Scene, guarded_url: UrlOf, user: str, words: str
+    scene: Scene, guarded_url: UrlOf, standalone_url: str, failpoint: Failpoint
 ) -> None:
-    """P9: the right is named. Nobody can fix a mistyped password by granting rights."""
-    url = guarded_url(user) if user else with_a_wrong_password(guarded_url("bridge"))
-    with MongoClient[Document](guarded_url("admin")) as client:
-        client.drop_database(STATE)
+    """P9: the right is named, also where the lease could be written and the partitions cannot; so is the topology."""
     names = {"SCRIPTED_DATA": DATA, "SCRIPTED_STATE": STATE}
-    listener = scene.run("listener", name="listener", SCRIPTED_MONGO=url, **names)
-    refused(listener, words)
-    assert user or "may not use" not in listener.text
+    lacking = {"without_stream": "changeStream", "without_oplog": "serverStatus", "without_state": "readWrite"}
+    urls = {guarded_url(user): word for user, word in lacking.items()}
+    urls[with_a_wrong_password(guarded_url("bridge"))] = "authSource"  # no right would help
+    with MongoClient[Document](guarded_url("admin")) as client:
+        for url, word in urls.items():
+            client.drop_database(STATE)
+            refused(scene.listener(awaited="", PROJECT_MONGO=url, **names), word)
+    refused(scene.listener(awaited="", PROJECT_MONGO=standalone_url), "--replSet")
+    refused(scene.listener(awaited="", SCRIPTED_STATE=scene.data.name), "Use another state database")
+    with failpoint(failCommands=["insert"], errorCode=13, appName=scene.app_name("in_the_middle")):
+        refused(scene.listener("in_the_middle", awaited=""), "readWrite")
+    assert scene.lease["state"] == "failed"
 
 
 def nowhere() -> str:
@@ -275,18 +220,12 @@ def nowhere() -> str:
 
 
 def test_servers_that_stay_away_end_with_one_sentence_after_the_stated_time(scene: Scene) -> None:
-    """P9: waits with a message, then gives up."""
-    listener = scene.run("listener", name="listener", SCRIPTED_MONGO=nowhere(), **scene.given(start_timeout=2))
-    listener.wait_for_output("waiting for MongoDB")
+    """P9: waits with a message, then gives up. P7: SIGTERM ends it soon, since it has no lease that could be lost."""
+    listener = scene.listener(awaited="waiting for MongoDB", PROJECT_MONGO=nowhere(), options={"start_timeout": 2})
     refused(listener, r"MongoDB did not answer within 2 s \(start_timeout\)")
-
-
-def test_a_listener_whose_mongodb_is_away_ends_soon_after_sigterm(scene: Scene) -> None:
-    """P7: it has no lease, so nothing is lost in the middle of a call that would end much later."""
-    listener = scene.run("listener", name="listener", SCRIPTED_MONGO=nowhere())
-    listener.wait_for_output("waiting for MongoDB")
+    patient = scene.listener("patient", awaited="waiting for MongoDB", PROJECT_MONGO=nowhere())
     began = time.monotonic()
-    assert listener.terminate() == 0
+    assert patient.terminate() == 0
     assert time.monotonic() - began < _SOON_SECONDS
 
 
@@ -295,7 +234,7 @@ def test_a_leader_whose_mongodb_is_frozen_ends_soon_after_sigterm(
 ) -> None:
     """P7: it cannot hand over, so its lease expires. Whoever replaces it does not wait for it."""
     mongo = make_replica_set()
-    listener = scene.listener(SCRIPTED_MONGO=mongo.url, **scene.given(lease_ttl=LONG_TTL))
+    listener = scene.listener(PROJECT_MONGO=mongo.url, options={"lease_ttl": LONG_TTL})
     mongo.pause()
     try:
         began = time.monotonic()
@@ -311,7 +250,7 @@ def test_a_frozen_broker_ends_with_one_sentence_after_the_stated_time(
     """P9: a broker that accepts connections and never answers does not hold the listener for ever."""
     redis = make_redis()
     redis.pause()
-    listener = scene.run("listener", name="listener", SCRIPTED_BROKER=redis.url, **scene.given(start_timeout=4))
+    listener = scene.listener(awaited="", PROJECT_BROKER=redis.url, options={"start_timeout": 4})
     listener.wait_for_output("waiting for the broker")
     refused(listener, r"the broker did not answer within 4 s \(start_timeout\)")
     redis.resume()
@@ -320,8 +259,8 @@ def test_a_frozen_broker_ends_with_one_sentence_after_the_stated_time(
 def test_a_broker_that_is_down_at_the_start_is_waited_for(scene: Scene, make_redis: Callable[..., RedisServer]) -> None:
     """P9, P8: the lease is not held by one who cannot dispatch; when the broker comes all goes on."""
     port = free_port()
-    broker: Any = {"SCRIPTED_BROKER": f"redis://127.0.0.1:{port}/0"}
-    listener = scene.run("listener", name="listener", **broker)
+    broker: Any = {"PROJECT_BROKER": f"redis://127.0.0.1:{port}/0"}
+    listener = scene.listener(awaited="", **broker)
     listener.wait_for_output("waiting for the broker")
     assert scene.lease["state"] == "idle"
     scene.write(HANDLER, "early", 1)

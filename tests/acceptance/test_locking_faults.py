@@ -8,23 +8,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pytest
 from celery import Celery
 from pymongo import MongoClient
-from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.locking import select_for_update, transactional
 from tests.acceptance.documentation.pages import blocks
-from tests.acceptance.locking_project import ENVIRONMENT
 from tests.fixtures.availability import require_server
 from tests.fixtures.process import ROOT, Processes, wait_for
 from tests.integration.locking_rig import Document, held
-from tests.rig.project import QUIET
+from tests.rig.project import MakeProject, Project
 
 PROJECT = "tests.acceptance.locking_project"
 LIFETIME_SECONDS = 2
@@ -35,52 +33,47 @@ MakeReplicaSet = Callable[..., MongoReplicaSet]
 MakeClient = Callable[..., MongoClient[Document]]
 
 
-class Bank:
+class Bank(Project):
     """The account that the tasks lock, and their worker."""
 
-    def __init__(self, database: Database[Document], broker: str) -> None:
-        self.database = database
-        self.app = Celery("sender", broker=broker, set_as_current=False)
-        database["accounts"].insert_one({"_id": 1, "entries": []})
+    app = PROJECT
+
+    def __enter__(self) -> Self:
+        self.sender = Celery("sender", broker=self.environment["PROJECT_BROKER"], set_as_current=False)
+        self.data["accounts"].insert_one({"_id": 1, "entries": []})
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.sender.close()
+        super().__exit__()
 
     def add(self, text: str, **options: Any) -> None:
-        self.app.send_task(f"{PROJECT}.add", (text,), options)
+        self.sender.send_task(f"{PROJECT}.add", (text,), options)
 
     def runs(self, text: str) -> list[Document]:
-        return list(self.database["runs"].find({"text": text}))
+        return list(self.data["runs"].find({"text": text}))
 
     @property
     def entries(self) -> list[str]:
-        document = self.database["accounts"].find_one({"_id": 1})
+        document = self.data["accounts"].find_one({"_id": 1})
         assert document is not None
         return list(document["entries"])
 
 
-def start_bank(processes: Processes, url: str, database: Database[Document], broker: str, concurrency: int) -> Bank:
-    """A bank whose worker is ready."""
-    environment = dict(zip(ENVIRONMENT, (broker, url, database.name), strict=True))
-    options = ("-c", str(concurrency), "-l", "INFO")
-    worker = processes.celery(PROJECT, "worker", *QUIET, *options, environment=environment)
-    worker.wait_for_output("ready")
-    return Bank(database, broker)
-
-
-def test_celery_sees_no_conflict_and_repeats_other_errors(
-    processes: Processes, mongo_url: str, redis_url: str, database: Database[Document]
-) -> None:
+def test_celery_sees_no_conflict_and_repeats_other_errors(make_project: MakeProject) -> None:
     """A conflict is repeated inside one run of the task, although `autoretry_for` names every error there is."""
-    bank = start_bank(processes, mongo_url, database, redis_url, 2)
-    with bank.app:
-        with held(database["accounts"], 1):
-            bank.add("conflict")
-            wait_for(lambda: len(bank.runs("conflict")) > 2, message="repeated bodies")
-            assert bank.entries == []
-        wait_for(lambda: bank.entries == ["conflict"])
-        assert {run["retries"] for run in bank.runs("conflict")} == {0}
+    bank: Bank = make_project(Bank)
+    bank.worker()
+    with held(bank.data["accounts"], 1):
+        bank.add("conflict")
+        wait_for(lambda: len(bank.runs("conflict")) > 2, message="repeated bodies")
+        assert bank.entries == []
+    wait_for(lambda: bank.entries == ["conflict"])
+    assert {run["retries"] for run in bank.runs("conflict")} == {0}
 
-        bank.add("error", failures=2)
-        wait_for(lambda: bank.entries == ["conflict", "error"])
-        assert sorted(run["retries"] for run in bank.runs("error")) == [0, 1, 2]
+    bank.add("error", failures=2)
+    wait_for(lambda: bank.entries == ["conflict", "error"])
+    assert sorted(run["retries"] for run in bank.runs("error")) == [0, 1, 2]
 
 
 def test_a_worker_that_is_killed_inside_blocks_for_the_servers_time_and_its_task_takes_effect_once(
@@ -88,9 +81,8 @@ def test_a_worker_that_is_killed_inside_blocks_for_the_servers_time_and_its_task
 ) -> None:
     """The task comes back to another process, which waits for the dead one's lock; then others get on as well."""
     server = make_replica_set(parameters=[f"transactionLifetimeLimitSeconds={LIFETIME_SECONDS}"])
-    client = make_client(server.url)
-    bank = start_bank(processes, server.url, client["bank"], redis_url, 1)
-    with bank.app:
+    with Bank(processes, make_client(server.url), server.url, redis_url) as bank:
+        bank.worker(concurrency=1)
         bank.add("killed", linger=True)
         lingering = wait_for(lambda: [run for run in bank.runs("killed") if run.get("lingers")])
         os.kill(lingering[-1]["pid"], signal.SIGKILL)
@@ -133,28 +125,3 @@ def test_the_seat_reservation_comes_out_even() -> None:
     assert re.fullmatch(r"\d+ of 40 seats sold for \d+", sold)
     assert re.fullmatch(r"money before: 300; after: \d+ \+ \d+ in the till", money)
     assert verdict == "each seat was sold at most once, and all the money is there"
-
-
-def test_an_election_in_the_middle_repeats_the_transaction(
-    make_replica_set: MakeReplicaSet, make_client: MakeClient
-) -> None:
-    """The primary steps down between two writes: the first is gone with it, and both are made once."""
-    client = make_client(make_replica_set().url)
-    things = client["election"]["things"]
-    things.insert_one({"_id": 1, "n": 0})
-    runs: list[int] = []
-
-    @transactional(client)
-    def twice(*, session: ClientSession) -> None:
-        runs.append(1)
-        select_for_update(things, {"_id": 1}, session=session)
-        things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
-        if len(runs) == 1:
-            client.admin.command("replSetStepDown", 1, force=True)
-        things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
-
-    twice()
-    document = things.find_one({"_id": 1})
-    assert document is not None
-    assert document["n"] == 2
-    assert len(runs) > 1

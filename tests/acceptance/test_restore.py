@@ -2,56 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
+from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery.embedded import MongoReplicaSet
-from tests.fixtures.forked import run_celery
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet, empty
-from tests.fixtures.process import Processes, wait_for
-from tests.rig.project import OPTIONS
+from tests.fixtures.process import wait_for
+from tests.rig.project import OPTIONS, MakeProject, Project
+
+Document = dict[str, Any]
 
 pytestmark = pytest.mark.slow
 
-_APP = "tests.acceptance.project.app"
 SLOW, FAILING = "slow one", "failing"
 
 
-class Shop:
+class Shop(Project):
     """A bridge of one partition, so that who starts has all before it committed; its target is in another cluster."""
 
-    def __init__(self, processes: Processes, make_client: MakeClient, sink: Database[Any], **named: str) -> None:
-        self.sink, self._processes, self._make_client = sink, processes, make_client
-        options = {**OPTIONS, "partitions": 1, "queues": 1, "failure_policy": "dead_letter"}
-        self._environment = {**named, "PROJECT_OPTIONS": json.dumps(options), "PROJECT_FAIL": "1"}
+    app = "tests.acceptance.project.app"
+    options = MappingProxyType({**OPTIONS, "partitions": 1, "queues": 1, "failure_policy": "dead_letter"})
 
-    def move(self, servers: MongoReplicaSet) -> None:
+    def move(self, servers: MongoReplicaSet, client: MongoClient[Document]) -> None:
         """Be in this cluster from now on."""
-        client, names = self._make_client(servers.url), self._environment["PROJECT_NAMES"]
-        self.data, self.state = client[f"{names}_data"], client[f"{names}_state"]
-        self.servers, self._environment["PROJECT_MONGO"] = servers, servers.url
+        self.data, self.state = client[self.data.name], client[self.state.name]
+        self.servers, self.url = servers, servers.url
+        self.environment["PROJECT_MONGO"] = self.url
 
-    def start(self) -> None:
-        self.run("listener", "reading from")
-        self.run("worker", "ready")
-
-    def run(self, role: str, awaited: str) -> None:
-        self._processes.celery(_APP, role, "-l", "INFO", environment=self._environment).wait_for_output(awaited)
+    def begin(self) -> None:
+        self.listener()
+        self.worker()
 
     def stop(self) -> int:
         """End both, and empty the broker; how many handlers have started until then."""
         for each in self._processes.started[-2:]:
             each.terminate()
-        self.celery("purge", "-f", "-Q", "project.0")
-        return self.sink["starts"].count_documents({})
+        self.type("purge", "-f", "-Q", "project.0")
+        return self.facts["starts"].count_documents({})
 
-    def celery(self, *arguments: str) -> None:
-        done = run_celery("-A", _APP, *arguments, environment=self._environment)
+    def type(self, *arguments: str) -> None:
+        done = self.run(*arguments)
         assert done.returncode == 0, done.stdout + done.stderr
 
     def write(self, key: str, n: int) -> None:
@@ -61,11 +57,11 @@ class Shop:
     def accepted(self, key: str, n: int, times: int) -> None:
         """Wait until the target, which knows all fences of before, has taken an effect so many times."""
         wanted = {"_id": f"record/{key}", f"log.{times - 1}": {"$exists": True}, "log.n": n}
-        wait_for(lambda: self.sink["registers"].find_one(wanted), message=f"{key} {n}, the effect {times} of its key")
+        wait_for(lambda: self.facts["registers"].find_one(wanted), message=f"{key} {n}, the effect {times} of its key")
 
     def started(self, since: int = 0) -> set[tuple[str, int]]:
         """For what a handler has started, behind so many starts."""
-        return {(each["key"], each["n"]) for each in self.sink["starts"].find().sort("$natural", 1).skip(since)}
+        return {(each["key"], each["n"]) for each in self.facts["starts"].find().sort("$natural", 1).skip(since)}
 
 
 def copy_of(database: Database[Any]) -> dict[str, list[Any]]:
@@ -79,19 +75,12 @@ def restore(database: Database[Any], copy: dict[str, list[Any]]) -> None:
 
 
 @pytest.fixture
-def shop(
-    processes: Processes,
-    make_replica_set: MakeReplicaSet,
-    make_client: MakeClient,
-    database: Database[Any],
-    mongo_url: str,
-    redis_url: str,
-    tmp_path: Path,
-) -> Shop:
-    named = {"PROJECT_SINK": mongo_url, "PROJECT_BROKER": redis_url, "PROJECT_NAMES": database.name}
-    shop = Shop(processes, make_client, database.client[f"{database.name}_facts"], **named)
-    shop.move(make_replica_set(directory=tmp_path / "set"))
-    shop.start()
+def shop(make_project: MakeProject, make_replica_set: MakeReplicaSet, make_client: MakeClient, tmp_path: Path) -> Shop:
+    shop: Shop = make_project(Shop, PROJECT_FAIL="1")
+    shop.environment["PROJECT_SINK"] = shop.url
+    servers = make_replica_set(directory=tmp_path / "set")
+    shop.move(servers, make_client(servers.url))
+    shop.begin()
     return shop
 
 
@@ -103,7 +92,7 @@ def test_a_cluster_from_copies_of_its_files_goes_on_where_it_was(shop: Shop, tmp
     shop.data.client.admin.command("fsync", lock=True)
     shutil.copytree(tmp_path / "set", tmp_path / "copy")
     shop.data.client.admin.command("fsyncUnlock")
-    shop.sink["gates"].insert_one({"_id": SLOW})
+    shop.facts["gates"].insert_one({"_id": SLOW})
     shop.write("a", 2)
     shop.write("b", 1)
     before = shop.stop()
@@ -111,7 +100,7 @@ def test_a_cluster_from_copies_of_its_files_goes_on_where_it_was(shop: Shop, tmp
     shutil.rmtree(tmp_path / "set")
     (tmp_path / "copy").rename(tmp_path / "set")
     shop.servers.restart()
-    shop.start()
+    shop.begin()
     shop.accepted(SLOW, 1, times=2)
     shop.write("a", 3)
     assert shop.started(before) == {(SLOW, 1), ("a", 3)}
@@ -126,18 +115,23 @@ def test_with_an_earlier_state_what_came_since_is_handled_again(shop: Shop) -> N
     copy = copy_of(shop.state)
     shop.write("a", 2)
     shop.write("b", 1)
-    shop.celery("changes", "dead-letters", "discard", "--all", "--yes")
+    shop.type("changes", "dead-letters", "discard", "--all", "--yes")
     before = shop.stop()
     restore(shop.state, copy)
-    shop.start()
+    shop.begin()
     shop.accepted("b", 1, times=2)
     assert shop.started(before) == {("a", 2), ("b", 1)}
     assert shop.state["dead_letters"].count_documents({}) == 1
 
 
+def _move_to_a_new_set(shop: Shop, make_replica_set: MakeReplicaSet, make_client: MakeClient) -> None:
+    servers = make_replica_set()
+    shop.move(servers, make_client(servers.url))
+
+
 @pytest.mark.parametrize("where", ["the same set", "a new set"])
 def test_what_is_restored_runs_no_handler_that_was_sent_on_first(
-    where: str, shop: Shop, make_replica_set: MakeReplicaSet
+    where: str, shop: Shop, make_replica_set: MakeReplicaSet, make_client: MakeClient
 ) -> None:
     """From copies of collections; a snapshot brings the documents, and so does a restoring while a listener leads."""
     shop.write("a", 1)
@@ -145,14 +139,14 @@ def test_what_is_restored_runs_no_handler_that_was_sent_on_first(
     shop.write("b", 1)
     before = shop.stop()
     if where == "a new set":
-        shop.move(make_replica_set())
+        _move_to_a_new_set(shop, make_replica_set, make_client)
     restore(shop.state, copies[0])
     restore(shop.data, copies[1])
-    shop.celery("changes", "reset", "record", "--to", "now", "--yes")
-    shop.start()
+    shop.type("changes", "reset", "record", "--to", "now", "--yes")
+    shop.begin()
     shop.write("c", 1)
     assert shop.started(before) == {("c", 1)}
-    shop.celery("changes", "snapshot", "start", "record", "--yes")
+    shop.type("changes", "snapshot", "start", "record", "--yes")
     shop.accepted("a", 1, times=2)
     restore(shop.data, copies[1])
     shop.accepted("a", 1, times=3)
@@ -160,7 +154,7 @@ def test_what_is_restored_runs_no_handler_that_was_sent_on_first(
 
 
 def test_in_a_new_set_whoever_was_not_sent_on_stands_still_until_somebody_decides(
-    shop: Shop, make_replica_set: MakeReplicaSet
+    shop: Shop, make_replica_set: MakeReplicaSet, make_client: MakeClient
 ) -> None:
     """Its oplog is whole, and has the restoring: but nobody can have read up to a place before it."""
     shop.write("a", 1)
@@ -168,11 +162,11 @@ def test_in_a_new_set_whoever_was_not_sent_on_stands_still_until_somebody_decide
     wait_for(lambda: shop.state["handlers"].find_one(read), message="its position is stored")
     copies = copy_of(shop.state), copy_of(shop.data)
     before = shop.stop()
-    shop.move(make_replica_set())
+    _move_to_a_new_set(shop, make_replica_set, make_client)
     restore(shop.state, copies[0])
     restore(shop.data, copies[1])
-    shop.run("listener", "is stopped: its position is")
-    shop.celery("changes", "reset", "record", "--to", "now", "--yes")
-    shop.start()
+    shop.listener(awaited="is stopped: its position is")
+    shop.type("changes", "reset", "record", "--to", "now", "--yes")
+    shop.begin()
     shop.write("b", 1)
     assert shop.started(before) == {("b", 1)}

@@ -8,8 +8,8 @@ broker and in the state, is searched for these, as they are, escaped and in base
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import quote
@@ -22,21 +22,16 @@ from pymongo import MongoClient
 from mongo_celery.embedded import RedisServer
 from tests.acceptance.test_secrecy import _decoded
 from tests.fixtures.availability import require_server
-from tests.fixtures.forked import run_celery
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 from tests.fixtures.redis import MakeRedis
 from tests.integration.guarded import GuardedMongo
+from tests.rig.project import OPTIONS, Project
 
 Document = dict[str, Any]
 
 MONGO_CANARY = "mongo canary@8c1e"
 BROKER_CANARY = "broker canary@51fa"
 USER = "somebody-77"
-_APP = "tests.acceptance.cli_project"
-_NAMES = "secrets"
-_OPTIONS = {"partitions": 1, "lease_ttl": 2.0, "claim_ttl": 2.0, "start_timeout": 1.0}
-_QUIET = ("--without-gossip", "--without-mingle", "--without-heartbeat")
-_SECONDS_MAX = 120.0
 COMMANDS = (
     ("status", "--json"),
     ("check",),
@@ -53,24 +48,28 @@ COMMANDS = (
 _FEW = 2
 
 
-class Guarded:
+class Guarded(Project):
     """Servers that ask for passwords, processes and commands of one app, and all that these have written."""
+
+    app = "tests.acceptance.cli_project"
+    options = MappingProxyType({**OPTIONS, "partitions": 1, "queues": 1, "start_timeout": 1.0})
 
     def __init__(self, mongo: GuardedMongo, broker: RedisServer, processes: Processes) -> None:
         self.written: dict[str, str] = {}
-        self._mongo, self._broker, self._processes = mongo, broker, processes
+        self._mongo, self._broker = mongo, broker
         with MongoClient[Document](mongo.address_of("root")) as client:
             client.admin.command("createUser", USER, pwd=MONGO_CANARY, roles=["root"])
         with redis.Redis(port=broker.port) as first:
             everything: Any = {"categories": ["+@all"], "keys": ["*"], "channels": ["*"]}
             first.acl_setuser(USER, enabled=True, passwords=[f"+{BROKER_CANARY}"], **everything)
             first.acl_setuser("default", enabled=False)
-        self.client: MongoClient[Document] = MongoClient(self.mongo_url())
+        url = self.mongo_url()
+        super().__init__(processes, MongoClient[Document](url), url, self.broker_url())
         self.redis = redis.Redis(port=broker.port, username=USER, password=BROKER_CANARY)
-        self.state = self.client[f"{_NAMES}_state"]
-        self.orders = self.client[f"{_NAMES}_data"]["orders"]
+        self.orders = self.data["orders"]
 
-    def close(self) -> None:
+    def __exit__(self, *error: object) -> None:
+        super().__exit__()
         self.client.close()
         self.redis.close()
 
@@ -81,21 +80,10 @@ class Guarded:
     def broker_url(self, password: str = BROKER_CANARY, port: int | None = None) -> str:
         return f"redis://{USER}:{quote(password, safe='')}@127.0.0.1:{port or self._broker.port}/0"
 
-    def environment(self, mongo: str | None = None, broker: str | None = None) -> Document:
-        return {
-            "PROJECT_MONGO": mongo or self.mongo_url(),
-            "PROJECT_BROKER": broker or self.broker_url(),
-            "PROJECT_NAMES": _NAMES,
-            "PROJECT_OPTIONS": json.dumps(_OPTIONS),
-        }
-
-    def start(self, *arguments: str, **urls: str) -> ProjectProcess:
-        return self._processes.celery(_APP, *arguments, "-l", "DEBUG", environment=self.environment(**urls))
-
-    def run(self, *arguments: str, **urls: str) -> int:
+    def type(self, *arguments: str, **variables: str) -> int:
         """Run a command to its end, and keep what it writes; its status."""
-        done = run_celery("-A", _APP, *arguments, environment=self.environment(**urls))
-        self.written[f"{' '.join(arguments)} {urls}"] = done.stdout + done.stderr
+        done = self.run(*arguments, **variables)
+        self.written[f"{' '.join(arguments)} {variables}"] = done.stdout + done.stderr
         return done.returncode
 
     def broker_contents(self) -> str:
@@ -129,10 +117,8 @@ class Guarded:
 def guarded(make_redis: MakeRedis, processes: Processes) -> Iterator[Guarded]:
     """Give servers that ask for passwords."""
     require_server("mongod")
-    with GuardedMongo() as mongo:
-        made = Guarded(mongo, make_redis(), processes)
+    with GuardedMongo() as mongo, Guarded(mongo, make_redis(), processes) as made:
         yield made
-        made.close()
 
 
 @pytest.mark.parametrize(
@@ -140,22 +126,22 @@ def guarded(make_redis: MakeRedis, processes: Processes) -> Iterator[Guarded]:
 )
 def test_passwords_and_keys_are_nowhere(guarded: Guarded, most: int | None) -> None:
     """P9, P11: logs at level DEBUG, tracebacks, commands and their JSON, messages, stored documents."""
-    listener = guarded.start("listener", "--http", "0")
+    listener = guarded.start("listener", "-l", "DEBUG", "--http", "0")
     listener.wait_for_output("reading from")
     guarded.orders.insert_many([{"_id": 1}, {"_id": 2}])
     wait_for(lambda: guarded.redis.llen("shop.0"), message="a change waits at the broker")
     contents = guarded.broker_contents()
-    worker = guarded.start("worker", "-P", "solo", *_QUIET)
+    worker = guarded.worker("-P", "solo", level="DEBUG")
     guarded.orders.insert_one({"_id": 3, "bad": True})
     wait_for(lambda: guarded.state["partitions"].find_one({"state": "halted"}), message="it has halted")
     keys = guarded.keys()
     for command in COMMANDS[:most]:
         # What has halted is failing.
-        assert guarded.run("changes", *command) == {"status": 2, "check": 2}.get(command[0], 0), command
+        assert guarded.type("changes", *command) == {"status": 2, "check": 2}.get(command[0], 0), command
     for urls in _wrong_urls(guarded)[:most]:
-        assert guarded.run("listener", "-l", "DEBUG", **urls) == 1, guarded.written
+        assert guarded.type("listener", "-l", "DEBUG", **urls) == 1, guarded.written
         if most is None:
-            assert guarded.run("changes", "check", "--json", **urls) == 2, guarded.written
+            assert guarded.type("changes", "check", "--json", **urls) == 2, guarded.written
     contents += guarded.broker_contents()
     keys += guarded.keys()
     guarded.written.update(_served(listener))
@@ -181,11 +167,11 @@ def _served(listener: ProjectProcess) -> dict[str, str]:
 def _wrong_urls(guarded: Guarded) -> tuple[dict[str, str], ...]:
     """Mistyped passwords that hold the right one, servers that are away, and a URL that cannot be read."""
     return (
-        {"mongo": guarded.mongo_url(f"{MONGO_CANARY}x")},
-        {"broker": guarded.broker_url(f"{BROKER_CANARY}x")},
-        {"mongo": guarded.mongo_url(address="127.0.0.1:1")},
-        {"broker": guarded.broker_url(port=1)},
-        {"mongo": f"mongodb://{USER}:{MONGO_CANARY}/@127.0.0.1:1/?replicaSet=rs0"},
+        {"PROJECT_MONGO": guarded.mongo_url(f"{MONGO_CANARY}x")},
+        {"PROJECT_BROKER": guarded.broker_url(f"{BROKER_CANARY}x")},
+        {"PROJECT_MONGO": guarded.mongo_url(address="127.0.0.1:1")},
+        {"PROJECT_BROKER": guarded.broker_url(port=1)},
+        {"PROJECT_MONGO": f"mongodb://{USER}:{MONGO_CANARY}/@127.0.0.1:1/?replicaSet=rs0"},
     )
 
 

@@ -56,41 +56,32 @@ def test_one_server_alone_says_its_url_as_json(processes: Processes) -> None:
     assert process.wait(GOODBYE_SECONDS_MAX) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_services_answer_and_a_signal_ends_them(processes: Processes, number: signal.Signals) -> None:
-    """Both URLs answer; afterwards the status is 0 and no process is left."""
-    process = services(processes)
-    mongo_url, redis_url = urls(process)
-    with connect(mongo_url) as mongo, redis.Redis.from_url(redis_url) as broker:
-        assert mongo.admin.command("hello")["setName"]
-        assert broker.ping()
-    assert "celery -A shop listener" in process.text
-    assert "celery -A shop worker" in process.text
-    servers = [psutil.Process(pid) for pid in process.children()]
-    assert len(servers) == 2
-
-    process.send(number)
-
-    assert process.wait(GOODBYE_SECONDS_MAX) == 0
-    assert not any(server.is_running() for server in servers)
-    assert "Traceback" not in process.text
-
-
-def test_a_given_directory_keeps_data_and_ports(processes: Processes, tmp_path: Path) -> None:
-    """Ended and started again, the same URLs have the same data."""
+def test_services_answer_keep_what_they_have_and_end_with_a_signal(processes: Processes, tmp_path: Path) -> None:
+    """Both URLs answer; ended, no process is left; started again in a given directory, they have the same data."""
     first = services(processes, "--directory", str(tmp_path / "data"))
     url, broker = urls(first)
-    with connect(url) as client:
+    with connect(url) as client, redis.Redis.from_url(broker) as found:
+        assert client.admin.command("hello")["setName"]
+        assert found.ping()
         client.shop.orders.insert_one({"_id": 1})
+    assert "celery -A shop listener" in first.text
+    assert "celery -A shop worker" in first.text
     kept = [tmp_path / "data", *(tmp_path / "data").rglob("*")]
     assert not [each for each in kept if each.exists() and each.stat().st_mode & 0o077], "for this user alone"
-    first.send(signal.SIGINT)
-    assert first.wait(GOODBYE_SECONDS_MAX) == 0
+    servers = [psutil.Process(pid) for pid in first.children()]
+    assert len(servers) == 2
+    _end(first, signal.SIGINT)
+    assert not any(server.is_running() for server in servers)
 
     second = services(processes, "--directory", str(tmp_path / "data"))
 
     assert urls(second) == (url, broker)
     with connect(url) as client:
         assert client.shop.orders.find_one() == {"_id": 1}
-    second.send(signal.SIGTERM)
-    assert second.wait(GOODBYE_SECONDS_MAX) == 0
+    _end(second, signal.SIGTERM)
+
+
+def _end(process: ProjectProcess, number: signal.Signals) -> None:
+    process.send(number)
+    assert process.wait(GOODBYE_SECONDS_MAX) == 0
+    assert "Traceback" not in process.text

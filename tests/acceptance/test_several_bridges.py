@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
-from uuid import uuid4
 
 import pytest
 from celery import Celery
-from pymongo import MongoClient
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.listener.activity import Activity
@@ -21,8 +19,8 @@ from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.process import FAILED_BRIDGE, ListenerThreads, run_listeners
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.repeating import Pauses
-from tests.fixtures.mongo import empty
-from tests.fixtures.process import Processes, ProjectProcess, wait_for
+from tests.fixtures.process import ProjectProcess, wait_for
+from tests.rig.project import MakeProject, Project
 
 Document = dict[str, Any]
 SHORT = Pauses(first=1.0, longest=2.0)
@@ -30,21 +28,14 @@ _MAIN = "from tests.acceptance.test_several_bridges import main; main()"
 
 
 def main() -> None:
-    """Listen as the command does, with short pauses; told by JSON in the first argument."""
-    told = json.loads(sys.argv[1])
-    app = Celery("several", broker=told["broker"])
-    for name in told["bridges"]:
-        bridge = Bridge(
-            app,
-            told["mongo"],
-            name=name,
-            database=f"{told['names']}_state",
-            autodiscover=False,
-            partitions=1,
-            lease_ttl=2,
-        )
+    """Listen as the command does, with short pauses, for the bridges that the arguments name."""
+    names = os.environ["PROJECT_NAMES"]
+    app = Celery("several", broker=os.environ["PROJECT_BROKER"])
+    given: Document = {"database": f"{names}_state", "autodiscover": False, "partitions": 1, "lease_ttl": 2}
+    for name in sys.argv[1:]:
+        bridge = Bridge(app, os.environ["PROJECT_MONGO"], name=name, **given)
         database = "state" if name.startswith("bad") else "data"  # a bridge must not watch its own state
-        bridge.on_change(f"{told['names']}_{database}.items", name=name)(_handler(name))
+        bridge.on_change(f"{names}_{database}.items", name=name)(_handler(name))
     app.log.setup(logging.INFO)
     sys.exit(run_listeners(app, [], pauses=SHORT))
 
@@ -57,38 +48,25 @@ def _handler(name: str) -> Callable[[Any], None]:
     return handle
 
 
-class Several:
-    """Listener processes for some bridges, on real servers."""
+class Several(Project):
+    """Bridges named `good...`, and `bad...` whose source is refused."""
 
-    def __init__(self, processes: Processes, client: MongoClient[Document], mongo: str, broker: str) -> None:
-        self.names = f"several_{uuid4().hex[:10]}"
-        self.items = client[f"{self.names}_data"]["items"]
-        self.leases = client[f"{self.names}_state"]["leases"]
-        self._processes = processes
-        self._told = {"mongo": mongo, "broker": broker, "names": self.names}
+    app = "several"
 
     def listen(self, *bridges: str) -> ProjectProcess:
         """Start a process for these bridges; does not wait."""
-        told = json.dumps({**self._told, "bridges": bridges})
-        return self._processes.python("listener", "-c", _MAIN, told)
+        return self._processes.python("listener", "-c", _MAIN, *bridges, environment=self.environment)
 
     def version(self, bridge: str) -> int:
         """The version of a bridge's lease."""
-        lease = self.leases.find_one({"_id": bridge})
-        assert lease is not None
-        return int(lease["term"])
+        return int((self.state["leases"].find_one({"_id": bridge}) or {})["term"])
 
 
 @pytest.fixture
-def several(
-    processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str
-) -> Iterator[Several]:
-    """Give bridges named `good...`, and `bad...` whose source is refused."""
-    made = Several(processes, mongo_client, mongo_url, redis_url)
-    yield made
-    processes.__exit__()
-    for part in ("data", "state"):
-        empty(mongo_client, f"{made.names}_{part}")
+def several(make_project: MakeProject) -> Several:
+    """Give such bridges, of which nothing is started."""
+    made: Several = make_project(Several)
+    return made
 
 
 def test_a_bridge_that_fails_for_good_leaves_the_others_alone(several: Several, redis_client: Any) -> None:
@@ -98,21 +76,18 @@ def test_a_bridge_that_fails_for_good_leaves_the_others_alone(several: Several, 
     listener.wait_for_output("CRITICAL.*bridge bad has failed")
     version = wait_for(lambda: several.version("good"))
     wait_for(lambda: listener.text.count("bridge bad has failed") >= 3, message="tried again, and once more")
-    several.items.insert_one({"_id": 1})
+    several.data["items"].insert_one({"_id": 1})
     wait_for(lambda: redis_client.llen("good.0"), message="the healthy bridge dispatches")
     assert listener.running
     assert several.version("good") == version
-    assert "it starts again in 1 s" in listener.text
-    assert "it starts again in 2 s" in listener.text
     assert listener.terminate() == 0
 
 
-@pytest.mark.parametrize("bridges", [["bad"], ["bad1", "bad2"]])
-def test_the_process_ends_with_status_1_once_every_bridge_has_failed(several: Several, bridges: list[str]) -> None:
+def test_the_process_ends_with_status_1_once_every_bridge_has_failed(several: Several) -> None:
     """So that a supervisor restarts it, and sees that it cannot."""
-    listener = several.listen(*bridges)
+    listener = several.listen("bad1", "bad2")
     assert listener.wait() == 1
-    for name in bridges:
+    for name in ("bad1", "bad2"):
         assert f"bridge {name} has failed" in listener.text
 
 

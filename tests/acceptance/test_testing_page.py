@@ -10,8 +10,6 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-import pytest
-
 from tests.acceptance.documentation.pages import ROOT, blocks
 from tests.fixtures.availability import require_server
 from tests.fixtures.process import Processes
@@ -122,9 +120,3 @@ def test_the_tests_of_the_page_pass_and_find_each_mistake(processes: Processes, 
     written = set(re.findall(r"^def (test_\w+)", "".join(files().values()), re.MULTILINE))
     assert passed == written, ET.tostring(found.getroot()).decode()
     assert failed == set(MISTAKES)
-
-
-@pytest.mark.parametrize("test", MISTAKES)
-def test_each_mistake_is_one_of_the_page(test: str) -> None:
-    """The page names it in the first words of the test's docstring."""
-    assert f"def {test}(" in files()["tests/test_mistakes.py"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -16,15 +16,13 @@ from pymongo import MongoClient
 from mongo_celery.embedded import MongoServer
 from mongo_celery.embedded.server import HOST
 from tests.fixtures.availability import require_server
-from tests.fixtures.forked import run_celery
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import Processes, wait_for
+from tests.rig.project import OPTIONS, Project
 
 Document = dict[str, Any]
-Done = subprocess.CompletedProcess[str]
 
 _SET = "rs0"
-_APP = "tests.acceptance.cli_project"
-_SECONDS_MAX = 120.0
 
 
 class _TlsServer(MongoServer):
@@ -76,65 +74,40 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encrypted]:
         yield Encrypted(server.address, options)
 
 
-@pytest.fixture
-def environment(encrypted: Encrypted, redis_url: str, state_name: str) -> Document:
-    """Give what the app reads."""
-    options = json.dumps({"partitions": 2, "lease_ttl": 2.0, "claim_ttl": 2.0, "start_timeout": 2.0})
-    return {
-        "PROJECT_MONGO": encrypted.url,
-        "PROJECT_BROKER": redis_url,
-        "PROJECT_NAMES": state_name,
-        "PROJECT_OPTIONS": options,
-    }
+class Shop(Project):
+    """The app of `test_cli.py` on that set."""
+
+    app = "tests.acceptance.cli_project"
+    options = MappingProxyType({**OPTIONS, "partitions": 2, "start_timeout": 2.0})
 
 
 @pytest.fixture
-def state_name(tmp_path: Path) -> str:
-    return f"tls_{abs(hash(tmp_path.name)) % 10**8}"
+def shop(encrypted: Encrypted, make_client: MakeClient, processes: Processes, redis_url: str) -> Iterator[Shop]:
+    """Give the project, with nothing started."""
+    with Shop(processes, make_client(encrypted.url), encrypted.url, redis_url) as made:
+        yield made
 
 
-def test_a_change_goes_the_whole_way_by_tls(encrypted: Encrypted, environment: Document, processes: Processes) -> None:
+def test_a_change_goes_the_whole_way_by_tls(shop: Shop) -> None:
     """Lease, stream, claims, the handler's own write by `bridge.client`, status and check."""
-    listener = processes.celery(_APP, "listener", "-l", "INFO", environment=environment)
-    listener.wait_for_output("reading from")
-    arguments = ("-P", "solo", "-l", "INFO", "--without-gossip", "--without-mingle")
-    processes.celery(_APP, "worker", *arguments, environment=environment).wait_for_output("ready")
-    names = environment["PROJECT_NAMES"]
-    with MongoClient[Document](encrypted.url) as client:
-        client[f"{names}_data"]["orders"].insert_one({"_id": 1})
-        wait_for(lambda: client[f"{names}_data"]["summaries"].find_one({"_id": 1}), message="it was handled")
-    status = json.loads(_changes(environment, "status", "--json").stdout)
-    assert status["state"] == "leading"
-    findings = {each["code"]: each for each in json.loads(_changes(environment, "check", "--json").stdout)["findings"]}
-    assert {findings[name]["severity"] for name in ("topology", "state_rights", "change_stream", "mongodb_tls")} == {
-        "ok"
-    }
+    shop.listener()
+    shop.worker("-P", "solo")
+    shop.data["orders"].insert_one({"_id": 1})
+    wait_for(lambda: shop.data["summaries"].find_one({"_id": 1}), message="it was handled")
+    assert json.loads(shop.run("changes", "status", "--json").stdout)["state"] == "leading"
+    found = json.loads(shop.run("changes", "check", "--json").stdout)["findings"]
+    levels = {each["code"]: each["severity"] for each in found}
+    assert {levels[name] for name in ("topology", "state_rights", "change_stream", "mongodb_tls")} == {"ok"}
 
 
-@pytest.mark.parametrize(
-    ("lacking", "words"),
-    [
-        pytest.param("tls=true&", "MongoDB did not answer", id="plain text"),
-        pytest.param("tlsCAFile", "certificate verify failed", id="an authority that is not known"),
-    ],
-)
-def test_a_way_that_is_not_trusted_is_no_answer(
-    encrypted: Encrypted, environment: Document, lacking: str, words: str
-) -> None:
-    """One sentence of the listener and of a command, which says what the matter is; status 1, of a verdict 2."""
-    url = encrypted.plain_url if lacking == "tls=true&" else f"{encrypted.plain_url}&tls=true"
-    if lacking != "tls=true&":
-        url += f"&{encrypted.options.partition('&')[2]}"
-    for command in (("changes", "status"), ("listener",))[: 1 + (lacking == "tlsCAFile")]:
-        done = _run({**environment, "PROJECT_MONGO": url}, *command)
-        assert done.returncode == (1 if command == ("listener",) else 2), done.stdout
-        assert words in done.stdout + done.stderr, done.stderr
+def test_a_way_that_is_not_trusted_is_no_answer(encrypted: Encrypted, shop: Shop) -> None:
+    """By plain text, and with an authority that is not known: the listener ends, and a verdict is failing."""
+    unknown = f"{encrypted.plain_url}&tls=true&{encrypted.options.partition('&')[2]}"
+    for url, command, status, word in (
+        (encrypted.plain_url, ("changes", "status"), 2, encrypted.address),
+        (unknown, ("changes", "status"), 2, "certificate"),
+        (unknown, ("listener",), 1, "certificate"),
+    ):
+        done = shop.run(*command, PROJECT_MONGO=url)
+        assert (done.returncode, word in done.stdout + done.stderr) == (status, True), done
         assert "Traceback" not in done.stderr
-
-
-def _changes(environment: Document, *arguments: str) -> Done:
-    return _run(environment, "changes", *arguments)
-
-
-def _run(environment: Document, *arguments: str) -> Done:
-    return run_celery("-A", _APP, *arguments, environment=environment)

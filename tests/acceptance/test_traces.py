@@ -10,7 +10,6 @@ import pytest
 import redis
 
 from mongo_celery.bridge.partitioning import document_hash
-from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
 from tests.rig.project import MakeProject, Project
 
@@ -107,13 +106,13 @@ def test_with_the_instrumentation_of_celery_ours_stand_inside_and_around_its_spa
     assert {span["context"]["trace_id"] for span in line} == {line[0]["context"]["trace_id"]}
 
 
-FORGED: dict[str, Any] = {
-    "a number": 5,
-    "a list": ["00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"],
-    "a document": {"get": 1},
-    "no context": "x" * 50_000,
-    "somebody else's": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-}
+FORGED: list[Any] = [
+    5,
+    ["00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"],
+    {"get": 1},
+    "x" * 50_000,
+    "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",  # somebody else's
+]
 
 
 def test_a_forged_trace_neither_drops_a_message_nor_charges_a_change(traced: Traced) -> None:
@@ -123,7 +122,7 @@ def test_a_forged_trace_neither_drops_a_message_nor_charges_a_change(traced: Tra
     orders = [next(filter(lambda n: traced.partition_of(n, count) == index, range(1000))) for index in range(count)]
     traced.data["orders"].insert_many([{"_id": order} for order in orders])
     with redis.Redis.from_url(traced.environment["PROJECT_BROKER"]) as broker:
-        for value in FORGED.values():
+        for value in FORGED:
             raw: Any = wait_for(lambda: broker.rpop("traced.0"))
             message = json.loads(raw)
             message["headers"].update(traceparent=value, tracestate=value, baggage=value)
@@ -137,18 +136,3 @@ def test_a_forged_trace_neither_drops_a_message_nor_charges_a_change(traced: Tra
     assert {span["attributes"]["mongo_celery.retries"] for span in processed} == {0}
     assert traced.state["drops"].find_one() is None
     assert "Traceback" not in worker.text
-
-
-def test_a_link_whose_trace_was_changed_is_another_link(traced: Traced) -> None:
-    """P11: what follows a task is signed as it is, also what it carries; the change is sent again."""
-    traced.listener()
-    traced.data["orders"].insert_one({"_id": 1})
-    with redis.Redis.from_url(traced.environment["PROJECT_BROKER"]) as broker:
-        raw: Any = wait_for(lambda: broker.rpop("traced.0"))
-        message = json.loads(raw)
-        args, kwargs, others = body_of(message)
-        others["chain"][0]["options"]["headers"] = {"traceparent": "x"}
-        broker.rpush("traced.0", json.dumps(with_body(message, [args, kwargs, others])))
-    traced.worker(concurrency=1)
-    wait_for(lambda: set(traced.done()) == {1})
-    wait_for(lambda: (traced.state["drops"].find_one() or {}).get("dropped", {}).get("tampered") == 1)

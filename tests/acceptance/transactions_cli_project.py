@@ -23,4 +23,4 @@ def _client() -> MongoClient[dict[str, Any]]:
     return MongoClient(os.environ["PROJECT_MONGO"])
 
 
-bank = TwoPhaseCommit(app, lambda: _client()[os.environ["PROJECT_NAMES"]]["transfers"])
+bank = TwoPhaseCommit(app, lambda: _client()[os.environ["PROJECT_NAMES"]]["transfers"], timeout=2)

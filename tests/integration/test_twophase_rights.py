@@ -17,7 +17,7 @@ from pymongo.errors import OperationFailure
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import AccessError, MongoCeleryError, TransactionCanceledError, TransactionStateError
 from mongo_celery.twophase.twophase import get_recoveries
-from tests.fixtures.rights import PASSWORD, UrlOf
+from tests.fixtures.rights import UrlOf
 from tests.integration.twophase_rig import advance
 
 Document = dict[str, Any]
@@ -70,7 +70,7 @@ class Guarded:
         self._root = MongoClient[Document](url_of("admin"))
         self._mine: list[MongoClient[Document]] = []
         self._root.admin.command("createRole", self._name, privileges=[], roles=[])
-        self._root.admin.command("createUser", self._name, pwd=PASSWORD, roles=[self._name])
+        self._root.admin.command("createUser", self._name, pwd=self._name, roles=[self._name])
         self._url = url_of(self._name)
         for cluster in ("own", "east"):
             accounts = [{"_id": name, "balance": START} for name in ("A", "B")]

@@ -19,6 +19,7 @@ from pymongo import MongoClient
 from mongo_celery.bridge.existing import token_place
 from tests.property import relation
 from tests.property.relation import Claim, Handled, Handler, Key, Lease, Letter, Partition, StoredChange, Write, judge
+from tests.rig.oplog import follow
 
 Event = Mapping[str, Any]
 Stored = dict[str, Any]
@@ -26,7 +27,6 @@ Stored = dict[str, Any]
 LARGE = ["fullDocument.text", "fullDocument.raw", "fullDocument.zip", "fullDocument.change", "fullDocument.traceback"]
 """Fields of events that no judgement needs, and that may have megabytes."""
 
-_END = "end_of_recording"
 _WRITES = frozenset({"insert", "update", "replace", "delete"})
 _GONE = frozenset({"drop", "dropDatabase", "rename"})
 
@@ -103,13 +103,8 @@ class Recording:
 def record(client: MongoClient[Stored], database: str, start: Timestamp) -> Recording:
     """Record what was written to a state database since a time, up to now."""
     recording = Recording()
-    with client[database].watch([{"$unset": LARGE}], start_at_operation_time=start) as stream:
-        client[database][_END].insert_one({})
-        for event in stream:
-            if event["ns"].get("coll") == _END and event["operationType"] == "insert":
-                break
-            recording.take(event)
-    client[database][_END].drop()
+    for event in follow(client, start, database, without=LARGE):
+        recording.take(event)
     recording.end()
     return recording
 

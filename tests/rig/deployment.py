@@ -7,32 +7,28 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, Protocol, Self, TypeVar, overload
-from uuid import uuid4
 
 import pytest
 import redis
-from bson import Timestamp
 from pymongo import MongoClient
-from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.embedded import RedisServer
 from mongo_celery.mongo.oplog import operation_time
-from tests.fixtures.forked import run_celery
-from tests.fixtures.mongo import MakeClient, MakeReplicaSet, empty, sparse
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet, sparse
 from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, wait_for
 from tests.fixtures.rabbitmq import QUEUES, virtual_host
 from tests.rig.conformance import record
 from tests.rig.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
 from tests.rig.oplog import read_oplog
-from tests.rig.project import QUIET
+from tests.rig.project import Project
 
 Document = dict[str, Any]
 
-APP = "tests.rig.scripted.application"
 SHORT_TIMES: dict[str, Any] = {
     "lease_ttl": 2,
     "claim_ttl": 2,
@@ -47,9 +43,9 @@ _WHERE = ("handler", "key", "n", "partition", "seq", "fence")
 _WARNINGS_OF_FORKING = ("opened before fork", "MongoClient was forked")
 
 
-class Deployment:
+class Deployment(Project):
     """
-    One bridge under test, with a Redis of its own and databases of its own on the given MongoDB.
+    The bridge of the scripted app, with a Redis of its own and databases of its own on the given MongoDB.
 
     Args:
         client: the test's own client; facts and judgements go through it.
@@ -68,6 +64,8 @@ class Deployment:
             over, or has written to the state itself.
     """
 
+    app = "tests.rig.scripted.application"
+
     def __init__(
         self,
         client: MongoClient[Document],
@@ -82,46 +80,33 @@ class Deployment:
         environment: Mapping[str, str] | None = None,
         redis: Sequence[str] = (),
     ) -> None:
-        self.name = f"chain_{uuid4().hex[:10]}"
-        self.client = client
-        self.data = client[f"{self.name}_data"]
-        self.facts = client[f"{self.name}_facts"]
-        self.state = client[f"{self.name}_state"]
+        self.options = {**SHORT_TIMES, **(options or {})}
+        self.partitions: int = self.options["partitions"]
         self.redis = RedisServer(options=redis)
-        self._other_broker = virtual_host(self.name)
-        self.partitions: int = {**SHORT_TIMES, **(options or {})}["partitions"]
+        own_directory = Path(mkdtemp(dir=directory))
+        super().__init__(Processes(own_directory), client, url, "")
+        self._other_broker = virtual_host(self.names)
         self.written: list[Due] = []
         self._spare: Counter[Due] = Counter()
         self._without_effect: set[Due] = set()
         self._standing: set[Due] = set()
-        self._url = url
         self.is_recorded = True
         own = {"confirm_publish": True} if self._other_broker else _PROMPT_RESTORE
-        self._gates = directory / f"{self.name}-gates"
+        self._gates = own_directory / "gates"
         self._gates.mkdir()
-        self._directory = directory / self.name
-        self._directory.mkdir()
-        self._processes = Processes(self._directory)
-        self._environment = {
-            "SCRIPTED_NAME": self.name,
+        included = {"include": [include]} if include else {}
+        self.environment |= {
             "SCRIPTED_FACTS": url,
             "SCRIPTED_GATES": str(self._gates),
             "SCRIPTED_HANDLERS": ",".join(handlers),
-            "SCRIPTED_OPTIONS": json.dumps({**SHORT_TIMES, **(options or {})}),
             "SCRIPTED_TRANSPORT": json.dumps({"visibility_timeout": 60, **own, **(transport or {})}),
-            "SCRIPTED_CONF": json.dumps(
-                {
-                    "worker_prefetch_multiplier": 4,
-                    **({"include": [include]} if include else {}),
-                    **_queues(),
-                    **(conf or {}),
-                }
-            ),
-            **(environment or {}),
+            "SCRIPTED_CONF": json.dumps({"worker_prefetch_multiplier": 4, **included, **_queues(), **(conf or {})}),
         }
+        self._given = environment or {}
 
     def __enter__(self) -> Self:
         self.redis.start()
+        self.environment |= {"PROJECT_BROKER": self._other_broker or self.redis.url, **self._given}
         self._since = operation_time(self.client)
         self.data.create_collection("sink")  # else a transaction would have to create it
         return self
@@ -129,60 +114,28 @@ class Deployment:
     def __exit__(self, *error: object) -> None:
         self._processes.__exit__()
         self.redis.stop()
-        for database in (self.data, self.facts, self.state):
-            empty(self.client, database)
+        super().__exit__()
 
     # -- processes ---------------------------------------------------------------------------------
 
-    def run(self, *arguments: str, name: str, level: str = "INFO", **environment: str) -> ProjectProcess:
-        """Start one of the project's commands; `appName` in its URL is its name, for failpoints."""
-        variables = {**self._variables(name), **environment}
-        return self._processes.celery(APP, *arguments, "-l", level, name=name, environment=variables)
+    def url_of(self, process: str) -> str:
+        """Return MongoDB's address with the name by which failpoints know a process."""
+        return f"{self.url}&appName={self.app_name(process)}"
 
-    def _variables(self, process: str) -> dict[str, str]:
-        url = f"{self._url}&appName={self.app_name(process)}"
-        return {"SCRIPTED_BROKER": self._other_broker or self.redis.url, "SCRIPTED_MONGO": url, **self._environment}
+    def app_name(self, process: str) -> str:
+        """What a process calls itself to MongoDB."""
+        return f"{self.names}.{process}"
 
-    def changes(self, command: str, *arguments: str) -> Document:
-        """Run `celery -A app changes COMMAND --json` to its end, and return what it says."""
-        line = ("-A", APP, "changes", command, *arguments, "--json")
-        done = run_celery(*line, environment=self._variables("command"))
+    def changes(self, command: str, *arguments: str, **variables: str) -> Document:
+        """Run `celery -A app changes COMMAND --json` to its end, and return what it says, whatever its status."""
+        done = self.run("changes", command, *arguments, "--json", **variables)
         assert done.stdout, done.stderr
         answer: Document = json.loads(done.stdout)
         return answer
 
-    def app_name(self, process: str) -> str:
-        """What a process calls itself to MongoDB."""
-        return f"{self.name}.{process}"
-
-    def listener(self, name: str = "listener", **environment: str) -> ProjectProcess:
-        """Start a listener, and wait until it leads."""
-        started = self.run("listener", name=name, **environment)
-        started.wait_for_output("reading from")
-        return started
-
-    def worker(
-        self, *arguments: str, name: str = "worker", concurrency: int = 2, level: str = "INFO", **environment: str
-    ) -> ProjectProcess:
-        """Start a worker, and wait until it consumes."""
-        started = self.run(
-            "worker",
-            "-c",
-            str(concurrency),
-            "-n",
-            f"{name}@%h",
-            *QUIET,
-            *arguments,
-            name=name,
-            level=level,
-            **environment,
-        )
-        started.wait_for_output(r" ready\.")
-        return started
-
     def both(self) -> tuple[ProjectProcess, ProjectProcess]:
         """Start a listener and a worker at the same time, and wait for both."""
-        listener = self.run("listener", name="listener")
+        listener = self.listener(awaited="")
         worker = self.worker()
         listener.wait_for_output("reading from")
         return listener, worker
@@ -214,16 +167,6 @@ class Deployment:
         item = Due(handler, key, n)
         self.written.append(item)
         return item
-
-    def write_surely(self, handler: str, key: str, n: int) -> Due:
-        """Write one change, again and again until it is there: repeating it changes nothing."""
-
-        def written() -> Due | None:
-            with suppress(PyMongoError):
-                return self.write(handler, key, n)
-            return None
-
-        return wait_for(written, message=f"{key} {n} is written")
 
     def stand(self, item: Due) -> Due:
         """From now on, this change is not waited for: its partition stands still."""
@@ -269,6 +212,11 @@ class Deployment:
         found = sparse(self.state["partitions"]).find_one({"handler": handler, "partition": index})
         assert found is not None, f"no partition {index} of {handler}"
         return found
+
+    @property
+    def lease(self) -> Document:
+        """The stored lease."""
+        return sparse(self.state["leases"]).find_one({"_id": "chain"}) or {}
 
     def of(self, item: Due) -> Document:
         """The state of a change's partition."""
@@ -348,12 +296,6 @@ class Deployment:
         """From now on, this change need not have an effect: it is set aside, skipped, ignored or at a halt."""
         self._without_effect.add(item)
         return item
-
-    def forget(self) -> None:
-        """Owe nothing of what was written until now: the history begins here."""
-        now = operation_time(self.client)
-        self._since = Timestamp(now.time, now.inc + 1)
-        self.written.clear()
 
     def history(self) -> list[Fact]:
         """All that has happened so far: writes, starts in the order of time, effects in that of each sink."""

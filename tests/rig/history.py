@@ -250,13 +250,6 @@ def out_of_sequence(history: Sequence[Fact]) -> list[str]:
     return wrong
 
 
-def granted_out_of_order(history: Sequence[Fact]) -> list[str]:
-    """P2: in the order of their tokens, that in which the right to run was granted, starts of a key never go back."""
-    # Stable: starts under one token stay in the order of the history.
-    starts = sorted((fact for fact in history if isinstance(fact, Started)), key=lambda start: start.fence)
-    return [f"{each.handler} started {each.key} {each.n} after {newest}" for each, newest in _backward(starts)]
-
-
 def started_out_of_sequence(history: Sequence[Fact]) -> list[str]:
     """P2, without faults: handlers of a partition start in the order of their numbers."""
     first: dict[tuple[str, int], dict[int, float]] = defaultdict(dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bson import Timestamp
@@ -14,7 +14,22 @@ from tests.rig.history import Dropped, Effect, Fact, Kept, Led, Started, Stored,
 Document = dict[str, Any]
 _NUMBERS = ("term", "fencingToken", "committed")
 _WHERE = ("handler", "key", "n", "fence", "partition", "partitioning", "seq")
-_END = "end"
+_END = "end_of_reading"
+
+
+def follow(
+    client: MongoClient[Document], since: Timestamp, *names: str, without: Sequence[str] = ()
+) -> Iterator[Mapping[str, Any]]:
+    """Give all events of some databases from a time to this moment, without some fields."""
+    marks = client[names[0]][_END]
+    end = marks.insert_one({}).inserted_id
+    wanted: list[Document] = [{"$match": {"ns.db": {"$in": names}}}, *([{"$unset": [*without]}] if without else [])]
+    with client.watch(wanted, start_at_operation_time=since) as stream:
+        for event in stream:
+            if event.get("documentKey", {}).get("_id") == end:
+                break
+            yield event
+    marks.drop()
 
 
 def read_oplog(
@@ -27,18 +42,13 @@ def read_oplog(
 ) -> Iterator[Fact]:
     """Give the facts of a deployment from a time to this moment."""
     parts = {data.name: "data", state.name: "state", facts.name: "facts"}
-    end = data[_END].insert_one({}).inserted_id
     reading = _Reading()
-    with client.watch([{"$match": {"ns.db": {"$in": list(parts)}}}], start_at_operation_time=since) as stream:
-        for event in stream:
-            part = parts[event["ns"]["db"]]
-            if "documentKey" not in event:
-                if part == "state" and event["operationType"] == "dropDatabase":
-                    yield Dropped(event["wallTime"].timestamp())
-            elif event["documentKey"]["_id"] == end:
-                return
-            else:
-                yield from reading.read(part, event)
+    for event in follow(client, since, *parts):
+        part = parts[event["ns"]["db"]]
+        if "documentKey" in event:
+            yield from reading.read(part, event)
+        elif part == "state" and event["operationType"] == "dropDatabase":
+            yield Dropped(event["wallTime"].timestamp())
 
 
 class _Reading:

@@ -49,7 +49,7 @@ class Project:
     """
 
     app: ClassVar[str]
-    options: ClassVar[Mapping[str, Any]] = OPTIONS
+    options: Mapping[str, Any] = OPTIONS
 
     def __init__(
         self, processes: Processes, client: MongoClient[Document], url: str, broker: str, **variables: str
@@ -73,6 +73,10 @@ class Project:
         for database in (self.data, self.state, self.facts):
             empty(self.client, database)
 
+    def url_of(self, process: str) -> str:  # noqa: ARG002 - some name their processes
+        """Return the address of MongoDB as a process has it."""
+        return self.url
+
     def variables(self, options: Mapping[str, Any] | None = None, **more: str) -> dict[str, str]:
         """Return the environment of a process with other options of the bridge, and with more variables."""
         return {"PROJECT_OPTIONS": json.dumps({**self.options, **(options or {})}), **self.environment, **more}
@@ -87,30 +91,23 @@ class Project:
         **variables: str,
     ) -> ProjectProcess:
         """Start a command of Celery, and wait for an output, if one is given."""
-        environment = self.variables(options, **variables)
         called = name or arguments[0]
+        environment = {**self.variables(options), "PROJECT_MONGO": self.url_of(called), **variables}
         started = self._processes.celery(app or self.app, *arguments, name=called, environment=environment)
         if awaited:
             started.wait_for_output(awaited)
         return started
 
-    def listener(
-        self, name: str = "listener", options: Mapping[str, Any] | None = None, **variables: str
-    ) -> ProjectProcess:
+    def listener(self, name: str = "listener", *, level: str = "INFO", **given: Any) -> ProjectProcess:
         """Start a listener, and wait until it leads."""
-        return self.start("listener", "-l", "INFO", name=name, awaited="reading from", options=options, **variables)
+        return self.start("listener", "-l", level, name=name, **{"awaited": "reading from", **given})
 
     def worker(
-        self,
-        *arguments: str,
-        name: str = "worker",
-        concurrency: int = 2,
-        options: Mapping[str, Any] | None = None,
-        **variables: str,
+        self, *arguments: str, name: str = "worker", concurrency: int = 2, level: str = "INFO", **given: Any
     ) -> ProjectProcess:
         """Start a worker, and wait until it consumes."""
-        own = ("worker", "-c", str(concurrency), "-n", f"{name}@%h", *QUIET, "-l", "INFO", *arguments)
-        return self.start(*own, name=name, awaited=r" ready\.", options=options, **variables)
+        own = ("worker", "-c", str(concurrency), "-n", f"{name}@%h", *QUIET, "-l", level, *arguments)
+        return self.start(*own, name=name, **{"awaited": r" ready\.", **given})
 
     def run(self, *arguments: str, text: str = "", app: str = "", **variables: str) -> Done:
         """Run a command of Celery to its end."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections import defaultdict
 from pathlib import Path
 
 import mongo_celery
@@ -30,19 +29,6 @@ def test_no_function_is_long() -> None:
                 if body and (node.end_lineno or 0) - body[0].lineno >= FUNCTION_LINES_MAX:
                     found.append(f"{module}.{node.name}")
     assert found == []
-
-
-def test_no_module_or_class_name_has_two_meanings() -> None:
-    """A class name has one home in the package, private ones included; a module name has one inside its feature."""
-    homes: dict[str, list[str]] = defaultdict(list)
-    for module, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                homes[node.name].append(module)
-        *packages, name = module.split("/")
-        if packages and packages[-1] != name:
-            homes[f"{packages[0]}: {name}"].append(module)
-    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
 def test_every_file_that_is_no_module_is_packed() -> None:

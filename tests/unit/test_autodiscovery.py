@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,75 +13,48 @@ from celery import Celery, signals
 from mongo_celery import Bridge
 
 
-def test_a_module_named_changes_is_found_beside_the_included_modules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A handler that nobody imports is a subscription that silently does not exist."""
-    package = tmp_path / "discovered_shop"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "tasks.py").touch()
-    (package / "changes.py").write_text("FOUND = True\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Give a function that writes a package with tasks and changes."""
+
+    def write(name: str, changes: str) -> None:
+        (tmp_path / name).mkdir()
+        for module, text in (("__init__", ""), ("tasks", ""), ("changes", changes)):
+            (tmp_path / name / f"{module}.py").write_text(text)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return write
+
+
+def test_a_module_named_changes_is_found_beside_the_included_modules(package: Callable[[str, str], None]) -> None:
+    """Celery alone knows what `autodiscover_tasks` was given, so such a package is found by the given name only."""
+    package("discovered_shop", "")
+    package("told_shop", "")
     app = Celery("discovered", include=["discovered_shop.tasks"], set_as_current=False)
     Bridge(app, "mongodb://localhost:1")
-
-    app.loader.import_default_modules()
-
-    assert sys.modules["discovered_shop.changes"].FOUND is True
-
-
-def test_packages_that_celery_is_told_of_are_searched_for_tasks_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless it is told the name: nobody but Celery knows what was given to `autodiscover_tasks`."""
-    package = tmp_path / "told_shop"
-    package.mkdir()
-    for name in ("__init__", "tasks", "changes"):
-        (package / f"{name}.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    app = Celery("told", set_as_current=False)
-    Bridge(app, "mongodb://localhost:1")
-    found, options = list[bool](), list[dict[str, Any]]([{}, {"related_name": "changes"}])
+    options: list[dict[str, Any]] = [{}, {"related_name": "changes"}]
+    found = []
     for names in options:
         app.autodiscover_tasks(["told_shop"], **names)
         app.loader.import_default_modules()
-        found.append("told_shop.changes" in sys.modules)
-    assert found == [False, True]
+        found.append([name in sys.modules for name in ("discovered_shop.changes", "told_shop.changes")])
+    assert found == [[True, False], [True, True]]
 
 
-def test_an_app_may_do_without_discovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else's module of that name stays alone."""
-    package = tmp_path / "undiscovered_shop"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "tasks.py").touch()
-    (package / "changes.py").write_text("raise RuntimeError('not for the bridge')\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_an_app_may_do_without_discovery(package: Callable[[str, str], None]) -> None:
+    package("undiscovered_shop", "raise RuntimeError('not for the bridge')\n")
     app = Celery("undiscovered", include=["undiscovered_shop.tasks"], set_as_current=False)
     Bridge(app, "mongodb://localhost:1", autodiscover=False)
-
     app.loader.import_default_modules()
-
     assert "undiscovered_shop.changes" not in sys.modules
 
 
-def test_modules_are_looked_for_after_celerys_fixup_has_set_django_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_are_looked_for_after_celerys_fixup_has_set_django_up(package: Callable[[str, str], None]) -> None:
     """In whatever order app and bridge were imported; before it no module with a model can be imported."""
-    package = tmp_path / "django_shop"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "changes.py").write_text(
-        "from tests.unit.test_autodiscovery import DjangoFixup\nassert DjangoFixup.is_set_up\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    package("django_shop", "from tests.unit.test_autodiscovery import DjangoFixup\nassert DjangoFixup.is_set_up\n")
     app = Celery("django", fixups=[f"{__name__}:DjangoFixup"], set_as_current=False)
     Bridge(app, "mongodb://localhost:1")
-
     app.loader.import_default_modules()
-
     assert "django_shop.changes" in sys.modules
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import bson
-import pytest
-from click.testing import CliRunner
 
-from mongo_celery.bench.command import _plain, bench
+from mongo_celery.bench.command import _plain
 from mongo_celery.bench.payload import make_order
 from mongo_celery.bench.run import MODES, Figure
 
@@ -34,9 +32,3 @@ def test_the_payload_is_about_600_bytes_and_equally_long() -> None:
     """All modes carry the same document."""
     (size,) = {len(bson.encode(make_order(number))) for number in (0, 1, 999)}
     assert 550 <= size <= 650
-
-
-@pytest.mark.parametrize("arguments", [["--only", "raw_stream"], ["--rounds", "0"], ["--payload", "4096"]])
-def test_wrong_arguments_are_refused(arguments: list[str]) -> None:
-    """Before any server is started."""
-    assert CliRunner().invoke(bench, arguments).exit_code == 2

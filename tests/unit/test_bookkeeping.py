@@ -9,23 +9,17 @@ from typing import Any
 import bson
 import pytest
 from bson import ObjectId
-from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, Changes, Outbox, OutboxCollection
-from mongo_celery.bridge.change import FLAGS, wrap_event
-from mongo_celery.bridge.listener.admission import Admission
-from mongo_celery.bridge.partitioning import partitioner
 from mongo_celery.bridge.raw_event import RawEvent
-from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.filter import make_filter
-from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.stream.source import Selector, Source, make_scope, parse_source, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.testing.change import inserted
-from tests.fixtures.samples import event, mark
+from tests.fixtures.samples import event
 
 ORDERS = Source("shop", "orders")
 KNOWN = Bookkeeping({"shop.orders": frozenset({"pendingEvents"}), "shop.bills": frozenset({"pendingEvents"})})
@@ -37,20 +31,13 @@ OURS: dict[str, dict[str, Any]] = {
     "an outbox claims": {"updatedFields": {"pendingEvents.claim.owner": ObjectId(), "pendingEvents.claim.ttl": 7}},
     "an outbox removes": {"updatedFields": {"pendingEvents.count": 1, "pendingEvents.events": [{}]}},
     "an outbox removes from the end": {"truncatedArrays": [{"field": "pendingEvents.events", "newSize": 1}]},
-    "an outbox's field goes": {"removedFields": ["pendingEvents"]},
-    "an outbox gets entries alone": {"updatedFields": {"pendingEvents": {"count": 1, "events": [{}]}}},
     "the first lock": {"updatedFields": {"_lock": LOCKED}},
-    "another lock": {"updatedFields": {"_lock.at": LOCKED["at"], "_lock.id": ObjectId()}},
     "a version is given": {"updatedFields": {"transactionFence": VERSION}},
-    "a transaction is settled": {
-        "updatedFields": {"transactionFence.at": ObjectId(), "pendingTransactions": []},
-    },
     "a transaction of several is settled": {
         "updatedFields": {"transactionFence.at": ObjectId(), "pendingTransactions.0": 7},
         "truncatedArrays": [{"field": "pendingTransactions", "newSize": 1}],
     },
     "the first stamp": {"updatedFields": {"_fence": STAMPS}},
-    "another handler's stamp": {"updatedFields": {"_fence.shop/bill": STAMPS["shop/summarise"]}},
     "a newer stamp": {"updatedFields": {"_fence.shop/summarise.p.0": 813}},
     "stamps of a new partitioning": {"updatedFields": {"_fence.shop/bill.g": 4, "_fence.shop/bill.p": {"1": 2}}},
     "a lock and a removal": {"updatedFields": {"_lock.id": ObjectId()}, "removedFields": ["pendingEvents"]},
@@ -58,15 +45,10 @@ OURS: dict[str, dict[str, Any]] = {
 THEIRS: dict[str, dict[str, Any]] = {
     "a field beside an outbox's": {"updatedFields": {"paid": True, "pendingEvents.count": 1}},
     "a field is removed beside it": {"updatedFields": {"pendingEvents.count": 1}, "removedFields": ["paid"]},
-    "an array is cut beside it": {
-        "updatedFields": {"pendingEvents.count": 1},
-        "truncatedArrays": [{"field": "lines", "newSize": 1}],
-    },
     "a field with a longer name": {"updatedFields": {"pendingEventsOf": 1}},
     "a field of that name elsewhere": {"updatedFields": {"order.pendingEvents": 1}},
     "a change beside a lock": {"updatedFields": {"_lock": LOCKED, "seat": 7}},
     "a user's own lock": {"updatedFields": {"_lock": "Ann"}},
-    "a user's own lock with an id": {"updatedFields": {"_lock": {"id": ObjectId(), "by": "Ann"}}},
     "a part of a user's own lock": {"updatedFields": {"_lock.by": "Ann", "_lock.at": LOCKED["at"]}},
     "a part of it that is called so": {"updatedFields": {"_lock.id": 7}},
     "a lock is removed": {"removedFields": ["_lock"]},
@@ -78,12 +60,10 @@ THEIRS: dict[str, dict[str, Any]] = {
     "a fence is removed": {"removedFields": ["transactionFence"], "updatedFields": {"pendingTransactions": []}},
     "a fenced write": {"updatedFields": {"total": 7, "_fence.shop/summarise.p.0": 813}},
     "a user's own _fence": {"updatedFields": {"_fence": {"height": 2}}},
-    "a part of it": {"updatedFields": {"_fence.height": 2}},
     "a _fence of routes": {"updatedFields": {"_fence": {"north/south": {"height": 2}}}},
     "a part of one": {"updatedFields": {"_fence.north/south.height": 2}},
     "a number of one": {"updatedFields": {"_fence": {"north/south": 2}}},
     "a part of a stamp is removed": {"removedFields": ["_fence.shop/summarise.p.0"]},
-    "stamps are removed": {"removedFields": ["_fence.shop/summarise"]},
     "null in the place of stamps": {"updatedFields": {"_fence": None}},
     "nothing": {},
 }
@@ -106,7 +86,6 @@ def selector(*, bookkeeping: Bookkeeping | None = KNOWN, **conditions: Any) -> S
 @pytest.mark.parametrize("description", OURS.values(), ids=OURS.keys())
 def test_what_nobody_else_has_written_is_bookkeeping(description: dict[str, Any]) -> None:
     for form in (updated(description), raw(updated(description))):
-        assert KNOWN.covers_event(form)
         assert not selector().selects(form)
         assert not selector().may_select(form)
         assert selector(bookkeeping=None).selects(form)
@@ -116,35 +95,22 @@ def test_what_nobody_else_has_written_is_bookkeeping(description: dict[str, Any]
 def test_what_may_be_a_users_is_given(description: dict[str, Any]) -> None:
     """A name alone says nothing but in a collection with an outbox; to leave a change out would be a silent loss."""
     for form in (updated(description), raw(updated(description))):
-        assert not KNOWN.covers_event(form)
         assert selector().selects(form)
 
 
-def test_an_outboxs_field_is_bookkeeping_in_its_own_collection_only() -> None:
-    """Elsewhere the name is a user's."""
+def test_an_outboxs_field_is_bookkeeping_in_updates_of_its_own_collection_only() -> None:
     removal = {"removedFields": ["pendingEvents"]}
     assert KNOWN.covers_event(updated(removal, "shop.bills"))
     assert not KNOWN.covers_event(updated(removal, "shop.visits"))
+    assert not KNOWN.covers_event(raw({**updated(removal), "operationType": "replace"}))
 
 
-@pytest.mark.parametrize("operation", ["insert", "replace", "delete", "drop"])
-def test_no_other_operation_is_bookkeeping(operation: str) -> None:
-    description = updated({"removedFields": ["pendingEvents"]})["updateDescription"]
-    assert not KNOWN.covers_event(raw(event(operation, updateDescription=description)))
-
-
-@pytest.mark.parametrize(
-    "description",
-    [None, 7, "text", [], {}, {"updatedFields": 7, "removedFields": []}, {"removedFields": [7]}],
-    ids=repr,
-)
+@pytest.mark.parametrize("description", [None, 7, [], {"updatedFields": 7}, {"removedFields": [7]}], ids=repr)
 def test_a_description_of_another_form_is_given(description: Any) -> None:
-    """Nothing is raised, and nothing is taken for bookkeeping that cannot be judged (P12)."""
+    """P12: nothing is raised, and nothing is taken for bookkeeping that cannot be judged."""
     odd = event("update", updateDescription=description, fullDocument={"pendingEvents": 1})
     assert selector().selects(odd)
     assert selector().selects(raw(odd))
-    odd["updateDescription"] = RawBSONDocument(bson.encode({"updatedFields": {"pendingEvents": 1}}))
-    assert selector().selects(odd)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +147,10 @@ def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture
         OutboxCollection(app, client.shop.visits)
         Outbox(app, not_there, name="gone")
 
-        [one], scope = bridge.wiring.stream()
+        [one], _ = bridge.wiring.stream()
 
         assert one.bookkeeping == Bookkeeping(KNOWN.outboxes, frozenset({"shop.visits"}))
-        assert "shop.visits" not in repr(scope.pipeline[1])
-    [record] = [each for each in caplog.records if getattr(each, "event", None) == "bookkeeping_unknown"]
-    assert "gone" in record.getMessage()
-    assert "no connection" in record.getMessage()
+    assert [vars(each).get("event") for each in caplog.records].count("bookkeeping_unknown") == 1
 
 
 def not_there() -> Any:
@@ -209,7 +172,8 @@ COLLECTIONS: dict[str, tuple[dict[str, Any], bool]] = {
 def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[str, Any], is_ours: bool) -> None:
     """Unless it is named, or bookkeeping is asked for; `fields` decide about updates alone."""
     known = Bookkeeping({}, frozenset({"shop.visits", "shop.visits_keys"}))
-    name = f"{change['ns']['db']}.{change['ns']['coll']}"
+    database = change["ns"]["db"]
+    name = f"{database}.{change['ns']['coll']}"
 
     def is_given(*sources: str, **conditions: Any) -> bool:
         filter_ = make_filter(**{"operations": "*", "fields": None, "match": None, **conditions})
@@ -218,12 +182,9 @@ def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[st
         assert one.selects(raw(change)) is one.selects(change) is one.may_select(change)
         return one.selects(change)
 
-    for wide in ("shop.*", "store.*"):
-        if name.startswith(wide[:-1]):
-            assert is_given(wide) is not is_ours
-            assert is_given(wide, "other.orders") is not is_ours
-            assert is_given(wide, bookkeeping=True)
-    assert is_given("*") is not is_ours
+    assert is_given(f"{database}.*") is is_given("*") is not is_ours
+    assert is_given(f"{database}.*", "other.orders") is not is_ours
+    assert is_given(f"{database}.*", bookkeeping=True)
     assert is_given(name)
     assert is_given("*", name)
     if change["operationType"] != "update":
@@ -242,130 +203,85 @@ KEPT: dict[str, dict[str, Any]] = {
     "all of them": {"pendingEvents": PENDING, "_lock": LOCKED, "transactionFence": VERSION, "_fence": STAMPS},
 }
 OF_USERS: dict[str, dict[str, Any]] = {
-    "a lock of another kind": {"_lock": "Ann"},
     "a lock with an id alone": {"_lock": {"id": ObjectId()}},
     "a fence of another kind": {"_fence": {"height": 2}},
-    "an empty fence": {"_fence": {}},
     "a fence of routes": {"_fence": {"north/south": {"height": 2}, "shop/bill": {"g": 1, "p": {"0": 1}}}},
     "markers without a version": {"pendingTransactions": [7]},
     "another version": {"transactionFence": 7, "pendingTransactions": [7]},
-    "a field with a longer name": {"pendingEventsOf": PENDING},
 }
-
-
-@pytest.fixture(scope="module")
-def outboxes() -> Iterator[AppOutboxes]:
-    """Give those of an app, which are `KNOWN`."""
-    with (
-        Celery("shop", broker="memory://", set_as_current=False) as app,
-        MongoClient[Any]("mongodb://127.0.0.1:1", connect=False) as client,
-    ):
-        Outbox(app, client.shop.orders)
-        Outbox(app, lambda: client.shop.bills, name="bills")
-        yield AppOutboxes(app)
 
 
 Seen = Callable[..., Change]
 
 
 @pytest.fixture
-def seen(outboxes: AppOutboxes) -> Seen:
-    """Give an event as a handler sees it."""
-
-    def change(raw: Mapping[str, Any], **conditions: Any) -> Change:
-        wanted = {"operations": None, "fields": None, "match": None, **conditions}
-        return Change(raw, _view=HandlerView(outboxes, make_filter(**wanted)))
-
-    return change
-
-
-@pytest.mark.parametrize("fields", KEPT.values(), ids=KEPT.keys())
-@pytest.mark.parametrize("attribute", ["full_document", "full_document_before_change"])
-def test_documents_lack_what_this_package_keeps(seen: Seen, fields: dict[str, Any], attribute: str) -> None:
-    """Copied elsewhere it would count there. The event itself has all of it, and so has who asks for it."""
-    name = {"full_document": "fullDocument"}.get(attribute, "fullDocumentBeforeChange")
-    whole = {"_id": 1, "n": 2, **fields, "last": 3}
-    change = seen(event("replace", **{name: whole}))
-    assert getattr(change, attribute) == change[name] == {"_id": 1, "n": 2, "last": 3}
-    assert getattr(change, attribute) is getattr(change, attribute)
-    assert change.raw[name] == whole
-    assert getattr(seen(change.raw, bookkeeping=True), attribute) is whole
-    assert getattr(seen(change.raw, bookkeeping=True, fields={"n"}), attribute) is whole
-    one, *others = fields
-    left = getattr(seen(change.raw, fields={f"{one}.count"}), attribute)
-    assert left.keys() == {"_id", "n", "last", one}
-    assert not left.keys() & set(others)
-
-
-@pytest.mark.parametrize("fields", OF_USERS.values(), ids=OF_USERS.keys())
-def test_documents_have_all_that_may_be_a_users(seen: Seen, fields: dict[str, Any]) -> None:
-    """A field of such a name with another value, or in another collection; the document is not even copied."""
-    whole = {"_id": 1, **fields}
-    assert seen(event("insert", fullDocument=whole)).full_document is whole
-
-
-@pytest.mark.parametrize("description", OURS.values(), ids=OURS.keys())
-def test_descriptions_lack_what_this_package_keeps(seen: Seen, description: Mapping[str, Any]) -> None:
-    """Of an update that changes something else as well; so it is copied no more than the document."""
-    ours = {**description, "updatedFields": {"paid": True, **description.get("updatedFields", {})}}
-    change = seen(updated(ours, disambiguatedPaths={}))
-    assert change.update_description == updated({"updatedFields": {"paid": True}})["updateDescription"]
-    assert change.raw == updated(ours, disambiguatedPaths={})
-    assert seen(change.raw, bookkeeping=True).update_description is change.raw["updateDescription"]
-
-
-def test_a_marker_that_is_set_is_known_by_the_documents_version(seen: Seen) -> None:
-    """The update that applies a transaction leaves the version as it is."""
-    raw = updated({"updatedFields": {"balance": 7, "pendingTransactions": [1]}})
-    assert seen(raw).update_description == raw["updateDescription"]
-    raw["fullDocument"] = {"_id": 1, "balance": 7, "pendingTransactions": [1], "transactionFence": VERSION}
-    assert seen(raw).update_description == updated({"updatedFields": {"balance": 7}})["updateDescription"]
-
-
-def test_a_handler_that_is_called_sees_what_it_sees_in_a_worker() -> None:
-    """A unit test finds out, with changes made by hand; so does a handler that is called by another one."""
-    document = {"_id": 1, "n": 2, "_fence": STAMPS, "pendingEvents": PENDING}
-    given: list[Any] = []
+def seen() -> Iterator[Seen]:
+    """Give an event as a handler sees it, in an app whose outboxes are `KNOWN`."""
     with (
         Celery("shop", broker="memory://", set_as_current=False) as app,
         MongoClient[Any]("mongodb://127.0.0.1:1", connect=False) as client,
     ):
-        bridge = Bridge(app, "mongodb://127.0.0.1:1/shop", autodiscover=False)
         Outbox(app, client.shop.orders)
+        Outbox(app, lambda: client.shop.bills, name="bills")
 
-        @bridge.on_change("shop.orders")
-        def plain(change: Change) -> None:
-            given.append(change.full_document)
+        def change(raw: Mapping[str, Any], **conditions: Any) -> Change:
+            wanted = {"operations": None, "fields": None, "match": None, **conditions}
+            return Change(raw, _view=HandlerView(AppOutboxes(app), make_filter(**wanted)))
 
-        @bridge.on_changes("shop.orders")
-        def lists(changes: Changes) -> None:
-            given.append(changes[0].full_document)
+        yield change
 
-        @bridge.on_change("shop.orders", bookkeeping=True)
-        def whole(change: Change) -> None:
-            given.append(change.full_document)
-            plain(change)
 
-        one = inserted("shop.orders", document)
-        plain(one)
-        lists([one])
-        whole(one)
-    assert given == [{"_id": 1, "n": 2}, {"_id": 1, "n": 2}, document, {"_id": 1, "n": 2}]
+@pytest.mark.parametrize("fields", KEPT.values(), ids=KEPT.keys())
+def test_documents_lack_what_this_package_keeps(seen: Seen, fields: dict[str, Any]) -> None:
+    """Copied elsewhere it would count there. The event itself has all of it, and so has who asks for it."""
+    whole = {"_id": 1, "n": 2, **fields, "last": 3}
+    change = seen(event("replace", fullDocument=whole, fullDocumentBeforeChange=whole))
+    for found in (change.full_document, change.full_document_before_change, change["fullDocument"]):
+        assert found == {"_id": 1, "n": 2, "last": 3}
+    assert change.raw["fullDocument"] == whole
+    assert seen(change.raw, bookkeeping=True, fields={"n"}).full_document == whole
+    one = next(iter(fields))
+    named = seen(change.raw, fields={f"{one}.count"}).full_document
+    assert named is not None
+    assert named.keys() == {"_id", "n", "last", one}
+
+
+@pytest.mark.parametrize("fields", OF_USERS.values(), ids=OF_USERS.keys())
+def test_documents_have_all_that_may_be_a_users(seen: Seen, fields: dict[str, Any]) -> None:
+    """A field of such a name with another value, or in another collection."""
+    assert seen(event("insert", fullDocument={"_id": 1, **fields})).full_document == {"_id": 1, **fields}
+
+
+@pytest.mark.parametrize("description", OURS.values(), ids=OURS.keys())
+def test_descriptions_lack_what_this_package_keeps(seen: Seen, description: Mapping[str, Any]) -> None:
+    """Of an update that changes something else as well. The document's version tells what the markers are."""
+    paid = updated({"updatedFields": {"paid": True}})["updateDescription"]
+    ours = {**description, "updatedFields": {"paid": True, **description.get("updatedFields", {})}}
+    change = seen(updated(ours, disambiguatedPaths={}))
+    assert change.update_description == paid
+    assert seen(change.raw, bookkeeping=True).update_description == change.raw["updateDescription"]
+    marked = updated({"updatedFields": {"paid": True, "pendingTransactions": [1]}})
+    assert seen(marked).update_description == marked["updateDescription"]
+    marked["fullDocument"] = {"_id": 1, "pendingTransactions": [1], "transactionFence": VERSION}
+    assert seen(marked).update_description == paid
+
+
+def test_a_handler_that_is_called_sees_what_it_sees_in_a_worker() -> None:
+    """A unit test finds out, with changes made by hand; so does a handler that is called by another one."""
+    document = {"_id": 1, "n": 2, "_fence": STAMPS}
+    given: list[Any] = []
+    bridge = Bridge(Celery("shop", set_as_current=False), "mongodb://127.0.0.1:1/shop", autodiscover=False)
+
+    @bridge.on_changes("shop.orders")
+    def lists(changes: Changes) -> None:
+        given.append(changes[0].full_document)
+
+    @bridge.on_change("shop.orders", bookkeeping=True)
+    def whole(change: Change) -> None:
+        given.append(change.full_document)
+        lists([change])
+
+    one = inserted("shop.orders", document)
+    whole(one)
+    assert given == [document, {"_id": 1, "n": 2}]
     assert one.full_document == document
-
-
-@pytest.mark.parametrize("match", [None, {"$eq": [1, 1]}])
-def test_the_gate_of_a_subscription_asks_each_update_anew(match: Any) -> None:
-    """Whether a namespace and operation are its own is remembered; what an update touches is not."""
-    gate = Admission(selector(match=match), partitioner(None, None, None), Layout(1, 4, "blake2b-64:_id"), {})
-    flags: dict[str, Any] = {FLAGS: {"summarise": True}} if match else {}
-
-    def is_owed(description: Mapping[str, Any], read_error: ReadError | None = None) -> bool:
-        document = bson.encode(updated(description, **flags))
-        return gate.admit(ChangeEvent(mark(1), wrap_event(document), document, read_error)) is not None
-
-    claim = {"updatedFields": {"pendingEvents.claim.ttl": 7}}
-    for _ in range(2):
-        assert not is_owed(claim)
-        assert is_owed({"updatedFields": {"paid": True}})
-    assert not is_owed(claim, ReadError("read with less"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
@@ -46,15 +45,9 @@ def test_the_polite_end_regularly_and_the_deaf_are_killed(tmp_path: Path) -> Non
     with supervisor(tmp_path, grace=2.0) as crew:
         polite, deaf, paused = (ready(crew, program) for program in (POLITE, DEAF, POLITE))
         paused.pause()
-
     assert [polite.returncode, deaf.returncode, paused.returncode] == [3, -signal.SIGKILL, 3]
-
-
-def test_without_grace_nothing_is_asked(tmp_path: Path) -> None:
-    """What a test started is not worth waiting for."""
     with supervisor(tmp_path, grace=0.0) as crew:
         process = ready(crew, POLITE)
-
     assert process.returncode == -signal.SIGKILL
 
 
@@ -72,50 +65,3 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path, killed: bool) -> No
             assert not any(gone(child) for child in children)
 
     wait_for(lambda: all(gone(child) for child in children), message="the children have ended")
-
-
-def test_a_process_that_has_ended_keeps_its_number_until_it_is_taken_notice_of(tmp_path: Path) -> None:
-    """A signal that comes too late can hit nobody else."""
-    with supervisor(tmp_path) as crew:
-        process = ready(crew, POLITE)
-        process.send(signal.SIGTERM)
-        assert process.ends_within(60.0)
-        assert process.returncode == 3
-        assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
-        process.send(signal.SIGTERM)
-        process.send_group(signal.SIGTERM)
-
-        crew.release(process)
-
-        assert not psutil.pid_exists(process.pid)
-        assert process.returncode == 3
-        process.send(signal.SIGTERM)
-        assert crew.started == []
-
-
-def test_one_that_failed_is_found_and_one_that_was_killed_on_purpose_is_not(tmp_path: Path) -> None:
-    """Its last words are quoted in messages."""
-    with supervisor(tmp_path) as crew:
-        done = crew.python("done", "-c", "pass")
-        victim = ready(crew, POLITE)
-        victim.kill()
-        assert done.ends_within(60.0)
-        assert crew.failed() is None
-
-        failing = crew.python("failing", "-c", "raise SystemExit('out of orders')")
-        wait_for(lambda: not failing.running)
-
-        assert crew.failed() is failing
-        assert failing.last_words == "out of orders"
-
-
-def test_each_process_has_its_own_file_and_the_given_environment(tmp_path: Path) -> None:
-    """Two of one name do not write into one file; variables are added to those of all."""
-    program = "import os; print(os.environ['ALL'], os.environ.get('ONE'))"
-    environment = {**os.environ, "ALL": "all"}
-    with Supervisor(tmp_path, ChildProcess, environment=environment) as crew:
-        both = [crew.python("same", "-c", program, environment=added) for added in ({}, {"ONE": "one"})]
-        assert all(each.ends_within(60.0) for each in both)
-
-    assert [each.text.split() for each in both] == [["all", "None"], ["all", "one"]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-same.log", "2-same.log"]

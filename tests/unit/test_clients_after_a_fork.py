@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,13 +11,11 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mongo_celery import Outbox, TwoPhaseCommit
+from mongo_celery import Outbox
 from mongo_celery.forking import PerProcess
 from tests.fixtures.forking import holds_after_a_fork
 
 URL = "mongodb://localhost:1"
-
-Opened = Callable[[], Collection[Any]]
 
 
 def fresh(name: str = "orders") -> Collection[Any]:
@@ -27,16 +25,6 @@ def fresh(name: str = "orders") -> Collection[Any]:
 
 def outbox(source: Any = fresh) -> Outbox:
     return Outbox(Celery("shop", broker="memory://"), source, name="orders")
-
-
-def coordinator(source: Any = fresh) -> TwoPhaseCommit:
-    return TwoPhaseCommit(
-        None, source, application="bank", accounts=lambda: fresh("accounts"), clients={"other": other_cluster}
-    )
-
-
-def other_cluster() -> MongoClient[Any]:
-    return MongoClient(URL, connect=False)
 
 
 @pytest.mark.parametrize("which", ["collection", "plain", "latest"])
@@ -52,38 +40,6 @@ def test_each_view_of_an_outbox_has_the_childs_client(which: str) -> None:
     assert holds_after_a_fork(is_the_childs)
 
 
-@pytest.mark.parametrize("make", [outbox, coordinator])
-def test_a_collection_that_was_given_stays_what_it_is(make: Callable[[Any], Any]) -> None:
-    """It is the user's, whom the driver warns."""
-    given = fresh()
-    made = make(given)
-    opened: Opened = (lambda: made.collection) if isinstance(made, Outbox) else (lambda: made.transactions)
-    assert opened().database.client is given.database.client
-    assert holds_after_a_fork(lambda: opened().database.client is given.database.client)
-
-
-def test_another_cluster_is_asked_for_once_a_process() -> None:
-    """What makes a client makes one, and a child's participants are recognised by the child's client."""
-    made: list[MongoClient[Any]] = []
-
-    def other() -> MongoClient[Any]:
-        made.append(other_cluster())
-        return made[-1]
-
-    bank = TwoPhaseCommit(None, fresh, application="bank", clients={"other": other})
-    with pytest.raises(Exception, match="could not find the client"):
-        bank._clusters.find_alias(other_cluster())
-    assert bank._clusters.find_alias(made[0]) == "other"
-
-    def is_the_childs() -> bool:
-        with pytest.raises(Exception, match="could not find the client"):
-            bank._clusters.find_alias(made[0])
-        return bank._clusters.find_alias(made[-1]) == "other" and len(made) == 2
-
-    assert holds_after_a_fork(is_the_childs)
-    assert len(made) == 1
-
-
 def test_threads_that_ask_at_once_get_the_same() -> None:
     """Each loses by a second client: its sockets, and in a pool of threads there may be a hundred."""
     together, asked = threading.Barrier(8), []
@@ -92,19 +48,15 @@ def test_threads_that_ask_at_once_get_the_same() -> None:
         asked.append(threading.get_ident())
         return fresh()
 
-    ours, got = outbox(source), []
+    ours = outbox(source)
 
-    def ask() -> None:
+    def ask(_number: int) -> Collection[Any]:
         together.wait()
-        got.append(ours.collection)
+        return ours.collection
 
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(asked) == 1
-    assert len({id(each) for each in got}) == 1
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(ask, range(8)))
+    assert len(asked) == len({id(each) for each in got}) == 1
 
 
 def test_a_fork_amid_the_making_hinders_no_child() -> None:
@@ -137,18 +89,3 @@ def test_a_child_does_not_take_what_its_parent_has_made() -> None:
     assert value.take() is parents
     assert value.take() is None
     assert value.get() is not parents
-
-
-def test_what_could_not_be_made_is_tried_again() -> None:
-    """A server that is down when the first one asks may be up when the next one does."""
-    errors = [ConnectionError("down")]
-
-    def make() -> str:
-        if errors:
-            raise errors.pop()
-        return "up"
-
-    value = PerProcess(make)
-    with pytest.raises(ConnectionError):
-        value.get()
-    assert value.get() == "up"

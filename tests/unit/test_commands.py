@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -17,18 +16,20 @@ from celery import Celery
 from celery.bin.celery import celery as celery_command
 from click.testing import CliRunner
 
-import mongo_celery
 from mongo_celery.bridge.operations.acts import PartResult
 from mongo_celery.bridge.operations.commands import PartitionResult
 from mongo_celery.bridge.operations.lookups import BlockedChange, Whereabouts
 from mongo_celery.bridge.operations.snapshot_commands import SnapshotResult
+from mongo_celery.cli.acting import acting_on
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
+from mongo_celery.errors import CommandRefusedError
 from mongo_celery.findings import Finding
 from mongo_celery.outbox.dead_letters import DeadLetter
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.health import OutboxHealth
 from mongo_celery.outbox.runtime import OutboxStatus
+from mongo_celery.plan import Plan, PlanResult
 
 PAGE = Path(__file__).parents[2] / "docs/operations/json.md"
 WIDTH = 80
@@ -92,12 +93,36 @@ def test_no_number_of_a_command_is_nan() -> None:
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "retry", "skip", "show"])
-@pytest.mark.parametrize("typed", ["abc", "-1", "1.5"])
-def test_what_is_no_partition_is_answered_with_the_command_that_lists_them(command: str, typed: str) -> None:
-    """Before the app is looked for: fact, effect and action."""
-    done = CliRunner().invoke(ALL[f"changes {command}"].command, ["--", "summarise", typed])
-    assert done.exit_code == 2
-    assert "run: celery -A APP changes status --all" in " ".join(done.output.split())
+def test_what_is_no_partition_is_answered_with_the_command_that_lists_them(command: str) -> None:
+    """Before the app is looked for."""
+    for typed in ("abc", "-1", "1.5"):
+        done = CliRunner().invoke(ALL[f"changes {command}"].command, ["--", "summarise", typed])
+        assert done.exit_code == 2
+        assert "celery -A APP changes status --all" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_command_of_which_something_is_refused_ends_with_status_1(words: list[str]) -> None:
+    """In part or as a whole. A plan with nothing to do is no failure."""
+
+    def run(result: PlanResult | Exception | None) -> int:
+        def act() -> PlanResult:
+            if isinstance(result, PlanResult):
+                return result
+            raise result or AssertionError
+
+        @click.command()
+        @acting_on("name", click.option("--name"), lambda _, name: name)
+        def command(_name: str | None) -> Plan:
+            return Plan(command="clean", lines=["would clean"], act=act if result else None, fields={})
+
+        return CliRunner().invoke(command, words).exit_code
+
+    refused: list[PlanResult | Exception] = [
+        PlanResult(lines=["cleaned 1"], refused=["2 is locked."]),
+        CommandRefusedError("It has changed."),
+    ]
+    assert [run(each) for each in (*refused, PlanResult(lines=["cleaned"]), None)] == [1, 1, 0, 0]
 
 
 def rows(text: str) -> dict[str, str]:
@@ -142,21 +167,3 @@ def test_the_page_has_the_keys_of_the_code() -> None:
     assert names(found["`outbox sweep`"]) == {"outboxes", "outbox", *Delivery().plain()}
     assert names(found["`outbox dead-letters replay`"]) == {"dead_letters", "outbox", "error", "id", "result", "entry"}
     assert names(found["`outbox status`"]) == set(health())
-
-
-def test_a_message_prints_a_command_whole() -> None:
-    """From `celery -A` on, by `CommandLine`; but for modules whose texts only describe a command."""
-    short = re.compile(r"`(?:celery(?! -A)|changes|dead-letters|outbox|transactions|listener|manage\.py) [a-z]")
-    package, describing, found = (
-        Path(mongo_celery.__file__).parent,
-        {"grants.py", "history.py", "listener.py", "renewal.py"},
-        [],
-    )
-    for path in sorted(package.rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text()))) if path.name not in describing else []
-        docs = {id(each.value) for each in nodes if isinstance(each, ast.Expr)}
-        helps = (each.value for each in nodes if isinstance(each, ast.keyword) and each.arg == "help")
-        docs |= {id(part) for each in helps for part in ast.walk(each)}
-        texts = (each for each in nodes if isinstance(each, ast.Constant) and id(each) not in docs)
-        found += [f"{path.name}:{each.lineno}" for each in texts if short.search(str(each.value))]
-    assert found == []

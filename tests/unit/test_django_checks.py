@@ -165,25 +165,10 @@ def _said() -> dict[str, list[list[str]]]:
 
 @pytest.mark.parametrize(("project", "ids"), EXPECTED.items(), ids=EXPECTED)
 def test_a_check_says_what_is_wrong_and_what_to_do(project: str, ids: list[str]) -> None:
-    """Each id by a project that is wrong in this one way; a sound one is told nothing."""
+    """Each id by a project that is wrong in this one way; a sound one is told nothing, and no password is shown."""
     found = _said()[project]
     assert [each[0] for each in found] == [f"mongo_celery.{each}" for each in ids], found
-
-
-def test_a_message_names_cause_and_remedy_and_no_password() -> None:
-    """The sentences of a few, whole."""
-    found = _said()
-    assert "word@" not in json.dumps(found["bad_url"])
-    assert "did you mean 'mongo_celery_claim_ttl'?" in found["wrong_setting"][0][2]
-    assert found["wrong_handler"][0][2].startswith("option 'on_error' of on_change is unknown.")
-    assert found["relational"][0][1:] == [
-        "handler of_relational of bridge shop",
-        (
-            "Invoice is stored in 'default', a database of SQLite, but only MongoDB can be watched. Use a model of "
-            "django-mongodb-backend, or route this model to its database. | None"
-        ),
-    ]
-    assert "DATABASES['mongo']" in found["another_cluster"][0][2]
+    assert "word@" not in json.dumps(found)
 
 
 def test_the_page_lists_every_id_and_no_other() -> None:

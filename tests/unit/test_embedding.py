@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,13 +31,12 @@ _COMMANDS = "pymongo.command"
 
 
 @pytest.mark.parametrize(
-    ("settings", "options", "named"),
+    ("settings", "options", "named", "logfile"),
     [
-        ("mongo_celery_partitons=8", "", r"bridge good .*partitons.*did you mean 'mongo_celery_partitions'"),
-        ("mongo_celery_partitions=8", "queues=12", r"bridge bad .*queues=12 is more than partitions=8"),
+        ("mongo_celery_partitons=8", "", "mongo_celery_partitions", False),
+        ("mongo_celery_partitions=8", "queues=12", "queues=12", True),
     ],
 )
-@pytest.mark.parametrize("logfile", [False, True])
 def test_a_worker_whose_bridge_cannot_work_ends_and_says_why(
     processes: Processes, tmp_path: Path, settings: str, options: str, named: str, logfile: bool
 ) -> None:
@@ -50,22 +47,9 @@ def test_a_worker_whose_bridge_cannot_work_ends_and_says_why(
     worker = processes.celery("shop", "worker", "-P", "solo", *more, environment={"PYTHONPATH": str(tmp_path)})
     assert worker.wait() == 1
     text = where.read_text(encoding="utf-8") if logfile else worker.text
-    critical = [line for line in text.splitlines() if "CRITICAL" in line]
-    assert len(critical) == 1
-    assert re.search(named, critical[0])
+    (critical,) = [line for line in text.splitlines() if "CRITICAL" in line]
+    assert named in critical
     assert "Traceback" not in text
-
-
-@pytest.fixture
-def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
-    """Give the loggers `pymongo` and `pymongo.command` as if nobody had touched them."""
-    both = logging.getLogger("pymongo"), logging.getLogger(_COMMANDS)
-    levels = [each.level for each in both]
-    for each in both:
-        each.setLevel(logging.NOTSET)
-    yield both
-    for each, level in zip(both, levels, strict=True):
-        each.setLevel(level)
 
 
 @pytest.mark.parametrize("which", ["client", "stream"])
@@ -78,15 +62,16 @@ def loggers() -> Iterator[tuple[logging.Logger, logging.Logger]]:
     ],
 )
 def test_a_client_logs_no_commands_unless_someone_asked_for_them(
-    loggers: tuple[logging.Logger, logging.Logger], which: str, driver: int, commands: int, kept: int
+    monkeypatch: pytest.MonkeyPatch, which: str, driver: int, commands: int, kept: int
 ) -> None:
     """Where the app sets up logging by itself, Celery sends no signal; a root at DEBUG would show the key."""
-    loggers[0].setLevel(driver)
-    loggers[1].setLevel(commands)
+    logger = logging.getLogger(_COMMANDS)
+    monkeypatch.setattr(logging.getLogger("pymongo"), "level", driver)
+    monkeypatch.setattr(logger, "level", commands)
     bridge = Bridge(Celery("quiet", broker="memory://", set_as_current=False), _URL, autodiscover=False)
     client: Any = bridge.client if which == "client" else bridge.wiring.stream_client(1.0)
     client.close()
-    assert loggers[1].level == kept
+    assert logger.level == kept
 
 
 def test_events_are_read_alike_whatever_the_url_says_of_types() -> None:

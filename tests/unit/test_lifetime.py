@@ -48,44 +48,26 @@ def test_a_second_worker_of_a_process_was_not_told_what_the_first_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "seconds", "limit", "is_away"),
+    ("error", "seconds", "limit", "is_away", "words"),
     [
-        (SystemExit(signal.SIGTERM - 256), 5, 60, True),  # as billiard ends a child by a signal
-        (SystemExit(signal.SIGQUIT - 256), 5, 60, True),
-        (SystemExit(signal.SIGTERM - 256), 60, 60, False),  # a hard time limit sends the same signal
-        (SystemExit(signal.SIGTERM - 256), 53.5, 60, False),  # whose clock began before the task was called
-        (SystemExit(signal.SIGTERM - 256), 0.8, 1, False),
-        (SystemExit(3), 5, 60, False),
-        (SystemExit("bye"), 5, 60, False),
-        (KeyboardInterrupt(), 5, 60, False),
+        (SystemExit(signal.SIGTERM - 256), 5, 60, True, "SIGTERM"),  # as billiard ends a child by a signal
+        (SystemExit(signal.SIGQUIT - 256), 5, 60, True, "SIGQUIT"),
+        (SystemExit(signal.SIGTERM - 256), 60, 60, False, "60 s"),  # a hard time limit sends the same signal
+        (SystemExit(signal.SIGTERM - 256), 53.5, 60, False, "60 s"),  # its clock began before the task was called
+        (SystemExit(signal.SIGTERM - 256), 0.8, 1, False, "1 s"),
+        (SystemExit(40 - 256), 5, 60, True, "signal 40"),
+        (SystemExit("bye"), 5, 60, False, "SystemExit: bye"),
+        (KeyboardInterrupt(), 5, 60, False, "KeyboardInterrupt"),
     ],
 )
 def test_a_signal_from_outside_is_told_from_what_a_handler_does(
-    error: BaseException, seconds: float, limit: int, is_away: bool
+    error: BaseException, seconds: float, limit: int, is_away: bool, words: str
 ) -> None:
-    """P14, and nothing that ends its own process runs for ever uncounted."""
+    """P14, and nothing that ends its own process runs for ever uncounted. P9: `SystemExit: -241` would be a riddle."""
 
     @Celery("shop", set_as_current=False).task(bind=True, shared=False, time_limit=limit)
     def handle(_task: object) -> None:
         assert is_sent_away(error, seconds) is is_away
-
-    assert handle.apply(throw=True).successful()
-
-
-@pytest.mark.parametrize(
-    ("error", "seconds", "words"),
-    [
-        (SystemExit(signal.SIGTERM - 256), 60, "hard time limit of 60 s"),
-        (SystemExit(signal.SIGTERM - 256), 5, "SIGTERM"),
-        (SystemExit(40 - 256), 5, "signal 40"),
-        (SystemExit("bye"), 60, "SystemExit: bye"),
-    ],
-)
-def test_the_end_of_a_process_has_a_reason_for_people(error: BaseException, seconds: float, words: str) -> None:
-    """P9: `SystemExit: -241` would be a riddle."""
-
-    @Celery("shop", set_as_current=False).task(bind=True, shared=False, time_limit=60)
-    def handle(_task: object) -> None:
         assert words in describe_end(error, seconds)
 
     assert handle.apply(throw=True).successful()

@@ -14,7 +14,6 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.worker import limits
 from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits
 from mongo_celery.bridge.worker.runtime import UNEXPECTED
-from mongo_celery.errors import ConfigurationError
 
 
 class Handlers:
@@ -43,42 +42,27 @@ class Handlers:
         return found
 
 
-@pytest.fixture
-def handlers() -> Handlers:
-    """A bridge with runs of a hundred changes, of two seconds."""
-    return Handlers()
-
-
-def test_without_limits_a_run_takes_its_seconds(handlers: Handlers) -> None:
-    """Celery's own limits hold, which are none."""
-    assert handlers.of() == RunLimits(2.0, (None, None))
-
-
 @pytest.mark.parametrize(
-    ("options", "seconds", "of_message"),
+    ("bridges", "options", "seconds", "of_message"),
     [
-        ({"time_limit": 10}, 1.0, (11.0, None)),
-        ({"soft_time_limit": 5, "time_limit": 10}, 0.5, (10.5, 5.5)),
-        ({"soft_time_limit": 60}, 2.0, (None, 62.0)),
+        ({}, {}, 2.0, (None, None)),
+        ({}, {"time_limit": 10}, 1.0, (11.0, None)),
+        ({}, {"soft_time_limit": 5, "time_limit": 10}, 0.5, (10.5, 5.5)),
+        ({}, {"soft_time_limit": 60}, 2.0, (None, 62.0)),
+        ({}, {"time_limit": 10, "rate_limit": "1/s", "lists": True}, 2.0, (None, None)),
+        ({}, {"time_limit": 10, "rate_limit": "1/s", "transactional": True}, 2.0, (None, None)),
+        ({"run_size": 1}, {"time_limit": 10}, 0.0, (None, None)),
     ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_each_change_has_all_of_its_time(
-    handlers: Handlers, options: dict[str, Any], seconds: float, of_message: tuple[float | None, float | None]
+    bridges: dict[str, Any],
+    options: dict[str, Any],
+    seconds: float,
+    of_message: tuple[float | None, float | None],
 ) -> None:
-    """Whatever is begun before `seconds` are over ends before the message does."""
-    assert handlers.of(**options) == RunLimits(seconds, of_message)
-
-
-@pytest.mark.parametrize("options", [{"lists": True}, {"transactional": True}], ids=["a list", "a transaction"])
-def test_what_is_one_call_has_celerys_own_limits(handlers: Handlers, options: dict[str, Any]) -> None:
-    """They are exact."""
-    assert handlers.of(time_limit=10, rate_limit="1/s", **options) == RunLimits(2.0, (None, None))
-
-
-def test_a_limited_handler_of_single_changes_has_celerys_own_limits() -> None:
-    """Nor is a second change begun of a run that a listener of another configuration has sent."""
-    assert Handlers(run_size=1).of(time_limit=10) == RunLimits(0.0, (None, None))
-    assert Handlers(run_size=1).of() == RunLimits(2.0, (None, None))
+    """Whatever is begun before `seconds` are over ends before the message does. One call has Celery's own limits."""
+    assert Handlers(**bridges).of(**options) == RunLimits(seconds, of_message)
 
 
 @pytest.mark.parametrize("where", ["handler", "annotation", "default", "control"])
@@ -98,8 +82,9 @@ def test_under_a_rate_limit_no_second_change_is_begun(where: str) -> None:
     assert limits.run_limits(task) == RunLimits(2.0), "Celery takes that for none"
 
 
-def test_limits_of_the_whole_worker_are_those_of_a_change_too(handlers: Handlers) -> None:
+def test_limits_of_the_whole_worker_are_those_of_a_change_too() -> None:
     """By its command line, or by configuration; a handler's own come before them."""
+    handlers = Handlers()
     task = handlers.task()
     limits.worker_limits[handlers.app] = (5, 4)
     assert limits.run_limits(task) == RunLimits(0.4, (5.4, 4.4))
@@ -110,8 +95,9 @@ def test_limits_of_the_whole_worker_are_those_of_a_change_too(handlers: Handlers
     assert others.of() == RunLimits(1.0, (11.0, None))
 
 
-def test_a_message_has_the_limits_of_its_handler_and_none_of_its_own(handlers: Handlers) -> None:
+def test_a_message_has_the_limits_of_its_handler_and_none_of_its_own() -> None:
     """P10: what is written beside an envelope has no power; who tries is dropped."""
+    handlers = Handlers()
     task = handlers.task(soft_time_limit=5)
     headers = {"id": "a", "task": task.name, "timelimit": [1, 1], RUN_SECONDS: 3600.0}
     body = json.dumps([["envelope"], {}, {}])
@@ -122,10 +108,3 @@ def test_a_message_has_the_limits_of_its_handler_and_none_of_its_own(handlers: H
     assert made.time_limits == (None, 5.5)
     assert made.request_dict[RUN_SECONDS] == 0.5
     assert sorted(made.request_dict[UNEXPECTED]) == [RUN_SECONDS, "timelimit"]
-
-
-def test_coalescing_single_changes_is_refused(handlers: Handlers) -> None:
-    """It would do nothing; a list is one call."""
-    with pytest.raises(ConfigurationError, match=r"rate_limit.*on_changes"):
-        handlers.task(coalesce=True, rate_limit="1/s")
-    Handlers().task(coalesce=True, rate_limit="1/s", lists=True)

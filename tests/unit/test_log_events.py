@@ -7,8 +7,6 @@ import functools
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from mongo_celery.bridge.state.claims import name_place
-
 ROOT = Path(__file__).parents[2]
 LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error", "critical": "critical"}
 Row = tuple[str, str, str]
@@ -24,30 +22,6 @@ def test_every_record_at_info_and_above_has_an_event() -> None:
     ]
 
     assert without == []
-
-
-def test_no_field_has_a_second_word_for_a_term() -> None:
-    """One word for one thing, in records as well."""
-    found = {
-        (str(path.relative_to(ROOT)), name)
-        for path in (ROOT / "mongo_celery").rglob("*.py")
-        for call in log_calls(ast.parse(path.read_text(encoding="utf-8")))
-        for name in fields_of(call)
-    }
-    assert {name for _, name in found} >= {"event", "term"}
-    assert [each for each in found if each[1] in {"version", "epoch", "generation"}] == []
-
-
-def test_sentences_name_a_partition_as_commands_do() -> None:
-    """P16: `summarise/13`, not the `_id` of its document, which belongs into fields."""
-    assert name_place("shop/summarise/1883275333206016/13") == "summarise/13"
-    found = [
-        f"{path.relative_to(ROOT)}:{call.lineno}"
-        for path in sorted((ROOT / "mongo_celery").rglob("*.py"))
-        for call in log_calls(ast.parse(path.read_text(encoding="utf-8")))
-        if any(ast.unparse(each).endswith("partition_id") for each in call.args)
-    ]
-    assert found == []
 
 
 @functools.cache
@@ -79,12 +53,6 @@ def log_calls(tree: ast.Module, methods: Collection[str] = LEVELS) -> Iterator[a
 def _method_of(call: ast.Call) -> str:
     assert isinstance(call.func, ast.Attribute)
     return call.func.attr
-
-
-def fields_of(call: ast.Call) -> list[str]:
-    """Return the fields that a call gives to its record by name."""
-    given = [each.value for each in call.keywords if each.arg == "extra" and isinstance(each.value, ast.Dict)]
-    return [str(key.value) for each in given for key in each.keys if isinstance(key, ast.Constant)]
 
 
 def event_of(call: ast.Call) -> str | None:

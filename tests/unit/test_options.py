@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from types import ModuleType
 from typing import Any
@@ -17,17 +17,6 @@ from mongo_celery import Bridge
 from mongo_celery.bridge.options import OPTION_NAMES, BridgeOptions, merge_options
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.table import call_timeout
-
-DURATIONS = (
-    "run_seconds",
-    "transaction_seconds",
-    "lease_ttl",
-    "claim_ttl",
-    "commit_grace",
-    "dispatch_grace",
-    "start_timeout",
-)
-COUNTS = ("partitions", "run_size", "run_bytes", "max_crashes", "buffer_bytes")
 
 
 def make(**options: Any) -> BridgeOptions:
@@ -44,50 +33,32 @@ def settings_module(**settings: Any) -> ModuleType:
     return module
 
 
-def test_the_defaults_are_valid_and_finite() -> None:
-    """Every wait and every buffer of a bridge without options has a bound."""
+def test_the_defaults_are_valid_and_values_that_work_are_kept() -> None:
     options = make()
-    for name in {*DURATIONS, *COUNTS, "grace"} - {"dispatch_grace"}:
-        assert 0 < getattr(options, name) < float("inf")
     assert (options.partitions, options.run_size, options.lease_ttl, options.claim_ttl) == (16, 1, 10.0, 10.0)
     assert options.failure_policy == options.on_history_lost == "halt"
-
-
-def test_options_cannot_be_changed_afterwards() -> None:
-    """What was validated stays valid."""
-    with pytest.raises(FrozenInstanceError):
-        make().partitions = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("queues", None),
+    for name, value in (
         ("queues", 2),
         ("name", "Shop_1-x"),
-        ("show_expanded_events", True),
         ("start_from", Timestamp(1, 2)),
         ("start_from", datetime(2024, 1, 1, tzinfo=UTC)),
         ("start_from", {"_data": "826B02CA8B0000000F2B0229296E04", "_typeBits": b"\x01"}),
-    ],
-)
-def test_a_value_that_works_is_kept(name: str, value: object) -> None:
-    assert getattr(make(**{name: value}), name) == value
+    ):
+        assert getattr(make(**{name: value}), name) == value
 
 
 def test_options_that_do_not_fit_together_are_refused() -> None:
-    """P6: a grace shorter than a heartbeat and a call would dispatch runs that are alive. The message names both."""
+    """P6: a grace shorter than a heartbeat and a call would dispatch runs that are alive."""
     assert make(claim_ttl=30, dispatch_grace=19).grace == 19
-    with pytest.raises(ConfigurationError, match=r"dispatch_grace=18\.9 .* claim_ttl=30"):
-        make(claim_ttl=30, dispatch_grace=18.9)
-    with pytest.raises(ConfigurationError, match=r"queues=17 .* partitions=16"):
-        make(queues=17)
+    for pair in ({"claim_ttl": 30, "dispatch_grace": 18.9}, {"queues": 17}):
+        with pytest.raises(ConfigurationError):
+            make(**pair)
 
 
-@pytest.mark.parametrize("name", DURATIONS)
+@pytest.mark.parametrize(
+    "name", ["run_seconds", "transaction_seconds", "lease_ttl", "claim_ttl", "dispatch_grace", "start_timeout"]
+)
 def test_a_duration_may_be_a_timedelta(name: str) -> None:
-    """Both forms mean the same."""
-    assert getattr(make(**{name: timedelta(seconds=20)}), name) == 20.0
     assert make(**{name: timedelta(seconds=20)}) == make(**{name: 20})
 
 
@@ -102,11 +73,9 @@ def test_one_call_and_one_heartbeat_fit_twice_into_a_ttl(ttl: float) -> None:
 def test_partitions_share_the_queues_in_turn() -> None:
     """Every partition has one queue, every queue a partition; by default there are no more than four."""
     options = make(name="shop", partitions=5, queues=2)
-    assert options.queue_names() == ["shop.0", "shop.1"]
     assert options.queue_names("slow") == ["shop.slow.0", "shop.slow.1"]
     assert [options.queue_name(index) for index in range(5)] == ["shop.0", "shop.1", "shop.0", "shop.1", "shop.0"]
-    assert make(partitions=3).queue_names() == ["default.0", "default.1", "default.2"]
-    assert make(partitions=16).queue_names() == ["default.0", "default.1", "default.2", "default.3"]
+    assert [make(partitions=count).queue_count for count in (3, 16)] == [3, 4]
     assert make(partitions=16, queues=16).queue_count == 16
 
 
@@ -128,22 +97,15 @@ def test_a_misspelt_option_or_choice_names_the_right_one(options: dict[str, Any]
     ("namespace", "setting", "meant"),
     [
         (None, "mongo_celery_partitons", "mongo_celery_partitions"),
-        ("CELERY", "CELERY_MONGO_CELERY_PARTITON", "CELERY_MONGO_CELERY_PARTITIONS"),
         ("CELERY", "CELERY_MONGO_CELERY_DATABASE_URI", "CELERY_MONGO_CELERY_DATABASE_URL"),
     ],
 )
 def test_a_misspelt_setting_names_the_right_one(namespace: str | None, setting: str, meant: str) -> None:
-    """P9: the same for settings, which come from far away; both are spelt as their user spells them."""
+    """P9: settings come from far away; both are spelt as their user spells them."""
     app = celery_app()
     app.config_from_object(settings_module(**{setting: 4}), namespace=namespace)
-    with pytest.raises(ConfigurationError, match=rf"{setting} is unknown \(did you mean '{meant}'"):
+    with pytest.raises(ConfigurationError, match=rf"{setting}.*'{meant}'"):
         _ = Bridge(app, "mongodb://localhost").options
-
-
-def test_arguments_win_over_settings_and_settings_over_defaults() -> None:
-    """The order that Celery's users expect."""
-    options = merge_options({"partitions": 2}, {"partitions": 3, "run_size": 7, "database_url": "mongodb://h"})
-    assert (options.partitions, options.run_size, options.claim_ttl) == (2, 7, 10.0)
 
 
 def test_each_option_but_the_name_can_be_a_setting() -> None:
@@ -152,52 +114,30 @@ def test_each_option_but_the_name_can_be_a_setting() -> None:
     assert set(defaults) == set(OPTION_NAMES)
     del defaults["name"]
     assert merge_options({}, defaults) == make()
-    with pytest.raises(ConfigurationError, match=r"Bridge\(name='...'\)"):
+    with pytest.raises(ConfigurationError):
         merge_options({}, {"name": "shop"})
+    options = merge_options({"partitions": 2}, {"partitions": 3, "run_size": 7, "database_url": "mongodb://h"})
+    assert (options.partitions, options.run_size, options.claim_ttl) == (2, 7, 10.0)
 
 
 @pytest.mark.parametrize(
-    ("settings", "namespace"),
-    [
-        (
-            {"mongo_celery_partitions": 32, "mongo_celery_lease_ttl": 20, "mongo_celery_database_url": "mongodb://h"},
-            None,
-        ),
-        (
-            {
-                "CELERY_MONGO_CELERY_PARTITIONS": 32,
-                "CELERY_MONGO_CELERY_LEASE_TTL": 20,
-                "CELERY_MONGO_CELERY_DATABASE_URL": "mongodb://h",
-                "MONGO_CELERY_PARTITIONS": 5,
-                "DEBUG": True,
-            },
-            "CELERY",
-        ),
-    ],
-    ids=["celery", "django"],
+    ("prefix", "namespace"), [("mongo_celery_", None), ("CELERY_MONGO_CELERY_", "CELERY")], ids=["celery", "django"]
 )
-def test_a_bridge_reads_its_settings_from_the_app(settings: dict[str, Any], namespace: str | None) -> None:
+def test_a_bridge_reads_its_settings_from_the_app(prefix: str, namespace: str | None) -> None:
     """Under a namespace, as Django has it, the same names in capitals behind it; others are not ours."""
     app = celery_app()
     bridge = Bridge(app, run_size=3)
-    app.config_from_object(settings_module(**settings), namespace=namespace)
-    assert (bridge.options.partitions, bridge.options.lease_ttl, bridge.options.run_size) == (32, 20.0, 3)
-    assert bridge.url == "mongodb://h"
-
-
-def test_settings_may_also_be_set_on_the_app_itself() -> None:
-    """`app.conf` before or after the bridge is made, and keyword arguments of the app."""
-    app = celery_app(mongo_celery_partitions=5)
-    bridge = Bridge(app)
-    app.conf.mongo_celery_run_size = 6
-    app.conf.update(mongo_celery_max_crashes=7)
-    assert (bridge.options.partitions, bridge.options.run_size, bridge.options.max_crashes) == (5, 6, 7)
-
-
-def test_a_bridge_without_a_url_says_where_it_may_come_from() -> None:
-    """P9: the message names both ways."""
     with pytest.raises(ConfigurationError, match="mongo_celery_database_url"):
         _ = Bridge(celery_app()).url
+    given = {"partitions": 32, "lease_ttl": 20, "database_url": "mongodb://h"}
+    settings = {f"{prefix}{name.upper() if namespace else name}": value for name, value in given.items()}
+    app.config_from_object(settings_module(**settings, DEBUG=True), namespace=namespace)
+    assert (bridge.options.partitions, bridge.options.lease_ttl, bridge.options.run_size) == (32, 20.0, 3)
+    assert bridge.url == "mongodb://h"
+    later = celery_app(mongo_celery_partitions=5)
+    bridge = Bridge(later)
+    later.conf.mongo_celery_run_size = 6
+    assert (bridge.options.partitions, bridge.options.run_size) == (5, 6)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +150,8 @@ def test_a_bridge_without_a_url_says_where_it_may_come_from() -> None:
     ],
 )
 def test_the_default_database_is_that_of_the_url(url: str, database: str | None) -> None:
-    """Read from the text alone: nothing connects, and no name is looked up."""
+    """Read from the text alone: nothing connects, and no name is looked up. P9: a URL may carry a password."""
     assert Bridge(celery_app(), url).wiring.default_database == database
-
-
-def test_a_url_that_is_none_is_refused_without_showing_it() -> None:
-    """P9: a URL may carry a password."""
-    with pytest.raises(ConfigurationError, match="URL of bridge shop") as caught:
+    with pytest.raises(ConfigurationError) as caught:
         _ = Bridge(celery_app(), "redis://user:secret@h").wiring.default_database
     assert "secret" not in str(caught.value)

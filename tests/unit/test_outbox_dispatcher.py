@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
 import weakref
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.dispatcher import TURN, AppDispatcher, OutboxDispatcher
 from tests.fixtures.process import wait_for
@@ -39,54 +37,18 @@ def outbox(monkeypatch: pytest.MonkeyPatch) -> OutboxDispatcher:
 
 
 def test_a_look_that_waits_for_the_end_of_a_claim_outlives_any_number_of_writes(outbox: OutboxDispatcher) -> None:
-    """And so does the next one that was expected; few are planned at any time."""
+    """And so does the next one that was expected, until all expected writes are named. Few are planned at any time."""
     outbox._pause()
     outbox.expect()
     last, first = outbox._polls[-1], outbox._expected_polls[0]
-    for _ in range(100):
+    for number in range(100):
         outbox.expect()
         outbox.hint()
+        outbox.hint(number, expected=True)
     assert (outbox._polls[-1], outbox._expected_polls[0]) == (last, first)
     assert len(outbox._polls) + len(outbox._expected_polls) <= 6
-
-
-def test_who_names_all_writes_that_were_expected_needs_no_look(outbox: OutboxDispatcher) -> None:
-    """With one of them unknown the looks stay, and a look that somebody asked for stays in any case."""
-    outbox.expect()
-    outbox.expect()
-    outbox.hint(1, expected=True)
-    assert outbox._expected_polls
-    outbox.hint(2, expected=True)
-    assert not outbox._expected_polls
-    outbox.hint()
-    outbox.expect()
-    outbox.hint(3, expected=True)
-    assert (len(outbox._polls), outbox._expected_polls) == (1, [])
-
-
-def test_a_broker_that_takes_connections_and_no_message_is_asked_ever_more_rarely(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As Redis out of memory does; that it is back is reported when something has gone out."""
-    broker = AppDispatcher()
-    with caplog.at_level(logging.INFO, "mongo_celery.outbox"):
-        for times in range(4):
-            assert broker._probes == times
-            broker.note_outage()
-            assert broker.is_back(lambda: True)
-        assert not caplog.records
-        for _ in range(2):
-            broker.note_success()
-    assert [record.__dict__["event"] for record in caplog.records] == ["broker_back"]
-    assert broker._probes == 0
-
-
-def test_turns_are_apart_so_that_something_gathers_unless_there_is_enough(outbox: OutboxDispatcher) -> None:
-    now = outbox.turn_began = time.monotonic()
-    for number in range(TURN):
-        assert outbox.next_turn() != now
-        outbox.hint(number)
-    assert outbox.next_turn() == now
+    outbox.hint(101, expected=True)
+    assert (outbox._polls[-1], outbox._expected_polls) == (last, [])
 
 
 def test_a_thread_with_nothing_to_do_ends_and_the_next_write_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,52 +145,6 @@ def test_the_thread_outlives_whatever_a_turn_raises(caplog: pytest.LogCaptureFix
     thread.close()
     assert delivered[-1] == "last"
     assert failed() == 2
-
-
-def test_a_process_that_goes_on_after_a_close_that_took_too_long_delivers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a worker inside a program has ended while a message hung."""
-    monkeypatch.setattr("mongo_celery.outbox.dispatcher.CLOSE_SECONDS", 0.05)
-    thread, delivered, go_on, begun = AppDispatcher(), list[Any](), threading.Event(), threading.Event()
-
-    def deliver(ids: Any) -> Delivery:
-        begun.set()
-        assert go_on.wait(60)
-        delivered.extend(ids)
-        return Delivery(dispatched=len(ids))
-
-    outbox = made(thread, deliver_queued=deliver, find_due=lambda *_: ["written"] if "written" not in delivered else [])
-    outbox.hint("first")
-    assert begun.wait(60)
-    thread.close()
-    running = thread._thread
-    assert running is not None
-    go_on.set()
-    running.join(60)
-    outbox.hint("written")
-    wait_for(lambda: "written" in delivered)
-    thread.close()
-
-
-def test_an_outbox_whose_messages_are_refused_keeps_no_other_from_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """P12: a result backend may refuse what some outboxes have, again and again; the broker takes the rest."""
-    monkeypatch.setattr("mongo_celery.outbox.dispatcher._PROBES", Pauses(first=0.01, longest=0.01))
-    thread, delivered = AppDispatcher(), set[str]()
-
-    def refuse(_ids: Any) -> Delivery:
-        return Delivery(broker_down=True)
-
-    def deliver(ids: Any) -> Delivery:
-        delivered.update(ids)
-        return Delivery(dispatched=len(ids))
-
-    def one(name: str, how: Any) -> OutboxDispatcher:
-        return made(thread, deliver_queued=how, find_due=lambda *_: [name], answers=lambda: True)
-
-    outboxes = [one(f"{number}", deliver if number % 2 else refuse) for number in range(10)]
-    for outbox in outboxes:
-        outbox.hint()
-    wait_for(lambda: delivered == {"1", "3", "5", "7", "9"}, 30)
-    thread.close()
 
 
 def test_documents_that_mongodb_refuses_are_polled_ever_more_rarely(outbox: OutboxDispatcher) -> None:

@@ -23,7 +23,6 @@ from mongo_celery.outbox.entries import (
     bind_event,
     make_event_entry,
     make_task_entries,
-    read_entries,
 )
 
 NOW = datetime(2024, 2, 29, 12, 0, 0, tzinfo=UTC)
@@ -69,7 +68,7 @@ def ids_in(canvas: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("identity", "argument"),
-    [(KEY, "1" * 24), (7, 7), (Int64(7), 7), ("k", "k"), (Decimal128("1.5"), "1.5"), ({"a": KEY}, {"a": "1" * 24})],
+    [(KEY, "1" * 24), (Int64(7), 7), (Decimal128("1.5"), "1.5"), ({"a": KEY}, {"a": "1" * 24})],
 )
 def test_a_known_id_stands_where_stored_id_stood(app: Celery, note: Any, identity: Any, argument: Any) -> None:
     """In lists and dicts too; nothing is left to be bound, and the signature may be used again."""
@@ -80,14 +79,18 @@ def test_a_known_id_stands_where_stored_id_stood(app: Celery, note: Any, identit
     assert (entry.bind, stored["options"]["task_id"]) == ("", entry.id)
     assert signature.args[0] is STORED_ID
     assert "task_id" not in signature.options
-    assert "STORED_ID" in entry.argsrepr
+    assert ids_in(stored).isdisjoint(ids_in(decoded(task_entry(app, signature, NOW, identity))))
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(OutboxRefusedError):
+        task_entry(app, note.s(endless), NOW)
 
 
 def test_an_id_of_the_users_is_refused_where_that_of_the_document_is_not_known(app: Celery, note: Any) -> None:
     """The write may go to several documents."""
     mine = note.s().set(task_id="mine")
     for canvas in (mine, chain(note.si(1), mine), group(mine, note.si(1))):
-        with pytest.raises(OutboxRefusedError, match="has a fixed task id"):
+        with pytest.raises(OutboxRefusedError):
             task_entry(app, canvas, NOW)
     assert task_entry(app, mine, NOW, 1).bind == ""
 
@@ -107,89 +110,39 @@ def test_what_is_bound_late_has_ids_of_its_own_in_each_document(
 ) -> None:
     """The same at each dispatch, others in each document, and everywhere the `_id` of that document."""
     app.conf.task_serializer = note.serializer = serializer
-    entry = task_entry(app, make(note), NOW)
-    first, again, other = (bind_message(decoded(entry), entry.bind, each) for each in (KEY, KEY, 7))
+    canvas = make(note)
+    before = repr(dict(canvas))
+    entry = task_entry(app, canvas, NOW)
+    keys = (KEY, KEY, 0.1, Decimal128("0.1"), "0.1")
+    first, again, *others = (bind_message(decoded(entry), entry.bind, each) for each in keys)
     assert repr(first) == repr(again)
     stored = ids_in(decoded(entry))
-    assert len(stored) == len(ids_in(first)) == len(ids_in(other))
-    assert len(stored | ids_in(first) | ids_in(other)) == 3 * len(stored)
-    assert entry.bind not in repr(first) + repr(other)
+    assert {len(ids_in(each)) for each in (first, *others)} == {len(stored)}
+    assert len(stored.union(*map(ids_in, (first, *others)))) == 5 * len(stored)
+    assert entry.bind not in repr(first)
     assert repr(first).count("1" * 24) == repr(decoded(entry)).count(entry.bind) > 0
+    assert repr(dict(canvas)) == before
     Celery("relay", set_as_current=False).signature(first)  # a relay can make a canvas of it
 
 
-def test_ids_that_are_not_the_canvas_s_own_stay(app: Celery, note: Any) -> None:
-    """A parent that runs already, and a text that only looks like what stands for the `_id`."""
-    entry = task_entry(app, note.s("mongo_celery.STORED_ID:x").set(parent_id="p", root_id="r"), NOW)
-    found = bind_message(decoded(entry), entry.bind, 7)
-    assert (found["options"]["parent_id"], found["options"]["root_id"]) == ("p", "r")
-    assert found["args"] == ["mongo_celery.STORED_ID:x"]
-    alone = bind_message(decoded(task_entry(app, note.s(), NOW)), "x", 7)
-    assert alone["options"]["root_id"] == alone["options"]["task_id"]
-
-
-def test_numbers_that_are_close_are_two_documents(app: Celery, note: Any) -> None:
-    """Two decimals that share a float are two `_id`s, and so are a text and a number."""
-    entry = task_entry(app, note.s(), NOW)
-    keys = [0.1, Decimal128("0.1"), "0.1", b"0.1"]
-    assert len({bind_message(decoded(entry), entry.bind, key)["options"]["task_id"] for key in keys}) == len(keys)
-
-
-@pytest.mark.parametrize("is_grouped", [False, True])
-@pytest.mark.parametrize("make", CANVASES.values(), ids=CANVASES.keys())
-def test_a_canvas_that_is_stored_twice_has_other_ids_each_time(
-    app: Celery, note: Any, make: Any, is_grouped: bool
-) -> None:
-    """Nothing is written into what the user holds, or its second run would be a duplicate of the first."""
-    canvas = group(group(make(note), note.si(3)), note.si(4)) if is_grouped else make(note)
-    before = repr(dict(canvas))
-    first, second = ([ids_in(decoded(each)) for each in make_task_entries(app, canvas, NOW, 1)] for _ in range(2))
-    assert len(first) == len(second) == (3 if is_grouped else 1)
-    assert not set().union(*first) & set().union(*second)
-    assert repr(dict(canvas)) == before
-
-
-def test_an_event_is_bound_like_a_task() -> None:
-    """Its id, its subject unless it has one, and its body."""
+@pytest.mark.parametrize("identity", [KEY, 7, b"\x00\xff", Regex("a"), {"a": [b"\x01", KEY]}, NOW])
+def test_an_event_is_bound_like_a_task(identity: Any) -> None:
+    """Its id, its subject unless it has one, and its body. JSON has one form of whatever an `_id` can be."""
     entry = make_event_entry(Event("placed", {"of": [STORED_ID]}), NOW, source="/s", document_id=NO_ID)
-    [one, other] = [bind_event(entry, each) for each in (KEY, b"\x00\xff")]
-    told = json.loads(one.payload)
-    assert (told["id"], told["subject"], told["data"]) == (one.id, "1" * 24, {"of": ["1" * 24]})
-    assert json.loads(other.payload)["data"] == {"of": ["00ff"]}
-    assert len({entry.id, one.id, other.id}) == 3
+    late, other = (bind_event(entry, each) for each in (identity, "other"))
+    known = make_event_entry(Event("placed", {"of": [STORED_ID]}), NOW, source="/s", document_id=identity)
+    found = [json.loads(each.payload) for each in (late, known)]
+    assert found[0]["data"] == found[1]["data"]
+    assert found[0].get("subject") == found[1].get("subject")
+    assert found[0]["id"] == late.id
+    assert len({entry.id, late.id, other.id}) == 3
     named = make_event_entry(Event("placed", subject="own"), NOW, source="/s", document_id=NO_ID)
     assert json.loads(bind_event(named, KEY).payload)["subject"] == "own"
-
-
-@pytest.mark.parametrize("identity", [KEY, 7, b"\x00\xff", Regex("a"), {"a": [b"\x01", KEY]}, NOW])
-def test_an_event_tells_the_same_id_whether_it_is_known_or_bound_late(identity: Any) -> None:
-    """Whatever an `_id` can be, JSON has one form of it."""
-    event = Event("placed", [STORED_ID])
-    known = make_event_entry(event, NOW, source="/s", document_id=identity)
-    late = bind_event(make_event_entry(event, NOW, source="/s", document_id=NO_ID), identity)
-    assert json.loads(known.payload)["data"] == json.loads(late.payload)["data"]
-    assert [json.loads(each.payload).get("subject") for each in (known, late)].count(None) in {0, 2}
 
 
 def test_stored_id_is_one_value_that_cannot_become_text() -> None:
     """Else it would be sent as a text that says nothing."""
     assert copy.deepcopy(STORED_ID) is STORED_ID is pickle.loads(pickle.dumps(STORED_ID))
     for spoiled in (str, "order {}".format, lambda value: f"order {value}"):
-        with pytest.raises(TypeError, match="whole argument"):
+        with pytest.raises(TypeError, match="STORED_ID"):
             spoiled(STORED_ID)
-
-
-def test_what_cannot_be_read_or_is_not_trusted_stays_as_it_is_stored(app: Celery, note: Any) -> None:
-    """Whoever meets it sets it aside."""
-    stored = task_entry(app, note.s(1), NOW).to_document()
-    spoiled: list[Any] = [{}, {**stored, "attempts": float("inf")}, "x"]
-    assert read_entries(spoiled, lambda _: True) == [*spoiled[:-1], {"value": "x"}]
-    assert read_entries([stored], lambda _: False) == [stored]
-
-
-def test_an_argument_that_contains_itself_is_refused(app: Celery, note: Any) -> None:
-    """Looking for `STORED_ID` in it must end."""
-    endless: list[Any] = []
-    endless.append(endless)
-    with pytest.raises(OutboxRefusedError, match="contains itself"):
-        task_entry(app, note.s(endless), NOW)

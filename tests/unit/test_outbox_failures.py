@@ -24,37 +24,18 @@ def entry(attempts: int = 0) -> Entry:
 
 
 @pytest.mark.parametrize("policy", [HALT, DEAD], ids=["halt", "dead_letter"])
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (BrokerUnavailableError("gone"), FailureKind.WAIT_FOR_BROKER),
-        (BrokerUnavailableError("out of memory", answers=True), FailureKind.WAIT_FOR_BROKER),
-        (UnknownTaskError("shop.new"), FailureKind.OTHER_PROCESS),
-    ],
-)
-def test_what_is_not_its_own_fault_is_never_counted_however_often(
-    policy: FailurePolicy, error: Exception, kind: FailureKind
-) -> None:
-    """An outage or a deploy makes no dead letter and nothing stuck."""
-    verdict = policy.judge(entry(attempts=1000), error)
-    assert (verdict.kind, verdict.counts, verdict.attempts) == (kind, False, 0)
-
-
-def test_only_a_broker_that_does_not_answer_is_an_outage() -> None:
-    """One that refuses answers others, so the next document is tried."""
-    gone = HALT.judge(entry(), BrokerUnavailableError("gone"))
-    full = HALT.judge(entry(), BrokerUnavailableError("full", answers=True))
-    assert (gone.is_outage, full.is_outage) == (True, False)
+def test_what_is_not_its_own_fault_is_never_counted_however_often(policy: FailurePolicy) -> None:
+    """An outage or a deploy makes no dead letter and nothing stuck. A broker that refuses one answers others."""
+    errors = (
+        BrokerUnavailableError("gone"),
+        BrokerUnavailableError("out of memory", answers=True),
+        UnknownTaskError("shop.new"),
+    )
+    gone, full, unknown = (policy.judge(entry(attempts=1000), error) for error in errors)
+    assert {(each.counts, each.attempts) for each in (gone, full, unknown)} == {(False, 0)}
+    assert [each.kind for each in (gone, full)] == [FailureKind.WAIT_FOR_BROKER] * 2
+    assert (gone.is_outage, full.is_outage, unknown.kind) == (True, False, FailureKind.OTHER_PROCESS)
     assert gone.pause < full.pause
-
-
-def test_by_default_an_entry_is_tried_for_ever() -> None:
-    """Its pauses grow to five minutes."""
-    verdicts = [HALT.judge(entry(attempts), POISON) for attempts in range(40)]
-    assert {(each.kind, each.counts) for each in verdicts} == {(FailureKind.ATTEMPT, True)}
-    pauses = [each.pause for each in verdicts]
-    assert pauses == sorted(pauses)
-    assert pauses[-1] == 300.0
 
 
 @pytest.mark.parametrize("max_attempts", [1, 5, 30])
@@ -89,10 +70,14 @@ def test_many_unsigned_entries_are_one_error_in_the_log(policy: str, caplog: pyt
     assert [(each.levelno, each.__dict__["event"]) for each in caplog.records] == [(logging.ERROR, "entry_unsigned")]
 
 
-def test_that_an_entry_is_stuck_is_an_error_once(caplog: pytest.LogCaptureFixture) -> None:
-    """From then on a warning: an alarm every five minutes would be switched off."""
+def test_an_entry_is_tried_for_ever_and_that_it_is_stuck_is_an_error_once(caplog: pytest.LogCaptureFixture) -> None:
+    """By default; its pauses grow to five minutes. An alarm every five minutes would be switched off."""
     with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
-        for attempts in range(8):
-            HALT.log(HALT.judge(entry(attempts), POISON), entry(attempts), 7, POISON)
+        verdicts = [HALT.judge(entry(attempts), POISON) for attempts in range(40)]
+        for attempts, verdict in enumerate(verdicts):
+            HALT.log(verdict, entry(attempts), 7, POISON)
+    assert {(each.kind, each.counts) for each in verdicts} == {(FailureKind.ATTEMPT, True)}
+    pauses = [each.pause for each in verdicts]
+    assert (pauses[-1], pauses) == (300.0, sorted(pauses))
     levels = [record.levelno for record in caplog.records]
-    assert levels == [logging.WARNING] * 4 + [logging.ERROR] + [logging.WARNING] * 3
+    assert levels == [logging.WARNING] * 4 + [logging.ERROR] + [logging.WARNING] * 35

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ def client() -> MongoClient[dict[str, object]]:
 def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(
     client: MongoClient[dict[str, object]],
 ) -> None:
-    """Registered as a task that a worker finds, and due as often as any of them asks."""
+    """Due as often as any of them asks. Messages outlive the pause until the next, but at least a minute."""
     app = Celery("shop", broker="memory://")
     for name, every in (("orders", 7.0), ("carts", 3.0), ("notes", None)):
         Outbox(app, client["shop"][name], sweep_every=every)
@@ -33,10 +32,13 @@ def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(
     assert SWEEP_TASK in app.tasks
     assert [outbox.name for outbox in OUTBOXES.of(app)] == ["shop.orders", "shop.carts", "shop.notes"]
     entry = app.conf.beat_schedule[SWEEP_TASK]
-    assert entry["schedule"] == 3.0
-    assert entry["options"]["expires"] >= 3.0
-    with pytest.raises(ConfigurationError, match="already"):
+    assert (entry["schedule"], entry["options"]["expires"]) == (3.0, 60.0)
+    with pytest.raises(ConfigurationError):
         Outbox(app, client["shop"]["orders"])
+    quick = Celery("quick", broker="memory://")
+    Outbox(quick, client["shop"]["orders"], sweep_every=0.5)
+    quick.finalize()
+    assert quick.conf.beat_schedule[SWEEP_TASK]["schedule"] == 1.0, "a database scheduler would make zero of it"
 
 
 def test_coordinators_bring_their_tasks_and_a_beat_entry_each(client: MongoClient[dict[str, object]]) -> None:
@@ -48,44 +50,18 @@ def test_coordinators_bring_their_tasks_and_a_beat_entry_each(client: MongoClien
     assert {RUN_TASK, RECOVER_TASK} <= set(app.tasks)
     (entry,) = (value for key, value in app.conf.beat_schedule.items() if key.startswith(RECOVER_TASK))
     assert (entry["schedule"], entry["args"]) == (60, ("default",))
-    with pytest.raises(ConfigurationError, match="already"):
+    with pytest.raises(ConfigurationError):
         TwoPhaseCommit(app, client["bank"]["transactions"])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sweep_after": 0},
-        {"sweep_every": -1},
-        {"claim_ttl": 4000},
-        {"max_attempts": True},
-        {"at_once": "later"},
-        {"at_once": 1},
-        {"failure_policy": "skip"},
-    ],
-)
-def test_options_of_an_outbox_that_cannot_work_are_refused(
-    client: MongoClient[dict[str, object]], options: dict[str, object]
+@pytest.mark.parametrize("kind", [Outbox, OutboxCollection])
+def test_an_outbox_that_cannot_work_is_refused_and_its_app_has_none(
+    client: MongoClient[dict[str, object]], kind: Any
 ) -> None:
     """When it is made, not when the first order is lost."""
-    with pytest.raises(ConfigurationError):
-        Outbox(Celery("shop", broker="memory://"), client["shop"]["orders"], **options)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="collection"):
-        Outbox(Celery("shop", broker="memory://"), "shop.orders")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "words"),
-    [
-        (Outbox, {"sweep_afer": 1}, "option 'sweep_afer' is unknown (did you mean 'sweep_after'?)."),
-        (OutboxCollection, {"field": "pending"}, "option 'field' is unknown."),
-    ],
-)
-def test_an_option_that_an_outbox_does_not_have_is_refused(
-    client: MongoClient[dict[str, object]], kind: Any, options: dict[str, object], words: str
-) -> None:
-    """By one sentence, and the app has no such outbox."""
     app = Celery("shop", broker="memory://")
-    with pytest.raises(ConfigurationError, match=re.escape(words)):
-        kind(app, client["shop"]["orders"], **options)
+    with pytest.raises(ConfigurationError, match="sweep_after"):
+        kind(app, client["shop"]["orders"], sweep_afer=1)
+    with pytest.raises(ConfigurationError):
+        kind(app, "shop.orders")
     assert OUTBOXES.of(app) == []

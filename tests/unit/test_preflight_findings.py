@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 from bson import Timestamp
 from celery import Celery
 from kombu import Queue
-from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.operations import broker_check, mongodb_check
 from mongo_celery.bridge.operations.broker_check import judge_workers
@@ -17,11 +17,8 @@ from mongo_celery.bridge.stream.source import Source
 from mongo_celery.broker import server_check
 from mongo_celery.broker.workers import WorkerReplies
 from mongo_celery.command_line import CommandLine
-from mongo_celery.errors import AccessError, ServerUnavailableError
-from mongo_celery.mongo.opening import to_user_error
+from mongo_celery.findings import Finding
 from mongo_celery.mongo.oplog import Oplog
-from mongo_celery.mongo.redaction import short, without_credentials
-from mongo_celery.mongo.verdicts import ErrorContext
 
 HOUR = 3600
 LINE = CommandLine("shop")
@@ -29,40 +26,38 @@ QUEUES = ["shop.0", "shop.1"]
 NEEDED = ["shop.changes.summarise", "mongo_celery.commit"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "level"),
-    [("noeviction", "ok"), ("allkeys-lru", "failing"), ("volatile-ttl", "failing"), (None, "degraded")],
-)
-def test_only_noeviction_keeps_queued_tasks(policy: str | None, level: str) -> None:
-    """Under every other policy Redis throws messages away."""
-    assert server_check.judge_eviction(policy).severity == level
+Judged = Callable[[Any], Finding | Iterable[Finding]]
 
 
-@pytest.mark.parametrize(("is_kept", "severity"), [(True, "ok"), (False, "degraded")])
-def test_a_redis_without_persistence_is_told(is_kept: bool, severity: str) -> None:
-    """The bridge survives it; other tasks do not."""
-    assert server_check.judge_persistence(is_kept=is_kept).severity == severity
-
-
-@pytest.mark.parametrize(("multiplier", "level"), [(1, "ok"), (4, "ok"), (0, "degraded"), (64, "degraded")])
-def test_a_deep_prefetch_is_told(multiplier: int, level: str) -> None:
-    """It costs time, not order."""
-    assert broker_check.judge_prefetch(multiplier).severity == level
+def window(hours_and_fill: tuple[int, float | None]) -> Finding:
+    """The finding about an oplog of so many hours, which is full to this part."""
+    hours, fill = hours_and_fill
+    return mongodb_check._judge_window(Oplog(Timestamp(1000, 1), Timestamp(1000 + hours * HOUR, 1)), fill)
 
 
 @pytest.mark.parametrize(
-    ("accepted", "levels"),
+    ("judge", "fact", "levels"),
     [
-        (["json"], ["ok"]),
-        (["application/json", "msgpack"], ["ok"]),
-        (["json", "pickle"], ["failing"]),
-        (["pickle"], ["failing", "failing"]),
-        (["yaml"], ["failing"]),
+        *(
+            (server_check.judge_eviction, policy, [level])
+            for policy, level in (("noeviction", "ok"), ("allkeys-lru", "failing"), (None, "degraded"))
+        ),
+        *((broker_check.judge_prefetch, depth, [level]) for depth, level in ((4, "ok"), (0, "degraded"))),
+        (broker_check.judge_prefetch, 64, ["degraded"]),
+        (broker_check.judge_content, ["application/json", "msgpack"], ["ok"]),
+        (broker_check.judge_content, ["json", "pickle"], ["failing"]),
+        (broker_check.judge_content, ["pickle"], ["failing", "failing"]),
+        (broker_check.judge_content, ["yaml"], ["failing"]),
+        # The oplog of a young cluster reaches back to its beginning, which says nothing.
+        *((window, fact, ["ok"]) for fact in ((48, 1.0), (2, 0.1))),
+        *((window, fact, ["degraded"]) for fact in ((2, 1.0), (2, None))),
     ],
 )
-def test_pickle_and_the_lack_of_json_are_errors(accepted: list[str], levels: list[str]) -> None:
-    """Whoever may write to the broker must not run code in workers."""
-    assert [finding.severity for finding in broker_check.judge_content(accepted)] == levels
+def test_a_setting_that_loses_time_or_messages_is_a_finding(judge: Judged, fact: Any, levels: list[str]) -> None:
+    """Redis that evicts throws messages away, a deep prefetch costs time, and pickle runs code in workers."""
+    found = judge(fact)
+    assert [each.severity for each in ([found] if isinstance(found, Finding) else found)] == levels
+    assert [server_check.judge_persistence(is_kept=kept).severity for kept in (True, False)] == ["ok", "degraded"]
 
 
 GROUPS = {"shop.0": ["quick"], "shop.slow.0": ["slow"]}
@@ -72,18 +67,18 @@ GROUPS = {"shop.0": ["quick"], "shop.slow.0": ["slow"]}
     ("consumed", "known", "needed", "wrong", "words"),
     [
         ({"a@x": [*QUEUES, "celery"]}, {"a@x": [*NEEDED, "add"]}, None, {}, ""),
-        ({"a@x": ["shop.0"]}, {"a@x": NEEDED}, None, {"consumers": "failing"}, "consumes the queues shop.1."),
+        ({"a@x": ["shop.0"]}, {"a@x": NEEDED}, None, {"consumers": "failing"}, "shop.1"),
         # A busy worker is late with one of its answers; nothing is known of its queues.
         ({}, {"late@x": NEEDED}, None, {"consumers": "degraded"}, "late@x"),
         # A worker of another app on the same broker is none of our business.
         (
             {"a@x": QUEUES, "other@x": ["celery"]}, {"a@x": NEEDED[:1], "other@x": ["add"]}, None,
-            {"worker_tasks": "failing"}, "a@x does not have the tasks mongo_celery.commit",
+            {"worker_tasks": "failing"}, "mongo_celery.commit",
         ),
         # What is never sent to its queues a worker does not lack.
         (
             {"a@x": ["shop.0"], "b@x": ["shop.slow.0"]}, {"a@x": ["quick"], "b@x": ["quick"]}, GROUPS,
-            {"worker_tasks": "failing"}, "b@x does not have the tasks slow",
+            {"worker_tasks": "failing"}, "slow",
         ),
         ({}, {}, None, {"no_worker": "degraded"}, ""),  # a preflight may run before them
     ],
@@ -105,37 +100,20 @@ THERE = {"shop": {"orders": {"type": "collection"}, "ordres_view": {"type": "vie
 
 
 @pytest.mark.parametrize(
-    ("sources", "level", "words"),
+    ("sources", "level"),
     [
-        ([ORDERS, Source("shop", None), Source(None, None)], "ok", "exist"),
-        ([Source("shop", "ordesr")], "degraded", "record listens to shop.ordesr, which does not exist (did you mean"),
-        ([Source("shpo", None)], "degraded", "shpo.*, which does not exist. It gets no changes"),
-        ([Source("shop", "ordres_view")], "failing", "which is a view"),
+        ([ORDERS, Source("shop", None), Source(None, None)], "ok"),
+        ([Source("shop", "ordesr")], "degraded"),
+        ([Source("shpo", None)], "degraded"),
+        ([Source("shop", "ordres_view")], "failing"),
     ],
 )
-def test_a_source_that_does_not_exist_is_told(sources: list[Source], level: str, words: str) -> None:
-    """It may be on its way; a view never has changes."""
+def test_a_source_that_does_not_exist_is_told(sources: list[Source], level: str) -> None:
+    """It may be on its way; a view never has changes. Very many are counted."""
     (finding,) = judge_sources({"record": sources}, THERE)
     assert (finding.code, finding.severity) == ("sources", level)
-    assert words in finding.sentence
-
-
-def test_very_many_sources_that_do_not_exist_are_counted() -> None:
-    """As in a database that is new."""
-    wanted = {f"handler_{number}": [Source("shop", f"kind_{number}")] for number in range(200)}
-    found = list(judge_sources(wanted, {"shop": {}}))
-    assert len(found) == 4
-    assert found[-1].sentence.startswith("197 more")
-
-
-@pytest.mark.parametrize(
-    ("hours", "fill", "level"),
-    [(48, 1.0, "ok"), (2, 1.0, "degraded"), (2, 0.1, "ok"), (2, None, "degraded")],
-)
-def test_a_small_oplog_window_is_told_once_the_oplog_is_full(hours: int, fill: float | None, level: str) -> None:
-    """The oplog of a young cluster reaches back to its beginning, which says nothing."""
-    oplog = Oplog(Timestamp(1000, 1), Timestamp(1000 + hours * HOUR, 1))
-    assert mongodb_check._judge_window(oplog, fill).severity == level
+    many = {f"handler_{number}": [Source("shop", f"kind_{number}")] for number in range(200)}
+    assert len(list(judge_sources(many, {"shop": {}}))) == 4
 
 
 @pytest.mark.parametrize(
@@ -144,70 +122,21 @@ def test_a_small_oplog_window_is_told_once_the_oplog_is_full(hours: int, fill: f
         ("mongodb://localhost:27017,127.0.0.1/?replicaSet=rs0", []),
         ("mongodb://u:p@db1.example:27017,localhost/x?replicaSet=rs0", ["db1.example"]),
         ("mongodb://db1.example/?tls=true", []),
-        ("mongodb://db1.example/?ssl=true", []),
         ("mongodb+srv://cluster.example/", []),
         ("mongodb+srv://cluster.example/?tls=false", ["cluster.example"]),
         ("mongodb://[::1]:27017/", []),
         ("mongodb://[fd00::1]:27017/", ["fd00::1"]),
         ("mongodb://%2Ftmp%2Fmongodb-27017.sock/", []),
-    ],
-)
-def test_plain_text_to_another_machine_is_seen_in_a_mongodb_url(url: str, hosts: list[str]) -> None:
-    """Loopback and sockets stay on this machine."""
-    assert mongodb_check.find_plain_hosts(url) == hosts
-
-
-@pytest.mark.parametrize(
-    ("url", "hosts"),
-    [
-        ("redis://localhost:6379/0", []),
         ("redis://:secret@cache.example:6379/0", ["cache.example"]),
         ("rediss://cache.example:6379/0", []),
         ("amqp://guest@rabbit.example//", ["rabbit.example"]),
         ("amqps://rabbit.example//", []),
         ("memory://", []),
-        ("redis+socket:///tmp/redis.sock", []),
     ],
 )
-def test_plain_text_to_another_machine_is_seen_in_a_broker_url(url: str, hosts: list[str]) -> None:
-    """Only transports that are known to be plain are judged."""
+def test_plain_text_to_another_machine_is_seen_in_a_url(url: str, hosts: list[str]) -> None:
+    """Loopback and sockets stay on this machine. Only transports that are known to be plain are judged."""
     assert mongodb_check.find_plain_hosts(url) == hosts
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "cannot reach mongodb://u:secret@db.example/x",
-        "mongodb://u:se/secret@db.example/ is not valid",
-        'Bad database name "secret@host/"',
-        "redis://:secret@cache.example:6379/0 and amqp://u:secret@rabbit.example//",
-    ],
-)
-def test_no_text_shows_credentials(text: str) -> None:
-    """Also not the part that a driver takes for something else because the password is not escaped."""
-    shown = without_credentials(text)
-    assert "secret" not in shown
-    assert "***@" in shown
-
-
-@pytest.mark.parametrize(
-    ("failure", "kind"),
-    [
-        (AutoReconnect("connection closed"), ServerUnavailableError),
-        (OperationFailure("Authentication failed.", 18), AccessError),
-        (OperationFailure("not authorized", 13), AccessError),
-        (OperationFailure("odd", 4242), OperationFailure),
-    ],
-)
-def test_an_operators_error_is_one_of_ours_where_there_is_a_cure(failure: Any, kind: type[Exception]) -> None:
-    """An error that nobody has met keeps its own name."""
-    assert type(to_user_error(failure, ErrorContext("the state", "readWrite"))) is kind
-
-
-def test_a_short_error_ends_before_what_the_driver_appends() -> None:
-    """Topology descriptions fill a screen and help nobody at a prompt."""
-    text = "one:1: refused (configured timeouts: connectTimeoutMS: 20.0ms), Timeout: 4s, Topology Description: <...>"
-    assert short(AutoReconnect(text)) == "one:1: refused"
 
 
 QUORUM = {"x-queue-type": "quorum"}
@@ -247,29 +176,16 @@ def test_quorum_queues_are_seen_in_the_settings(settings: dict[str, Any], queues
 @pytest.mark.parametrize(
     ("given", "missing"),
     [
-        (BOUNDED, None),
-        ({}, "confirm_publish, read_timeout, write_timeout"),
-        ({"confirm_publish": False, "read_timeout": 5}, "confirm_publish, write_timeout"),
-        ({"confirm_publish": True}, "read_timeout, write_timeout"),
-        ({**BOUNDED, "write_timeout": None}, "write_timeout"),
+        (BOUNDED, ()),
+        ({}, ("confirm_publish", "read_timeout", "write_timeout")),
+        ({"confirm_publish": False, "read_timeout": 5}, ("confirm_publish", "write_timeout")),
+        ({**BOUNDED, "write_timeout": None}, ("write_timeout",)),
     ],
 )
 def test_quorum_queues_need_confirmations_and_an_end_of_the_wait_for_them(
-    given: dict[str, Any], missing: str | None
+    given: dict[str, Any], missing: tuple[str, ...]
 ) -> None:
-    """Nobody hears of what RabbitMQ refuses during an election; or whoever waits for an answer may wait for ever."""
+    """Nobody hears of what RabbitMQ refuses during an election; or a caller may wait for ever for an answer."""
     found = broker_check.judge_confirms(["shop.0", "mails"], QUEUES, given)
-    if missing is None:
-        assert found.severity == "ok"
-        return
-    assert found.severity == "degraded"
-    assert f"Set {missing} in broker_transport_options" in found.sentence
-
-
-def test_quorum_queues_of_others_are_told_from_those_of_the_bridge() -> None:
-    """Without confirmations partitions may stand by the one, and tasks be lost by the other."""
-    of_bridge = broker_check.judge_confirms(["shop.1", "mails"], QUEUES, {}).sentence
-    assert "shop.1" in of_bridge
-    assert "mails" not in of_bridge
-    of_others = broker_check.judge_confirms(["mails"], QUEUES, {}).sentence
-    assert "mails" in of_others
+    assert found.severity == ("degraded" if missing else "ok")
+    assert f"Set {', '.join(missing)} in" in found.sentence or not missing

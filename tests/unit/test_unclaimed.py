@@ -65,49 +65,25 @@ class Scene:
             self.led.observe(image(index=index), now)
 
 
-def test_the_broker_is_asked_while_publishing_fails_also_with_nothing_in_flight() -> None:
-    """I14: its return is a sign in itself, and what is due is published immediately."""
-    scene = Scene()
-    for partition in scene.led.partitions.values():
-        partition.repeat(SENT)
-    assert not scene.check(SENT + 1, is_broker_down=True)
-    assert scene.watch.asked
-    scene.watch.returned_at = SENT + 1.5
-    assert scene.check(SENT + 2, is_broker_down=True)
-    assert not scene.check(SENT + 3, is_broker_down=True), "once"
+ANSWERS: dict[str, tuple[float, float, Occupancy, list[int]]] = {
+    "lost": (SENT + 2, SENT + 2.5, NOTHING, ALL),
+    "of another task": (SENT + 2, SENT + 2.5, Occupancy(0, unacknowledged={"shop.other"}), ALL),
+    "no consumer, and no message": (SENT + 2, SENT + 2.5, Occupancy(0, consumers=0), ALL),
+    "waits": (SENT + 2, SENT + 2.5, Occupancy(1, unacknowledged=frozenset()), []),
+    "a worker has it": (SENT + 2, SENT + 2.5, Occupancy(0, unacknowledged={TASK}), []),
+    "a consumer may have it": (SENT + 2, SENT + 2.5, Occupancy(0, consumers=1), []),
+    "unknown": (SENT + 2, SENT + 2.5, Occupancy(0), []),
+    "asked before it was sent": (SENT - 2, SENT + 2.5, NOTHING, []),
+    "asked before it was overdue": (SENT + 1.9, SENT + 2.5, NOTHING, []),
+    "partitions read before the answer": (SENT + 2, SENT + 2, NOTHING, []),
+}
 
 
-@pytest.mark.parametrize(
-    ("asked_at", "read_at", "occupancy", "expected"),
-    [
-        (SENT + 2, SENT + 2.5, NOTHING, ALL),
-        (SENT + 2, SENT + 2.5, Occupancy(0, unacknowledged={"shop.other"}), ALL),
-        (SENT + 2, SENT + 2.5, Occupancy(0, consumers=0), ALL),
-        (SENT + 2, SENT + 2.5, Occupancy(1, unacknowledged=frozenset()), []),
-        (SENT + 2, SENT + 2.5, Occupancy(0, unacknowledged={TASK}), []),
-        (SENT + 2, SENT + 2.5, Occupancy(0, consumers=1), []),
-        (SENT + 2, SENT + 2.5, Occupancy(0), []),
-        (SENT - 2, SENT + 2.5, NOTHING, []),
-        (SENT + 1.9, SENT + 2.5, NOTHING, []),
-        (SENT + 2, SENT + 2, NOTHING, []),
-    ],
-    ids=[
-        "lost",
-        "of another task",
-        "no consumer, and no message",
-        "waits",
-        "a worker has it",
-        "a consumer may have it",
-        "unknown",
-        "asked before it was sent",
-        "asked before it was overdue",
-        "partitions read before the answer",
-    ],
-)
+@pytest.mark.parametrize(("asked_at", "read_at", "occupancy", "expected"), ANSWERS.values(), ids=ANSWERS.keys())
 def test_a_message_that_the_broker_does_not_have_is_sent_again(
     asked_at: float, read_at: float, occupancy: Occupancy, expected: list[int]
 ) -> None:
-    """I14, P6: and no other: what was read before the answer may have been taken and done in between."""
+    """P6: and no other: what was read before the answer may have been taken and done in between."""
     scene = Scene()
     scene.watch.set_answer(asked_at, occupancy)
     scene.check(SENT + 3, read_at)
@@ -156,20 +132,8 @@ def test_a_run_that_is_lost_again_waits_twice_as_long_and_at_most_the_grace() ->
     assert partition.repeats == 0, "a worker came: the next one is not awaited for long"
 
 
-def test_the_return_of_the_broker_or_of_a_consumer_begins_the_grace_anew() -> None:
-    """I14: what was sent before an outage may still wait in a queue that survived it."""
-    scene = Scene()
-    scene.watch.set_answer(SENT + 6, Occupancy(1, consumers=1))
-    scene.watch.returned_at = SENT + 6
-    assert scene.check(SENT + 7)
-    scene.read(SENT + 7 + GRACE - 0.1)
-    assert scene.repeated == []
-    scene.read(SENT + 7 + GRACE)
-    assert scene.repeated == ALL
-
-
 def test_a_watch_notices_that_the_broker_or_a_consumer_returns(make_redis: Any) -> None:
-    """I14, P17: a real Redis that ends and starts again; and RabbitMQ's number of consumers, which Redis has not."""
+    """P17: a real Redis that ends and starts again; and RabbitMQ's number of consumers, which Redis has not."""
     server = make_redis()
     housekeeping = Housekeeping()
     watch = BrokerWatch(Celery("shop", broker=server.url, set_as_current=False), housekeeping)
@@ -185,7 +149,6 @@ def test_a_watch_notices_that_the_broker_or_a_consumer_returns(make_redis: Any) 
         assert watch.returned_at > float("-inf")
     finally:
         housekeeping.stop()
-    wait_for(lambda: not housekeeping._thread.is_alive())
     counts = [[1, 1], [0, 1], [0, 2], [0, 2]]
     found = [watch._has_more_consumers({"a": Occupancy(0, a), "b": Occupancy(0, b)}) for a, b in counts]
     assert found == [False, False, True, False]

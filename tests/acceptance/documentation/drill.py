@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import select
 import shlex
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 
 from mongo_celery.embedded.server import free_port
 from tests.acceptance.documentation.pages import ROOT
+from tests.fixtures.forked import read_terminal
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 
 PAGE = ROOT / "docs/operations/drill.md"
@@ -195,16 +195,8 @@ def on_terminal(words: list[str], directory: Path, variables: Mapping[str, str])
         words, stdin=subprocess.DEVNULL, stdout=its, stderr=its, cwd=directory, env=environment, close_fds=True
     )
     os.close(its)
-    text = b""
     try:
-        while select.select([ours], [], [], _SILENT_SECONDS_MAX)[0]:
-            try:
-                read = os.read(ours, 1 << 16)
-            except OSError:  # the other end is closed
-                break
-            if not read:
-                break
-            text += read
+        text = read_terminal(ours, silent_seconds_max=_SILENT_SECONDS_MAX)
     finally:
         os.close(ours)
         if process.poll() is None:

@@ -2,8 +2,8 @@
 The pages, their blocks of code, and the commands that they name.
 
 A page's Python runs block by block, in order, in one namespace: `python -m tests.acceptance.documentation.pages
-PAGE MONGO_URL REDIS_URL`. The module beside this one that has the page's name, in a folder like its own, gives what
-the page calls the reader's (an app, a client, collections, functions), and judges afterwards what the code has done.
+PAGE MONGO_URL REDIS_URL`. Beside this module is what gives what the page calls the reader's (an app, a client,
+collections, functions), and judges afterwards what the code has done (`_prepare_of`).
 The only thing that is changed in a block is the address of the servers.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,14 +85,23 @@ def _command_lines(page: Path) -> Iterator[str]:
 
 def run(page: Path, mongo_url: str, redis_url: str) -> None:
     """Run a page; its errors come with the page's own lines."""
-    name = ".".join(page.relative_to(ROOT / "docs").with_suffix("").parts)
-    module = importlib.import_module(f"tests.acceptance.documentation.{name}")
-    prepared: AbstractContextManager[dict[str, Any]] = module.prepared(mongo_url, redis_url)
-    with prepared as namespace:
+    with _prepare_of(page)(mongo_url, redis_url) as namespace:
         namespace["__name__"] = PAGE_MODULE
         for block in blocks(page, "python"):
             code = "\n" * (block.line - 1) + addressed(block.code, mongo_url, redis_url)
             exec(compile(code, str(page), "exec"), namespace)
+
+
+def _prepare_of(page: Path) -> Callable[[str, str], AbstractContextManager[dict[str, Any]]]:
+    """Return what prepares a page: `prepared` of a module of its own, or the function of its name beside others."""
+    *folder, name = page.relative_to(ROOT / "docs").with_suffix("").parts
+    package = ".".join([__spec__.parent or "", *folder])
+    if Path(__file__).parent.joinpath(*folder, f"{name}.py").exists():
+        found: Any = importlib.import_module(f"{package}.{name}").prepared
+    else:
+        found = getattr(importlib.import_module(package if folder else f"{package}.guides"), name)
+    prepare: Callable[[str, str], AbstractContextManager[dict[str, Any]]] = found
+    return prepare
 
 
 if __name__ == "__main__":

@@ -13,8 +13,10 @@ from mongo_celery import Bridge
 
 
 @contextmanager
-def open_shop(mongo_url: str, redis_url: str) -> Iterator[tuple[dict[str, Any], MongoClient[dict[str, Any]]]]:
+def open_shop(
+    mongo_url: str, redis_url: str, **options: Any
+) -> Iterator[tuple[dict[str, Any], MongoClient[dict[str, Any]]]]:
     """Yield the namespace of a page, with the app and the bridge, and a client for its checks."""
     app = Celery("shop", broker=redis_url)
-    with MongoClient[dict[str, Any]](mongo_url) as client:
+    with MongoClient[dict[str, Any]](mongo_url, **options) as client:
         yield {"app": app, "bridge": Bridge(app, mongo_url, name="shop")}, client

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from pymongo.errors import AutoReconnect, DuplicateKeyError
+from pymongo.errors import AutoReconnect
 
 from mongo_celery import Change
 from mongo_celery.bridge.worker import subject, tasks
@@ -39,14 +39,11 @@ def _write_plainly(_change: Change, fact: Fact) -> None:
 
 
 def _write_fenced(change: Change, fact: Fact) -> None:
-    sink = change.fenced(f"{DATA}.sink")
-    sink.update_one({"_id": _sink_of(fact)}, {"$push": {"effects": fact}}, upsert=True)
+    change.fenced(f"{DATA}.sink").update_one({"_id": _sink_of(fact)}, {"$push": {"effects": fact}}, upsert=True)
 
 
 def _write_together(change: Change, fact: Fact) -> None:
-    assert change.session is not None
-    sink = bridge.client[DATA]["sink"]
-    where = {"_id": _sink_of(fact)}
+    sink, where = bridge.client[DATA]["sink"], {"_id": _sink_of(fact)}
     sink.update_one(where, {"$push": {"effects": fact}}, upsert=True, session=change.session)
 
 
@@ -73,12 +70,8 @@ def _start_a_task(_change: Change, _fact: Fact) -> None:
 
 
 def _write_a_duplicate(change: Change, _fact: Fact) -> None:
-    documents = bridge.client[DATA]["unique"]
-    try:
-        documents.insert_one({"_id": change.document_key["_id"]})
-    except AutoReconnect as error:
-        raise DuplicateKeyError("a mistake while it handled the outage") from error
-    documents.insert_one({"_id": change.document_key["_id"]})
+    for _ in range(2):
+        bridge.client[DATA]["unique"].insert_one({"_id": change.document_key["_id"]})
 
 
 _README = {"autoretry_for": (ConnectionError,), "retry_backoff": True, "max_retries": 8}

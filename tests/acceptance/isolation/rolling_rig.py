@@ -10,9 +10,10 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.mongo import sparse
-from tests.fixtures.process import ProjectProcess, wait_for
-from tests.rig.deployment import APP, Deployment
+from tests.fixtures.process import wait_for
+from tests.rig.deployment import Deployment
 from tests.rig.history import Due
+from tests.rig.project import Done
 
 Document = dict[str, Any]
 
@@ -87,11 +88,6 @@ class Rolling(Deployment):
             message=lambda: f"{stored.count_documents({})} stored, marked: {list(partitions.find(marked))}",
         )
 
-    @property
-    def lease(self) -> Document:
-        """The stored lease."""
-        return self.state["leases"].find_one({"_id": "chain"}) or {}
-
     def halt(self, key: str = "bad", **do: Any) -> Due:
         """Write a change that halts its partition, and wait for the halt."""
         item = self.stand(self.write("halting", key, 1, act="raise", **{"times": 99, **do}))
@@ -103,17 +99,9 @@ class Rolling(Deployment):
         partition = (self.partition_of(item.handler, item.key) + 1) % self.partitions
         return next(self.keys(item.handler, partition))
 
-    def command(self, *arguments: str) -> ProjectProcess:
+    def command(self, *arguments: str) -> Done:
         """Run one of the commands on changes to its end."""
-        process = self._processes.celery(
-            APP,
-            "changes",
-            *arguments,
-            name="changes",
-            environment={"SCRIPTED_BROKER": self.redis.url, "SCRIPTED_MONGO": self._url, **self._environment},
-        )
-        process.wait()
-        return process
+        return self.run("changes", *arguments)
 
     def shown(self) -> dict[str, str]:
         """What `status` shows of each subscription."""

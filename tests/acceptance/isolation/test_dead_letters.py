@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 from itertools import pairwise
@@ -12,8 +11,8 @@ import pytest
 
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX
 from mongo_celery.bridge.worker.replay_subject import OUTDATED
-from tests.fixtures.process import PATIENCE_SECONDS, wait_for
-from tests.rig.deployment import SHORT_TIMES, Deployment, Make, MakeDeployment
+from tests.fixtures.process import PATIENCE_SECONDS, ProjectProcess, wait_for
+from tests.rig.deployment import Deployment, Make, MakeDeployment
 from tests.rig.history import Due
 
 Document = dict[str, Any]
@@ -48,15 +47,12 @@ def _wait_gone(chain: Deployment, handler: str, left: int = 0) -> None:
     )
 
 
-def _spans(chain: Deployment) -> list[tuple[int, int, Document]]:
-    """When each handler has begun and ended, in the order of their beginnings."""
+def _spans(chain: Deployment, handler: str) -> list[tuple[int, int, Document]]:
+    """When a handler has begun and ended, in the order of the beginnings."""
     ends = {(each["key"], each["n"], each["fence"]): each["at"] for each in chain.facts["end"].find()}
-    starts = chain.facts["start"].find().sort("at")
-    return [
-        (each["at"], ends[each["key"], each["n"], each["fence"]], each)
-        for each in starts
-        if (each["key"], each["n"], each["fence"]) in ends
-    ]
+    starts = chain.facts["start"].find({"handler": handler}).sort("at")
+    where = [(each, (each["key"], each["n"], each["fence"])) for each in starts]
+    return [(each["at"], ends[place], each) for each, place in where if place in ends]
 
 
 def _copy_of(chain: Deployment, handler: str, key: str) -> int | None:
@@ -70,35 +66,44 @@ def _replayed(chain: Deployment) -> Sequence[tuple[str, int]]:
 
 
 def test_letters_are_replayed_in_the_order_of_their_keys_beside_live_changes(make_chain: Make) -> None:
-    """P2, P3, P12: one at a time with the changes of their partition; a fence for each, behind those of before."""
-    chain = make_chain("copied")
+    """
+    P2, P3, P12: one at a time with the changes of their partition; a fence for each, behind those of before.
+
+    P6: a replay has the retries of its handler, which are counted for the letter alone.
+    """
+    chain = make_chain("copied", "retried")
     chain.both()
     failed = _fail(chain, "copied", "late", 1, 2, 3)
     _fail(chain, "copied", "other", 1)
+    (again,) = _fail(chain, "retried", "key", 1, times=6)
     fences = {(letter["key"], letter["seq"]): letter["fencingToken"] for letter in chain.letters("copied")}
-    # The first of them is held while changes of the same partition come in.
     asked = _letters(chain, "replay", "copied", "--yes")
     assert (asked["done"], asked["count"], asked["leads"]) == (4, 4, True)
+    assert _letters(chain, "replay", "retried", "--yes")["done"] == 1
     live = [chain.write("copied", f"live{n}", n, seconds=0.05) for n in range(1, 9)]
     _wait_gone(chain, "copied")
+    _wait_gone(chain, "retried")
     chain.wait_done()
 
     assert [each for each in _replayed(chain) if each[0] == "late"] == [("late", 1), ("late", 2), ("late", 3)]
     assert (_copy_of(chain, "copied", "late"), _copy_of(chain, "copied", "other")) == (3, 1)
-    spans = _spans(chain)
+    spans = _spans(chain, "copied")
     assert all(end <= begin for (_, end, _), (begin, _, _) in pairwise(spans)), "one at a time"
-    assert [len(chain.starts(item)) for item in failed] == [2, 2, 2]
-    assert [len(chain.starts(item)) for item in live] == [1] * len(live)
+    assert [len(chain.starts(item)) for item in (*failed, *live)] == [2] * len(failed) + [1] * len(live)
     for _, _, fact in spans:
         if fact["replayed"]:
             (fence,) = [fence for (key, seq), fence in fences.items() if seq == fact["seq"]]
             assert fence < fact["fence"] <= fence + REPLAYS_MAX
+    starts = chain.starts(again)
+    assert [each.retries for each in starts] == [0, 1, 2, 3, 0, 1, 2], "Celery's three retries, and those of the replay"
+    assert [each.fence for each in starts] == sorted({each.fence for each in starts}), "each has a fence of its own"
+    assert chain.of(again)["retry"] is None
 
 
 def test_older_data_never_goes_over_newer_unless_it_is_asked_for(make_chain: Make) -> None:
     """P3: the fence sees it: the letter stays, and says what can be done."""
     chain = make_chain("copied")
-    chain.both()
+    listener, _ = chain.both()
     _fail(chain, "copied", "key", 1)
     chain.write("copied", "key", 2)
     chain.wait_done()
@@ -113,29 +118,37 @@ def test_older_data_never_goes_over_newer_unless_it_is_asked_for(make_chain: Mak
     assert _copy_of(chain, "copied", "key") == 1
     chain.write("copied", "key", 3)
     wait_for(lambda: _copy_of(chain, "copied", "key") == 3)
+    _ask_without_a_listener(chain, listener)
 
 
-def test_a_replay_has_the_retries_of_its_handler_and_holds_no_change_back(make_chain: Make) -> None:
-    """P6: counted for the letter alone; live changes flow between two attempts."""
-    chain = make_chain("retried")
-    chain.both()
-    (item,) = _fail(chain, "retried", "key", 1, times=6)
-    assert len(chain.starts(item)) == 4, "Celery's three retries"
-    _letters(chain, "replay", "retried", "--yes")
-    _wait_gone(chain, "retried")
-    assert [each.retries for each in chain.starts(item)[4:]] == [0, 1, 2]
-    fences = [each.fence for each in chain.starts(item)]
-    assert fences == sorted(set(fences)), "each start has a fence of its own"
-    assert chain.of(item)["retry"] is None
+def _ask_without_a_listener(chain: Deployment, listener: ProjectProcess) -> None:
+    """P1, P16: it waits for one, and the command says so. Who asks for the same once more is told."""
+    _fail(chain, "copied", "asked", 1, 2)
+    listener.terminate()
+    wait_for(lambda: not _letters(chain, "list")["leads"])
+    first = _letters(chain, "replay", "copied", "--yes")
+    second = _letters(chain, "replay", "copied", "--yes")
+    assert (first["done"], first["leads"]) == (2, False)
+    assert (second["done"], {each["result"] for each in second["parts"]}) == (0, {"unchanged"})
+    assert {each["replay"] for each in _letters(chain, "list")["dead_letters"]} == {"requested"}
+    chain.listener("next")
+    _wait_gone(chain, "copied")
+    assert _replayed(chain)[-2:] == [("asked", 1), ("asked", 2)]
 
 
 def test_a_worker_that_dies_in_a_replay_loses_nothing_and_charges_no_change(make_chain: Make) -> None:
-    """P3, P14: it is started again when its claim has lapsed; the death counts for the letter alone."""
-    chain = make_chain("copied", max_crashes=3)
+    """
+    P3, P14: it is started again when its claim has lapsed; the death counts for the letter alone.
+
+    A transactional replay takes effect once: its writes and the end of the letter are one transaction.
+    """
+    chain = make_chain("copied", "copied_once", max_crashes=3)
     _, worker = chain.both()
     (item,) = _fail(chain, "copied", "key", 1, late_gate="hold")
-    _letters(chain, "replay", "copied", "--yes")
-    chain.wait_started(item, 2)
+    (once,) = _fail(chain, "copied_once", "key", 1, late_gate="hold")
+    for handler, each in (("copied", item), ("copied_once", once)):
+        _letters(chain, "replay", handler, "--yes")
+        chain.wait_started(each, 2)
     behind = chain.write("copied", "live", 1)
     started = [(each["replays"], each["replay"]["state"]) for each in chain.letters("copied")]
     assert started == [(1, "started")], "recorded before it began"
@@ -146,9 +159,11 @@ def test_a_worker_that_dies_in_a_replay_loses_nothing_and_charges_no_change(make
     assert (letter["replays"], letter["replay"]["crashes"]) == (2, 1)
     chain.open_gate("hold")
     _wait_gone(chain, "copied")
+    _wait_gone(chain, "copied_once")
     chain.wait_done()
 
     assert _copy_of(chain, "copied", "key") == 1
+    assert chain.data["copies"].find_one({"_id": "copied_once/key"}) == {"_id": "copied_once/key", "n": 1, "times": 1}
     assert len(chain.starts(behind)) == 1
     assert chain.of(item)["retry"] is None
     fences = [each.fence for each in chain.starts(item)]
@@ -180,7 +195,7 @@ def test_a_listener_that_dies_in_a_replay_leaves_it_to_the_next(make_chain: Make
     (held,) = _fail(chain, "copied", "held", 1, late_gate="hold")
     first.terminate()
     point = '{"at": "RunPublisher.publish", "behind": true, "once": "Replays.read"}'
-    doomed = chain.run("listener", name="doomed", SCRIPTED_POINT=point)
+    doomed = chain.listener("doomed", awaited="", SCRIPTED_POINT=point)
     doomed.wait_for_output("reading from")
     _letters(chain, "replay", "copied", "--yes")
     wait_for(lambda: not doomed.running, message=lambda: doomed.text)
@@ -190,37 +205,6 @@ def test_a_listener_that_dies_in_a_replay_leaves_it_to_the_next(make_chain: Make
 
     assert _replayed(chain) == [("held", 1)]
     assert len(chain.starts(held)) == 2, "its handler has ended once, and was not started again"
-
-
-def test_what_is_asked_for_without_a_listener_waits_for_one(make_chain: Make) -> None:
-    """P1, P16: and the command says so. Two people ask for one replay; who asks second is told."""
-    chain = make_chain("copied")
-    listener, _ = chain.both()
-    _fail(chain, "copied", "key", 1, 2)
-    listener.terminate()
-    wait_for(lambda: not _letters(chain, "list")["leads"])
-    first = _letters(chain, "replay", "copied", "--yes")
-    second = _letters(chain, "replay", "copied", "--yes")
-    assert (first["done"], first["leads"]) == (2, False)
-    assert (second["done"], {each["result"] for each in second["parts"]}) == (0, {"unchanged"})
-    assert {each["replay"] for each in _letters(chain, "list")["dead_letters"]} == {"requested"}
-    chain.listener("next")
-    _wait_gone(chain, "copied")
-    assert _replayed(chain) == [("key", 1), ("key", 2)]
-
-
-def test_a_transactional_replay_takes_effect_once(make_chain: Make) -> None:
-    """Its writes and the end of the letter are one transaction; a worker that dies before has done nothing."""
-    chain = make_chain("copied_once", max_crashes=3)
-    _, worker = chain.both()
-    (item,) = _fail(chain, "copied_once", "key", 1, late_gate="hold")
-    _letters(chain, "replay", "copied_once", "--yes")
-    chain.wait_started(item, 2)
-    worker.send_group(signal.SIGKILL)
-    chain.open_gate("hold")
-    chain.worker(name="second")
-    _wait_gone(chain, "copied_once")
-    assert chain.data["copies"].find_one({"_id": "copied_once/key"}) == {"_id": "copied_once/key", "n": 1, "times": 1}
 
 
 def test_what_has_halted_is_set_aside_and_replayed(make_chain: Make) -> None:
@@ -253,9 +237,8 @@ def test_letters_of_an_older_layout_are_replayed_where_their_keys_are_now(make_c
     _fail(chain, "copied", "newer", 1)
     listener.terminate()
     worker.terminate()
-    more = json.dumps({**SHORT_TIMES, "partitions": 5})
-    chain.listener("five", SCRIPTED_OPTIONS=more)
-    chain.worker(name="five_worker", SCRIPTED_OPTIONS=more)
+    chain.listener("five", options={"partitions": 5})
+    chain.worker(name="five_worker", options={"partitions": 5})
     wait_for(lambda: len(chain.changes("status")["handlers"][0]["partitions"]) == 5)
     chain.write("copied", "newer", 2)
     wait_for(lambda: _copy_of(chain, "copied", "newer") == 2)
@@ -285,7 +268,7 @@ def test_a_parked_key_waits_in_order_while_others_flow_until_it_is_released(make
     assert (listed[0]["waiting"], {each["behind"] for each in listed[1:]}) == (6, {listed[0]["id"]})
     verdict = chain.changes("status")
     assert sum(each["parked_keys"] for each in verdict["handlers"]) == 1
-    assert "1 key is parked" in json.dumps(verdict["findings"])
+    assert "dead_letters" in {each["code"] for each in verdict["findings"]}
 
     asked = _letters(chain, "replay", "parked", "--id", listed[4]["id"], "--yes")
     assert (asked["done"], sum(each["follow"] for each in asked["parts"])) == (2, 5)

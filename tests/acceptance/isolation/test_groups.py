@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from tests.fixtures.forked import run_celery
 from tests.fixtures.process import wait_for
-from tests.rig.deployment import APP, SHORT_TIMES, Deployment, MakeDeployment
+from tests.rig.deployment import Deployment, MakeDeployment
 
 Document = dict[str, Any]
 
@@ -29,7 +27,7 @@ class Shop(Deployment):
 
     def queues(self, *arguments: str) -> str:
         """What `changes queues` prints."""
-        done = run_celery("-A", APP, "changes", "queues", *arguments, environment=self._variables("command"))
+        done = self.run("changes", "queues", *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -84,8 +82,7 @@ def test_a_deploy_with_other_queues_leaves_nothing_behind(deployment: MakeDeploy
         return int((lease.get("report") or {}).get("inFlight", 0))
 
     wait_for(lambda: in_flight() > 8, message="runs of both are out, in all queues")
-    few = json.dumps({**SHORT_TIMES, "partitions": 8, "queues": 2})
-    new: Any = {"SCRIPTED_OPTIONS": few, "SCRIPTED_GROUP": "slow"}
+    new: Any = {"options": {"queues": 2}, "SCRIPTED_GROUP": "slow"}
     assert old.terminate() == 0
     shop.listener("new", **new)
     shop.worker(**new)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 import bson
@@ -35,10 +34,6 @@ _UUIDS = "uuidRepresentation=standard"
 
 class Rig(Deployment):
     """A bridge of the handlers in `poison_handlers.py`."""
-
-    def status(self) -> Document:
-        """What `changes status` says."""
-        return self.changes("status")
 
     def insert(self, collection: str, _id: Any, **fields: Any) -> None:
         """Insert one document."""
@@ -165,7 +160,7 @@ def test_every_odd_key_reaches_its_handler_in_order_or_the_policy(rig: Rig) -> N
         change = letter["change"]
         event = RawBSONDocument(unpack_event(letter) if "raw" in letter else bson.encode(change))
         assert any(event["documentKey"].raw == raw.raw for raw in raws.values())
-    assert rig.status()["state"] == "leading"
+    assert rig.changes("status")["state"] == "leading"
 
 
 def test_a_document_with_a_giant_id_becomes_a_dead_letter_and_its_handler_goes_on(rig: Rig) -> None:
@@ -181,10 +176,10 @@ def test_a_document_with_a_giant_id_becomes_a_dead_letter_and_its_handler_goes_o
     rig.wait_halted("halt", set())
     names = ("`_id`", "insert", f"{rig.data.name}.halt", letter["change"]["clusterTime"].as_datetime().isoformat())
     assert all(name in letter["error"] for name in names)
-    (reason,) = [each for each in rig.status()["findings"] if each["code"] == "dead_letters"]
+    (reason,) = [each for each in rig.changes("status")["findings"] if each["code"] == "dead_letters"]
     assert all(name.strip("`") in reason["sentence"] for name in names), "no foreign text looks like a command"
     assert rig.changes("dead-letters", "discard", "halt", "--yes")["done"] == 1
-    assert rig.status()["oversized"] is None
+    assert rig.changes("status")["oversized"] is None
 
 
 def test_the_name_of_an_updated_field_that_is_no_utf8_is_judged_like_others(rig: Rig) -> None:
@@ -195,32 +190,6 @@ def test_the_name_of_an_updated_field_that_is_no_utf8_is_judged_like_others(rig:
     rig.insert("fielded", "last")
     rig.wait_ids("fielded", {1, "last"})
     assert [fact["n"] for fact in rig.handled("fielded")].count(None) == 2  # the broken name is not one of `fields`
-
-
-@pytest.mark.parametrize("asked", ["far", "infinite", "year 10000", "naive"])
-def test_a_retry_that_never_comes_parks_its_change_and_nothing_else(rig: Rig, asked: str) -> None:
-    """I5: a time that cannot be read back ended listener and commands for ever."""
-    before = set(rig.ids("halt"))
-    rig.insert("halt", asked, retry=asked, customer=_customer(0))
-    wait_for(lambda: (rig.partition("halt", 0)["retry"] or {}).get("notBefore"))
-    parked = rig.partition("halt", 0)["retry"]["notBefore"]
-    assert datetime(2100, 1, 1) < parked < datetime(2300, 1, 1)  # noqa: DTZ001 - as the state has it
-    rig.insert("halt", f"beside {asked}", customer=_customer(1))
-    rig.wait_ids("halt", before | {asked, f"beside {asked}"})
-    (shown,) = [each["partitions"] for each in rig.status()["handlers"] if each["name"] == "halt"]
-    assert [each["state"] for each in shown if not each["partition"]] == ["retrying"]
-    rig.data["halt"].update_one({"_id": asked}, {"$unset": {"retry": 1}})
-    rig.state["partitions"].update_one(
-        {"_id": {"$regex": "^chain/halt/[0-9]+/0$"}}, {"$set": {"retry.notBefore": datetime(2000, 1, 1, tzinfo=UTC)}}
-    )
-    wait_for(lambda: rig.ids("halt").count(asked) == 2)
-
-
-@pytest.mark.parametrize("asked", ["before the epoch", "recent", "negative"])
-def test_a_retry_in_the_past_comes_at_once(rig: Rig, asked: str) -> None:
-    """I5: also one from the year 1, in a time zone ahead of its."""
-    rig.insert("skip", asked, retry=asked, customer=1)
-    wait_for(lambda: rig.ids("skip").count(asked) == 2, message=lambda: str(rig.ids("skip")))
 
 
 def _customer(index: int) -> int:
@@ -306,7 +275,7 @@ def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_ch
             kept = letter["change"]  # what could be read
             event = RawBSONDocument(unpack_event(letter)) if "raw" in letter else kept
             assert event["updateDescription"]["updatedFields"]["n"] == 0
-    handlers = rig.status()["handlers"]
+    handlers = rig.changes("status")["handlers"]
     halted = {
         (handler["name"], each["partition"]): each
         for handler in handlers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from bson import Timestamp
@@ -10,7 +9,7 @@ from pymongo import WriteConcern
 
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.process import wait_for
-from tests.rig.deployment import SHORT_TIMES, Deployment, MakeDeployment
+from tests.rig.deployment import Deployment, MakeDeployment
 
 Document = dict[str, Any]
 
@@ -35,11 +34,6 @@ def wait_passed(chain: Deployment, time: Timestamp, count: int) -> None:
     )
 
 
-def options(start_from: Any) -> dict[str, str]:
-    """The environment of a process of a bridge with this start."""
-    return {"SCRIPTED_OPTIONS": json.dumps({**SHORT_TIMES, "start_from": start_from})}
-
-
 def _token_behind(time: Timestamp) -> Document:
     """As a quiet stream gives it, of a place behind everything that happened until now."""
     return {"_data": f"82{time.time:08X}{time.inc + 1:08X}2B0229296E04"}
@@ -55,7 +49,7 @@ def test_the_watermarks_of_quiet_handlers_pass_a_neighbours_writes(deployment: M
     chain.data["many_0"].insert_one({"_id": "before the start"})
     start = operation_time(chain.client)
     before = disturb(chain, 20_000)
-    listener = chain.listener(**options(_token_behind(start)))
+    listener = chain.listener(options={"start_from": _token_behind(start)})
     wait_passed(chain, before, QUIET)
 
     last = disturb(chain, 20_000)
@@ -96,15 +90,7 @@ def test_a_resume_token_is_a_start(deployment: MakeDeployment) -> None:
                 chain.data["plain"].insert_one({"_id": str(number), "n": 1}, session=session)
         tokens = [next(stream)["_id"] for _ in range(4)]
     chain.write("plain", "later", 1)
-    chain.listener(**options(tokens[1]))
+    chain.listener(options={"start_from": tokens[1]})
     chain.worker()
     wait_for(lambda: len(chain.effects()) >= 3)
     assert {start.key for start in chain.starts()} == {"2", "3", "later"}
-
-
-def test_a_resume_token_of_another_cluster_ends_with_one_sentence(deployment: MakeDeployment) -> None:
-    """P9: opened ahead of the cluster's time, the stream would pass over everything until then."""
-    ended = deployment("plain").run("listener", name="listener", **options({"_data": "82FFFFFFFF000000012B0229296E04"}))
-    assert ended.wait() != 0
-    assert "is later than the cluster's time, so the token is from another cluster" in ended.text
-    assert "Traceback" not in ended.text

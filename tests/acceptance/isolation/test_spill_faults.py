@@ -56,8 +56,7 @@ class SpillRig(Rolling):
     def spread(self, partitions: int) -> None:
         """Let all processes that start from now on have so many partitions."""
         self.partitions = partitions
-        options = json.loads(self._environment["SCRIPTED_OPTIONS"])
-        self._environment["SCRIPTED_OPTIONS"] = json.dumps({**options, "partitions": partitions})
+        self.options = {**self.options, "partitions": partitions}
 
     # -- processes that end, or stop ---------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def a_halted_partition(chain: Rolling, rounds: int) -> None:
     wait_committed(chain, but=bad, patience=patience)
     assert chain.of(bad)["state"] == "halted"
     done = chain.command("retry", "halting", str(chain.partition_of("halting", "bad")))
-    assert done.returncode == 0, done.text
+    assert done.returncode == 0, done.stderr
     wait_committed(chain, patience=patience)
     chain.wait_removed()
     assert "is stopped: its position is" not in again.text
@@ -118,7 +118,7 @@ def test_a_retry_of_an_hour_waits_outside_of_memory(make: Make) -> None:
     assert listener.terminate() == 0
     chain.listener("again")
     done = chain.command("retry", "plain", str(chain.partition_of("plain", "parked")))
-    assert done.returncode == 0, done.text
+    assert done.returncode == 0, done.stderr
     wait_committed(chain)
     chain.wait_removed()
     chain.judge()

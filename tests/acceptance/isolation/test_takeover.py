@@ -84,7 +84,7 @@ def test_very_many_handlers_are_taken_over_and_let_go_within_seconds(
         return lease is not None and lease.get("listenerId") is None
 
     first = chain.listener("first")
-    second = chain.run("listener", name="second")
+    second = chain.listener("second", awaited="")
     second.wait_for_output("standing by")
     began = time.monotonic()
     first.send(signal.SIGKILL)

@@ -12,7 +12,7 @@ from mongo_celery import Bridge
 from tests.rig.scripted.points import arm
 from tests.rig.scripted.recording import record
 
-NAME = os.environ["SCRIPTED_NAME"]
+NAME = os.environ["PROJECT_NAMES"]
 DATA = os.environ.get("SCRIPTED_DATA", f"{NAME}_data")
 
 arm()
@@ -43,7 +43,7 @@ _TASK_CLASSES: dict[str, Any] = {"": Task, "context": ContextTask, "super": Supe
 
 app = Celery(
     os.environ.get("SCRIPTED_APP", "chain"),
-    broker=os.environ["SCRIPTED_BROKER"],
+    broker=os.environ["PROJECT_BROKER"],
     include=["tests.rig.scripted.handlers"],
     task_cls=_TASK_CLASSES[os.environ.get("SCRIPTED_TASK_CLASS", "")],
 )
@@ -55,9 +55,9 @@ app.conf.update(
 )
 bridge = Bridge(
     app,
-    os.environ["SCRIPTED_MONGO"],
+    os.environ["PROJECT_MONGO"],
     name="chain",
     database=os.environ.get("SCRIPTED_STATE", f"{NAME}_state"),
     autodiscover=False,
-    **_from_environment("SCRIPTED_OPTIONS"),
+    **_from_environment("PROJECT_OPTIONS"),
 )

@@ -22,7 +22,7 @@ def facts() -> Database[dict[str, Any]]:
     with _making:
         if os.getpid() not in _clients:
             _clients[os.getpid()] = MongoClient(os.environ["SCRIPTED_FACTS"], w=1, appname="facts")
-    return _clients[os.getpid()][f"{os.environ['SCRIPTED_NAME']}_facts"]
+    return _clients[os.getpid()][f"{os.environ['PROJECT_NAMES']}_facts"]
 
 
 def record(kind: str, **fact: Any) -> None:

@@ -1,1 +1,0 @@
-"""What the pages of `docs/howto` need, and what their code must have done."""

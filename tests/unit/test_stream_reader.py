@@ -1,0 +1,77 @@
+"""A reader of a change stream: the time that it gives the server for a read, and what it joins and hands over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bson
+from bson import Timestamp
+from bson.raw_bson import RawBSONDocument
+from pymongo.errors import NetworkTimeout, OperationFailure
+
+from mongo_celery.bridge.stream.cursor import Position
+from mongo_celery.bridge.stream.isolator import join_fragments
+from mongo_celery.bridge.stream.reader import StreamReader, _Attempt
+from mongo_celery.bridge.stream.source import Scope
+from tests.fixtures.samples import event, mark, token_data
+
+
+def _make_reader() -> tuple[StreamReader, list[float]]:
+    """Return a reader that ends when it asks for a client, and the seconds that it gave that client."""
+    seconds: list[float] = []
+
+    def make_client(timeout: float) -> Any:
+        seconds.append(timeout)
+        reader.stop()
+        raise NetworkTimeout("timed out")
+
+    reader = StreamReader(make_client, Scope("shop", None, (), {}), Position(None, None), deliver=lambda _items: None)
+    return reader, seconds
+
+
+def test_a_search_for_one_event_is_given_more_time_each_time_up_to_a_limit() -> None:
+    """P17: the stream fails on the event immediately, and the read of the event alone scans the oplog to its end."""
+    for times, given in ((3, 40.0), (2000, 86_400.0)):
+        reader, seconds = _make_reader()
+        for _ in range(times):
+            reader._attempt = _Attempt(opened_at=0.0)
+            reader._handle_error(OperationFailure("too large", 10334))
+            reader._attempt = _Attempt(opened_at=0.0, isolates=True)
+            reader._handle_error(NetworkTimeout("timed out"))
+        reader._attempt = _Attempt(opened_at=0.0)
+        reader._handle_error(OperationFailure("too large", 10334))
+        reader._run()
+        assert seconds == [given]
+
+
+def test_all_of_a_batch_is_handed_over_in_order_until_the_reader_is_stopped() -> None:
+    """P1: whatever its events weigh. A reader remembers only what it has handed over: the next one reads the rest."""
+    taken: list[Any] = []
+    reader, _ = _make_reader()
+    reader._deliver = taken.extend
+
+    def document(number: int) -> RawBSONDocument:
+        place = {"_id": {"_data": token_data(number)}, "clusterTime": Timestamp(1000, number)}
+        return RawBSONDocument(bson.encode(event(fullDocument={"x": b"x" * (number % 3 * 90_000)}, **place)))
+
+    reader._hand_over([document(number) for number in range(1, 200)])
+    reader.stop()
+    reader._hand_over([document(200)])
+    assert [each.mark for each in taken] == [mark(number) for number in range(1, 200)]
+    assert reader._position == Position({"_data": token_data(199)}, Timestamp(1000, 199))
+
+
+def test_fragments_are_joined_to_the_whole_event_or_to_none() -> None:
+    """P13: never half of one. No more is read than the event has, since that would wait for the next change."""
+    whole = {"operationType": "insert", "fullDocument": {"_id": 1}, "fullDocumentBeforeChange": {"_id": 2}}
+    first, second, third = (
+        RawBSONDocument(bson.encode({"splitEvent": {"fragment": number, "of": 3}, name: value}))
+        for number, (name, value) in enumerate(whole.items(), start=1)
+    )
+    stream = iter([first, second, third, first])
+    joined = join_fragments(stream, {"_data": "82"})
+    assert joined is not None
+    assert bson.decode(joined.raw) == {"_id": {"_data": "82"}, **whole}
+    assert list(stream) == [first]
+    for broken in ([], [first], [first, second], [first, third], [third]):
+        assert join_fragments(broken, {"_data": "82"}) is None
