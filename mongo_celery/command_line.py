@@ -18,7 +18,7 @@ class CommandLine:
 
     Attributes:
         app: the argument of `celery -A`.
-        bridge: its name, if the app has several.
+        bridge: name of the bridge, if the app has several.
     """
 
     app: str = "APP"

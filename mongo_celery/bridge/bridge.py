@@ -246,7 +246,7 @@ class Bridge:
                 (only its namespace counts, the client is the bridge's).
             watch: True if the listener delivers. With False, only the writer and the sweep deliver.
             name: the outbox's name. By default the namespace as given.
-            options: those of `Outbox`.
+            options: the options of `Outbox`.
 
         Raises:
             ConfigurationError: an option cannot work, or the bridge or one of its apps has an outbox of this name.

@@ -1,5 +1,5 @@
 """
-Existing documents as events. A snapshot gives them to handlers beside the changes of the stream.
+Existing documents as events. A snapshot gives them to handlers, between the changes of the stream.
 
 An existing document's place in the stream is after every change up to a cluster time T, and before every later one. Its
 event has the operation type `snapshot`. Its other fields are those of an insert: `clusterTime` is T, `fullDocument` the
@@ -10,7 +10,7 @@ The tilde sorts after every digit, so the token comes after all tokens of events
 server refuses it, so no stream opens there. Positions that open a stream (a watermark, the place up to which a layout
 is read) are never made from it.
 
-Pure.
+These functions are pure.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class DocumentId:
     An `_id` byte for byte. Invalid text, or a type that a client would convert, arrives unchanged.
 
     Attributes:
-        kind: its BSON type.
-        value: its bytes.
+        kind: BSON type of the `_id`.
+        value: bytes of the `_id`.
     """
 
     kind: int

@@ -45,7 +45,7 @@ class Refusal:
         halts: True if the partition halts under every failure policy. The cause is then the bridge's configuration, not
             the change. Skipping it, or moving it to the dead letters, would drop every change that the configuration
             affects.
-        lasts: True if the event was read incomplete. Its bytes are never judged again.
+        lasts: True if the read event is incomplete. The refusal then remains, and the event is not checked again.
     """
 
     reason: str

@@ -23,7 +23,7 @@ _SHOWN = 3
 @click.command(epilog="Example: celery -A shop changes show orders --key 42")
 @HANDLER
 @PARTITION
-@click.option("--key", metavar="K", help="The document's _id, as text or JSON. With partition_by: its key.")
+@click.option("--key", metavar="K", help="The _id, or the key if the handler uses partition_by, as text or JSON.")
 @SOURCE
 @click.option(
     "--bytes",

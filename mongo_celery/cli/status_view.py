@@ -115,7 +115,7 @@ def _handlers(handlers: Sequence[HandlerStatus], *, everything: bool) -> Iterato
 
 
 class _HandlerTable:
-    """A row for each handler. A narrow terminal omits columns, but cuts no name."""
+    """A row for each handler. On a narrow terminal it omits columns, but never truncates names."""
 
     def __init__(self, handlers: Sequence[HandlerStatus]) -> None:
         self._columns = {

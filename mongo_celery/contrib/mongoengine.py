@@ -116,7 +116,7 @@ class OutboxMixin:
         mine, its = self._own("_get_collection")().full_name, outbox.collection.full_name
         if mine != its:
             raise ConfigurationError(
-                f"{type(self).__name__} is stored in {mine!r}, but this outbox is on {its!r}. Give the outbox of "
+                f"{type(self).__name__} is stored in {mine!r}, but this outbox is for {its!r}. Pass the outbox of "
                 "that collection."
             )
 

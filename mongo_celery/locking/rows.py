@@ -39,7 +39,7 @@ def select_for_update(
     **options: Unpack[LockOptions],
 ) -> Any:
     """
-    Read a document and lock it until the transaction ends, by one command.
+    Read a document and lock it until the transaction ends, with one command.
 
     ::
 

@@ -63,7 +63,7 @@ def resolve_collection(source: Source) -> Collection[Any]:
     found: Any = source if isinstance(source, Collection | AsyncCollection) else source()
     if isinstance(found, AsyncCollection):
         raise ConfigurationError(
-            f"{found.full_name} belongs to an AsyncMongoClient, whose methods return coroutines. Give a "
+            f"{found.full_name} belongs to an AsyncMongoClient, whose methods return coroutines. Pass a "
             "collection of a MongoClient.",
         )
     return cast("Collection[Any]", found)

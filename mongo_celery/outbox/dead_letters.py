@@ -49,7 +49,7 @@ class DeadLetter:
     Attributes:
         id: its entry's id, for commands.
         document: `_id` of the entry's document.
-        at: when it was moved to the dead letters, by the server's clock.
+        at: time when it was moved to the dead letters, by the server's clock.
         entry: as stored.
         error: the last attempt's error.
         traceback: the error's traceback.

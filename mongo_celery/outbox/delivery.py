@@ -38,7 +38,7 @@ class Delivery:
         dead: number of new dead letters.
         left: number of entries that are still pending, as far as known, and cannot be delivered now.
         broker_down: True if it ended because the broker did not answer.
-        error: why it ended early, in words. None if it did not.
+        error: reason why it ended early, in words. None if it did not.
         more: `_id`s of documents with further deliverable entries.
         is_late: True if MongoDB did not answer in time for one document, but did for others.
         is_refused: True if MongoDB refused one document, but not others.
@@ -86,7 +86,7 @@ class HeldDocument:
         dispatched: number of published entries.
         dead: number of new dead letters.
         verdict: about the next entry, if it could not be published.
-        error: why publishing ended early, in words.
+        error: reason why publishing ended early, in words.
         is_stopped: True if this relay publishes no more of it, and releases it.
         is_expired: True if it stopped because half of the claim's time was over. Then it is claimed again.
     """

@@ -259,7 +259,7 @@ class OutboxDispatcher:
 
     @property
     def state(self) -> DispatcherState:
-        """The state for people and metrics."""
+        """The dispatcher's current state, for logs and metrics."""
         return DispatcherState(len(self._queue), self._thread.down_until is not None, self._passed_over)
 
     def hint(self, *document_ids: object, expected: bool = False) -> None:
@@ -267,7 +267,7 @@ class OutboxDispatcher:
         Deliver documents that may have pending entries. Without any, poll the index.
 
         Args:
-            document_ids: their `_id`s.
+            document_ids: `_id`s of the documents.
             expected: True for expected writes. If all of them are known, no poll is needed.
         """
         stored = [each for each in document_ids if _may_be_stored(each)]

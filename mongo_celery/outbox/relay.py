@@ -150,7 +150,7 @@ class Relay:
         Claim documents, then publish and remove the first entries of each.
 
         Args:
-            document_ids: their `_id`s.
+            document_ids: `_id`s of the documents.
 
         Returns:
             The total. Documents are skipped if another relay holds them, they are held back, or nothing is pending.

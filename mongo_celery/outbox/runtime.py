@@ -208,7 +208,7 @@ class OutboxRuntime:
         Pass written documents to the dispatcher, after the commit. It never blocks and never fails.
 
         Args:
-            document_ids: their `_id`s. `NO_ID` for an unknown one, which the index finds.
+            document_ids: `_id`s of the documents. `NO_ID` for an unknown one, which the index finds.
             session: the write's session.
         """
         self.watch.needed()

@@ -40,7 +40,7 @@ class PlannedCrash:
 
     Attributes:
         point: the place in the execution.
-        handler: its name; None for any.
+        handler: name of the handler; None for any.
         after: number of executions that pass the point first.
     """
 
@@ -64,7 +64,7 @@ class HandlerCall:
         assert calls[-1].is_done
 
     Attributes:
-        handler: its name.
+        handler: name of the handler.
         changes: its changes. There is one, unless the handler is a bulk handler.
         error: the error with which it ended. None if it returned, or its process was killed.
         was_killed: True if its process was killed, before or after the function.

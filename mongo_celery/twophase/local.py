@@ -81,8 +81,8 @@ class LocalTransactions:
 
         Args:
             fields: the fields besides id and state.
-            parts: its participants.
-            identity: its id.
+            parts: participants of the transaction.
+            identity: id of the transaction.
             coordinator: the process that stores it. Use the same one after a lost answer, so that it is not done twice.
             until: monotonic time until which attempts are repeated.
 

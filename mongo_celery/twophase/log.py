@@ -67,9 +67,9 @@ class StateCount:
     The transactions in one state.
 
     Attributes:
-        count: their number.
+        count: number of transactions.
         oldest_seconds: time since the last step of the oldest one.
-        abandoned: the number that recovery should have taken over by now.
+        abandoned: number of transactions that recovery should have taken over by now.
     """
 
     count: int
@@ -148,7 +148,7 @@ class TransactionLog:
 
         Args:
             fields: the fields besides id, state and time.
-            transaction_id: its id.
+            transaction_id: id of the transaction.
             state: its first state. Every state except initial includes this application's marker.
             session: the session of the MongoDB transaction for the write, if any.
             coordinator: the process that stores it. It identifies a commit that was reported as failed.

@@ -94,7 +94,7 @@ def read_part(document: Mapping[str, Any]) -> Part:
     if not isinstance(namespace, str) or not all(namespace.partition(".")):
         raise TypeError(f"collection {namespace!r} is not of the form 'db.collection'")
     if cluster is not None and not isinstance(cluster, str):
-        raise TypeError(f"cluster {cluster!r} is not an alias")
+        raise TypeError(f"cluster {cluster!r} is not the alias of a cluster, which must be text")
     return Part(
         cluster,
         namespace,

@@ -62,7 +62,7 @@ class Coordinator:
         any_application: True to begin transactions of other applications too.
 
     Attributes:
-        identity: its id, which its transactions store.
+        identity: id of this object, which its transactions store as `coordinator`.
         any_application: as passed.
     """
 

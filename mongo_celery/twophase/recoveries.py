@@ -44,7 +44,7 @@ class Recovery:
         id: its `_id`.
         before: its state when found.
         after: its state now. The same if it did not advance.
-        error: why it did not advance. None if it is done, or canceled as planned.
+        error: reason why it did not advance. None if it is done, or canceled as planned.
         stopped: True if it waits for a person.
     """
 

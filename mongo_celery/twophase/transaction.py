@@ -69,7 +69,7 @@ class Transaction:
         version: grows with each coordinator. None before the first one.
         coordinator: id of its current coordinator.
         parts: the participants.
-        reason: why it is or was canceled.
+        reason: reason why it is or was canceled.
         last_modified: the server's time of the last step, if it is a date.
         document: as stored.
         deadline: the server's time after which it is canceled unless applied. None for the tutorial's code.

@@ -1,10 +1,10 @@
 """
-The activity of one process's listener of a bridge: whether its loop runs, whether it leads, and its counters.
+The activity of a bridge's listener in one process: the state of its loop, its role, and its counters.
 
 The listener's own threads write it, and any thread reads it. No thread waits, and a reader may see one number that is
-newer than another. Counters begin at 0 with the process, continue over all its terms, and never decrease. The worker
-knows the times of claim, handler and commit. They come with the partition's image, which the listener reads anyway
-before it sends the next run. So they need no additional writes or reads.
+newer than another. Counters start at 0 with the process, continue when the listener leads again, and never decrease.
+Workers store the times of claim, handler and commit in the partition, which the listener reads anyway before it sends
+the next run. So measuring needs no additional writes or reads.
 """
 
 from __future__ import annotations
@@ -156,15 +156,15 @@ class Activity:
     The activity of the listener of one bridge in this process.
 
     Attributes:
-        bridge: its name.
+        bridge: name of the bridge.
         role: `starting`, `standing by`, `leading`, or `failed` until it is started again.
-        takeovers: how often this process has begun to lead.
-        sweeps: how often all partitions were compared with the runs in flight.
-        reopenings: how often the stream had to be opened again.
+        takeovers: number of terms that this process has begun.
+        sweeps: number of comparisons of all partitions with the runs in flight.
+        reopenings: number of times that the stream was opened again.
         handlers: the handlers by name.
 
     Args:
-        bridge: its name.
+        bridge: name of the bridge.
         handlers: names of its handlers.
         lease_ttl: seconds.
     """

@@ -84,25 +84,25 @@ class Chunk:
     A chunk in progress. The reading thread writes it up to `high`, the leading one afterwards.
 
     Attributes:
-        subscription: the one that gets the documents. After repartitioning it is another one.
+        subscription: the subscription that gets the documents. Repartitioning replaces it.
         rows: largest number of documents.
-        sent_at: monotonic time of its begin.
-        begun: its number. 0 until it has begun.
+        sent_at: monotonic time when the chunk was begun.
+        begun: number of the chunk. 0 until it has begun.
         low: L, a cluster time before the reading. None until known.
         high: H, the cluster time of a write after the reading. None until it is read.
-        place: its documents are appended after this place. Empty until H is known.
+        place: the place after which the documents are appended. Empty until H is known.
         items: the events to append, in order, by key.
         count: number of scanned documents.
-        end: the last scanned `_id`. None if nothing was left.
+        end: the last scanned `_id`. None if no document was left.
         until: the largest `_id` of the snapshot. None if the collection was empty.
-        changes: the subscription's changes since its begin, by key.
-        objection: a sentence why it must not be appended: a change's key is unreadable, or the collection was moved.
-            Empty for none.
+        changes: the subscription's changes since the chunk began, by key.
+        objection: a sentence why the chunk must not be appended: a change's key is unreadable, or the collection was
+            moved. Empty if it may be.
         again: `_id`s to read again, because a change without its document came in between.
-        rounds: how often that happened.
+        rounds: number of times that documents were read again.
         ends: the last token of each partition that is not known to be committed or stored.
         passed_at: time of the last write to move the stream.
-        error: why it was dropped.
+        error: reason why it was dropped.
     """
 
     snapshot: Snapshot
@@ -191,7 +191,7 @@ class CollectionFacts:
 
     Attributes:
         uuid: identifies the collection of its name. None for a view and for time series.
-        objection: why it cannot have a snapshot, as the rest of a sentence. None if it can.
+        objection: reason why it cannot have a snapshot, as the rest of a sentence. None if it can.
     """
 
     uuid: bytes | None
@@ -326,7 +326,7 @@ class ChunkReader:
                 ids = ids[: len(ids) // 2]
 
     def _read_rows(self, chunk: Chunk, ids: list[DocumentId]) -> bool:
-        """Read the range up to the last of these. Return False if it must be smaller."""
+        """Read the range that ends with the last of these `_id`s. Return False if the range is too large to read."""
         read = self._read_range(chunk, _behind(chunk.snapshot.last, ids[-1]), len(ids))
         if read is None:
             return False
@@ -337,7 +337,7 @@ class ChunkReader:
         return True
 
     def _read_range(self, chunk: Chunk, bounds: Mapping[str, Any], rows: int) -> bool | None:
-        """Read the events of a range. Return False if its rest has no room, None if it fails as a whole."""
+        """Read the events of a range. Return False if only a part has room, None if the whole range fails."""
         assert chunk.low is not None, "a chunk is read when L is known"
         conditions = list_conditions(chunk.subscription.plan.handler.filter.match, chunk.snapshot)
         shape = build_shape(chunk.snapshot.source, chunk.low, conditions)

@@ -36,7 +36,7 @@ _WEIGHT = 0.125
 
 class Fairness:
     """
-    The fairness of one term. Pure. The leading thread uses it.
+    The fairness of one term, used by the leading thread. The class is pure.
 
     Args:
         groups: the groups of every handler, by name.

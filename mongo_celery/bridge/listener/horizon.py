@@ -175,13 +175,13 @@ def _sentence(risk: Risk, line: CommandLine) -> str:
 
 
 def _place(subscription: Subscription) -> Timestamp:
-    """Return the place from which it would be read again. Before its start it misses nothing."""
+    """Return the time from which a new listener would read: the watermark, but not before the handler's start."""
     mark = subscription.window.watermark
     start = subscription.plan.start
     return max(mark.cluster_time, start) if mark is not None and mark.cluster_time is not None else start
 
 
 def _pause(oplog: Oplog | None) -> float:
-    """Return the seconds until the next reading: several in a window, but not too often."""
+    """Return the seconds until the next reading. Each oplog window has several readings."""
     window = oplog.window_seconds if oplog is not None else _LONGEST_PAUSE * _READINGS_A_WINDOW
     return min(max(window / _READINGS_A_WINDOW, _SHORTEST_PAUSE), _LONGEST_PAUSE)

@@ -56,7 +56,7 @@ class RetryGate:
 
 class LogThrottle:
     """
-    The log records about a lasting state, limited to one from time to time.
+    Limits the repeated log records about a lasting state.
 
     Attributes:
         left_out: number of records omitted since the last one.

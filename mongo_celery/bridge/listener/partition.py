@@ -59,8 +59,8 @@ class InFlight:
     A run that was dispatched, or was found running at take-over, without its recorded part.
 
     Attributes:
-        taken_at: when its claim was first seen. None before.
-        left_at: when it was first seen to have left its worker, handled or not. None before.
+        taken_at: time when its claim was first seen. None before.
+        left_at: time when it was first seen to have left its worker, handled or not. None before.
     """
 
     first: int
@@ -123,20 +123,20 @@ class Partition:
     One partition in one term.
 
     Attributes:
-        index: its number.
-        image: the last one that was read.
+        index: index of the partition.
+        image: the last image that was read.
         in_flight: the run in flight, or None.
         ready_at: monotonic time from which the next run may be dispatched. Infinite while a run is in flight or the
             partition is blocked.
         attempt: number of dispatches of the first change, for the task id.
         is_repeated: True if the next dispatch repeats a run without any visible effect.
         repeats: number of repeated dispatches since its last claim, or the broker's last return.
-        unclaimed_since: time of the first sending of the run in flight, even if it was sent again. Or the time when it
-            was given up after a claim.
-        taken_at: when the claim of a run was last seen for the first time.
-        taken_sent_at: when that run was sent.
+        unclaimed_since: time of the first sending of the run in flight, even if it was sent again. After a claim, the
+            time when the claim was given up.
+        taken_at: time when the claim of the latest claimed run was first seen.
+        taken_sent_at: time when that run was sent.
         token_seconds: time that an unclaimed run may wait for a token of its handler's rate limit.
-        rejection: why the next run cannot be sent. None if it can.
+        rejection: reason why the next run cannot be sent. None if it can.
         won: True if the take-over has raised the partition's term to this one. Otherwise an open transaction has
             locked it, and an older term may still act there.
         queue: changes that were read but are neither committed nor stored.
@@ -144,7 +144,7 @@ class Partition:
         stored_to: the place up to which this term has stored and marked the queue.
         undeliverable: places of undeliverable changes that may not be stored yet.
         blocked_since: the committed position and the time when it was first seen blocked.
-        not_stored: why its changes are not stored. None without a failure.
+        not_stored: reason why its changes are not stored. None without a failure.
         replay: the next dead letter to replay.
         is_replaying: True if a dead letter was sent since the requests were read.
         has_replayed: True if the last sent run was a dead letter.

@@ -69,7 +69,7 @@ _LOCKED_PAUSE = 0.5  # tried with each sweep, unless a slow server has used most
 
 class PollTimes:
     """
-    The poll times of a term. Pure.
+    The poll times of a term. The class is pure.
 
     Attributes:
         moved_at: monotonic time when a run was last sent, or seen to have ended.

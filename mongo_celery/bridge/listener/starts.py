@@ -182,8 +182,8 @@ class _Pinning:
         unserved = sorted(begun - {*served})
         if unserved:
             logger.warning(
-                "the bridge has positions of %s but no such handler, and %s is new. If you renamed a function, write "
-                "name=%r in its decorator to keep the position. Deploy that, then run `%s`",
+                "the bridge has stored positions for %s but no handler of that name, and %s is new. If you renamed a "
+                "function, write name=%r in its decorator to keep the position. Deploy that, then run `%s`",
                 ", ".join(unserved),
                 ", ".join(fresh),
                 unserved[0],
@@ -219,7 +219,7 @@ def _describe_start(start_from: StartFrom) -> str:
 
 
 def _find_oldest(client: MongoClient[dict[str, Any]], place: Timestamp) -> Timestamp | None:
-    """Return the oldest oplog entry if it is later than a place. None if it is not, or the oplog is unreadable."""
+    """Return the time of the oldest oplog entry if the oplog no longer reaches a place, otherwise None."""
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             oplog = read_oplog(client)

@@ -95,7 +95,7 @@ class Storing:
 
     Attributes:
         session: the session for all reads that decide what may run: images and stored changes.
-        waits: why a change that should be stored is not, as a sentence. Empty if none waits.
+        waits: reason why a change that should be stored is not, as a sentence. Empty if none waits.
     """
 
     def __init__(

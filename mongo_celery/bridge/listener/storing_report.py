@@ -93,8 +93,8 @@ class StoringReport:
         Return the stored changes for `status`.
 
         Args:
-            size: their bytes.
-            waits: why a change that should be stored is not. Empty if none waits.
+            size: size of the stored changes in bytes.
+            waits: reason why a change that should be stored is not. Empty if none waits.
         """
         partitions = [
             (f"{subscription.name}/{index}", partition)

@@ -86,7 +86,7 @@ class StreamIntake:
         at_end: True if the stream had no more changes at the last item.
         is_held_up: True if the last turn left items because the buffer is full.
         is_hurried: True if the stream reports its place soon, even without a change, because a thread waits for it.
-        full: why nothing is taken in. Empty while items are taken in.
+        full: reason why nothing is taken in. Empty while items are taken in.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class PartResult:
     Attributes:
         result: `planned` before the run, `done`, `unchanged` if nothing had to change, `unfit` if its state does not
             allow the command, `refused` if something forbids it or has changed meanwhile.
-        reason: why it was not done. Empty if it was done.
+        reason: reason why it was not done. Empty if it was done.
     """
 
     handler: str
@@ -69,10 +69,10 @@ class Act:
     Attributes:
         line: the beginning of displayed commands.
         name: the name of the command.
-        words: its arguments, as typed. None is omitted.
-        options: its command line options. None and False are omitted.
-        by: the person or program that acts.
-        effect: its changes so far, in numbers.
+        words: the arguments, as typed. None is omitted.
+        options: the command line options. None and False are omitted.
+        by: the person or program that runs the command.
+        effect: the numbers of changes so far, by kind.
     """
 
     wiring: Wiring

@@ -65,7 +65,7 @@ class Facts:
         lease: the lease with the server's verdict `live`, or None before the first start.
         subscriptions: all stored handlers, registered or not.
         images: the partitions of the partitionings in force.
-        dead_letters: their number by handler.
+        dead_letters: number of dead letters by handler.
         now: the cluster's latest operation time.
         oplog: the times of its oldest and latest entry. None if unreadable.
         oplog_rolls: True if its oldest entries are being removed.

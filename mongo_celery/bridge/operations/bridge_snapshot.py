@@ -352,7 +352,7 @@ class DeadLetterGroup:
     Dead letters of one handler with the same error.
 
     Attributes:
-        count: their number among the newest 1000 of the bridge.
+        count: number of these among the newest 1000 dead letters of the bridge.
         newest_at: time of the newest dead letter.
         newest_id: id of the newest dead letter.
     """
@@ -425,7 +425,7 @@ class BridgeSnapshot:
         standbys: listeners that wait for the lease.
         unled_seconds: time without a running listener.
         term: number of the last leading listener.
-        difference: why this bridge belongs to another app or environment.
+        difference: reason why this bridge belongs to another app or environment.
         lag_seconds: age of the oldest unhandled change.
         per_second: committed changes a second, of all handlers.
         oplog_seconds: the oplog's window. None if it cannot be read.

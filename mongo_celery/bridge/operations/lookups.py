@@ -45,15 +45,15 @@ class BlockedChange:
     The first uncommitted change of a partition, as far as known.
 
     Attributes:
-        status: its partition.
+        status: status of the partition.
         key: namespace, operation and document key. None if unknown.
-        token: its resume token's `_data`, for a `skip` of this change only. None if unknown.
-        error: the reason of its halt, last failure or wait, or why it cannot be delivered.
+        token: `_data` of the resume token, for a `skip` of this change only. None if unknown.
+        error: the reason of the halt, the last failure or the wait, or the reason why it cannot be delivered.
         attempts: number of attempts.
         traceback: the traceback of the error that halted it. Empty if none is stored.
-        since: when it halted, began to wait for MongoDB or the broker, or was stored.
+        since: time when it halted, began to wait for MongoDB or the broker, or was stored.
         bytes: size of the event. None if it is not stored.
-        event: as relaxed extended JSON. None if it is not stored or unreadable.
+        event: the event as relaxed extended JSON. None if it is not stored or unreadable.
         raw: the bytes of an unreadable event in base64. Otherwise None.
     """
 

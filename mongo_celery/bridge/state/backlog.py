@@ -258,7 +258,7 @@ class StoredChange:
         data: comparable part of its resume token.
         raw: the event's bytes. Empty if they were not read, or are damaged (then there is a refusal).
         hash: the hash of its partition key, from 0 to 2^64 - 1.
-        refusal: why its handler does not get it. None for all others.
+        refusal: reason why its handler does not get it. None for all others.
         token: the whole resume token, if `raw` may lack it or it is long. None for all others.
         size: bytes of the event according to its document. 0 before it is stored.
     """
@@ -377,7 +377,7 @@ def holds_token(raw: bytes, data: str) -> bool:
 
 
 def parse_outline(head: Mapping[str, Any]) -> StoredChange:
-    """Return the change of a document without its bytes."""
+    """Return a stored change from its document, without reading the bytes of the event."""
     place = head["_id"].rpartition("/")[2]
     try:
         token, refusal = head.get("token"), head.get("refusal")

@@ -82,14 +82,14 @@ class Image:
         data: comparable part of the committed token. Empty before the first commit.
         live: True if there is a claim that has not lapsed.
         due_in: seconds until a parked change may run. 0 or less if it may run now.
-        stored: `to`, `since`, `reason`: up to where changes of this partition are stored and not all committed. None if
+        stored: the mark of stored changes that are not all committed: `to` (the last one), `since`, `reason`. None if
             none are stored.
         retry: the counts of the first change, as stored. None if they belong to another change.
         waiting: start (`since`), `cause` and `count` of the first change's waits for infrastructure. None after any
             other outcome.
         ran: the last committed run: its `last` change, the times when it was `claimed` and committed (`at`), and the
             milliseconds that its handler `took`. None before the first.
-        read_at: when it was read, by the server's clock.
+        read_at: time of the read, by the server's clock.
         head: for a halted partition, the time `at` which it halted, and its change by `key` and `resumeToken`.
             None for all others.
         parked_keys: number of parked keys. Their changes become dead letters until a person releases them.
@@ -289,7 +289,7 @@ class Partitions(StateCollection):
 
         Args:
             to: comparable part of the last stored change's token.
-            reason: why they are stored, for people. The first mark's reason is kept until the mark is cleared.
+            reason: reason why they are stored, for people. The first mark's reason is kept until the mark is cleared.
 
         Returns:
             False if the term is over.

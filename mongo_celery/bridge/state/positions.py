@@ -127,8 +127,8 @@ class Positions:
 
     Args:
         database: the state database, with majority writes and majority reads.
-        bridge: its name.
-        audit: its audit records.
+        bridge: name of the bridge.
+        audit: the audit records of the bridge.
     """
 
     def __init__(self, database: Database[dict[str, Any]], bridge: str, audit: AuditRecords) -> None:

@@ -117,7 +117,7 @@ class Replays:
         Request the replay of a dead letter.
 
         Args:
-            letter: its `_id`.
+            letter: `_id` of the dead letter.
             partitioning: term of the one in force. `partition` is its key's partition there.
             hash_: the hash of its partition key.
 

@@ -41,7 +41,7 @@ class Layout:
 
     Attributes:
         term: the one that put it in force. A later term is larger.
-        partitions: their number.
+        partitions: number of partitions.
         key: hash and name of the partition rule.
     """
 

@@ -1,8 +1,8 @@
 """
-The isolator reads events one by one. If the server cannot send a complete event, it requests less of it.
+The isolator reads events one by one. If the server cannot send a complete event, the isolator requests less of it.
 
-It requests this event alone, with ever narrower streams, until the server can send it. So no error needs
-interpretation, and all other events stay complete.
+It opens ever narrower streams with only this event, until the server can send the event. So the isolator need not
+interpret errors, and all other events stay complete.
 
 | attempt, in this order | if | read error |
 |---|---|---|
@@ -13,8 +13,8 @@ interpretation, and all other events stay complete.
 | without lookup, images and flags | | the same |
 | with our own filters only, without its documents | | the same |
 
-An event whose token is too large arrives as a stand-in (`oversized`). The stream excludes such events, so it reaches
-the place of the next event or its end, which is after them.
+An event whose token is too large arrives as a stand-in (`oversized`). The stream itself excludes such events, so its
+next place is already after them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Reread:
 
     Attributes:
         document: everything that the server could send.
-        error: why it is less than requested. None if it is complete.
+        error: reason why it is less than requested. None if it is complete.
     """
 
     document: RawBSONDocument

@@ -49,7 +49,7 @@ class WaitReason:
 
     Attributes:
         cause: a text that can be shown.
-        doubts_max: how many times in a row it may wait, if its handler may be the cause. None for no limit.
+        doubts_max: limit of consecutive waits that the handler may have caused. None for no limit.
     """
 
     cause: str

@@ -31,9 +31,9 @@ class DeferredWrite:
     One unfinished write.
 
     Attributes:
-        what: its name in the log.
-        write: makes it. Returns True if it was accepted.
-        answers: how often to repeat it after a refusal, because an earlier command may still take effect.
+        what: name of the write in the log.
+        write: makes the write, and returns True if MongoDB accepted it.
+        answers: number of repetitions after a refusal, because an earlier command may still take effect.
         ended: called when the write is finished or abandoned.
     """
 

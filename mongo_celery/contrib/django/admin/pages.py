@@ -109,7 +109,7 @@ class AdminPage:
 
     Attributes:
         lines: sentences above the tables.
-        problem: why the page can show nothing.
+        problem: reason why the page can show nothing.
         part: the displayed part of a list, in the page's last table.
         contents: documents and tracebacks, by heading.
     """
