@@ -40,7 +40,7 @@ class CommandLine:
         return self.celery("changes", command, *words, *which)
 
     def on(self, command: str, handler: str, indexes: Sequence[int]) -> str:
-        """Return the same for one partition of a handler. Without its index if there are several."""
+        """Return a command for partitions of a handler. It includes the index only if there is one partition."""
         return self.changes(command, handler, *([str(indexes[0])] if len(indexes) == 1 else []))
 
 

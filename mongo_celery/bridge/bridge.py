@@ -189,7 +189,7 @@ class Bridge:
                 documents that exist then, with the operation type `snapshot`.
             commit: `chain` (a second task writes the position after the handler), or `inline` (the execution writes it,
                 with half the messages). By default the bridge's.
-            coalesce: if a run has several changes of one document, give only the last one. For handlers that need only
+            coalesce: give only the last of several changes of one document in a run. Use it for handlers that need only
                 the latest state.
             bookkeeping: also give the handler the fields that this package keeps in documents: entries of an outbox,
                 locks, markers of a transaction, stamps of fenced writes. It then gets updates that change only these

@@ -1,7 +1,7 @@
 """
 The window of a subscription: the changes that were read and are not yet done.
 
-Pure: no client, no clock, no threads. Each window belongs to one subscription in one term.
+The module is pure: no client, no clock, no threads. Each window belongs to one subscription in one term.
 
 Two views of the same changes:
 
@@ -117,7 +117,7 @@ class Queue:
     The unfinished changes of one partition, in stream order.
 
     Attributes:
-        changes: its changes, for reading only.
+        changes: the changes, for reading only.
         size: bytes that they take in memory.
     """
 

@@ -37,7 +37,7 @@ def status_view(snapshots: Sequence[BridgeSnapshot], *, everything: bool, folded
     Show snapshots, one after the other.
 
     Args:
-        everything: show all handlers, and all partitions.
+        everything: True to show all handlers, and all partitions.
         folded: as in `findings_view`.
     """
     return Group(*(part for each in snapshots for part in _parts(each, everything=everything, folded=folded)))

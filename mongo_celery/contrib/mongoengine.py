@@ -85,11 +85,11 @@ class OutboxMixin:
         Save like MongoEngine, in one write with tasks and events.
 
         Args:
-            args: as MongoEngine's.
+            args: arguments of MongoEngine's `save`.
             outbox: the outbox of the document's collection. Needed for tasks or events.
             tasks: signatures. `STORED_ID` among their arguments becomes the document's `_id`.
             events: messages to other consumers.
-            options: as MongoEngine's.
+            options: keyword arguments of MongoEngine's `save`.
 
         Raises:
             ConfigurationError: you gave tasks or events without an outbox, or an outbox of another collection.

@@ -192,7 +192,7 @@ class MongoReplicaSet:
         Wait until every running member is primary or secondary, and one of them accepts writes.
 
         Raises:
-            EmbeddedServerError: it took longer than a minute.
+            EmbeddedServerError: this took longer than a minute.
         """
         self._await_roles(everyone=True)
 

@@ -68,7 +68,7 @@ def start_tied(
     umask: int = -1,
 ) -> subprocess.Popen[bytes]:
     """
-    Start a child process. It ends at the latest with this process, by SIGKILL.
+    Start a child process. It is killed at the latest when this process ends.
 
     The child leads a new session, so Ctrl-C in the terminal reaches only this process, which can stop its children in
     order. The child's standard input is empty. You can call this from any thread: the child does not end with it. The

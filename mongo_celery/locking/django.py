@@ -124,8 +124,8 @@ def select_for_update(
     Args:
         queryset: a queryset of instances, on MongoDB, with any filter, order or slice.
         of: the documents to lock: `"self"` and relations, such as `"hall"` or `"hall__city"`. By default the queryset's
-            own documents. An empty one, which means all to Django, is refused. Without `select_related` each costs its
-            own queries. A reference to a missing document, which MongoDB allows, locks nothing.
+            own documents. An empty tuple, which means all to Django, is refused. Without `select_related`, each
+            relation needs separate queries. A reference to a missing document, which MongoDB allows, locks nothing.
         options: see `LockOptions` of `mongo_celery.locking`. `field` must not be a field of the model.
 
     Returns:

@@ -153,7 +153,7 @@ def ping(client: MongoClient[Any]) -> None:
     Wait until the primary answers once, within `ANSWER_SECONDS`.
 
     Raises:
-        PyMongoError: it did not answer.
+        PyMongoError: the primary did not answer.
     """
     with pymongo.timeout(ANSWER_SECONDS):
         client.admin.command("ping")

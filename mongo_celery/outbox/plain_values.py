@@ -107,9 +107,9 @@ class PlainValues:
         Return operators or a pipeline with entries.
 
         Args:
-            update: the user's.
-            tasks: to follow.
-            events: to follow.
+            update: the user's update.
+            tasks: the tasks to append.
+            events: the events to append.
             document_id: the `_id` of its document. `NO_ID` if unknown.
             upserts: the filter, if the write may create its document.
         """

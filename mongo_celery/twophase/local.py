@@ -166,7 +166,7 @@ class LocalTransactions:
 
     def change(self, parts: Sequence[Part], session: ClientSession) -> None:
         """
-        Change each participant by one statement, with one command per collection.
+        Change each participant with one statement, and one command per collection.
 
         Raises:
             UnmetError: a participant is missing or does not match its rule.

@@ -88,7 +88,7 @@ def read_part(document: Mapping[str, Any]) -> Part:
     Read a stored participant.
 
     Raises:
-        Exception: of any kind. It is not a participant.
+        Exception: the document is not a participant. The error may be of any kind.
     """
     cluster, namespace = document["cluster"], document["collection"]
     if not isinstance(namespace, str) or not all(namespace.partition(".")):

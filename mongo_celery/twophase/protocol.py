@@ -115,7 +115,7 @@ class Coordinator:
         Change all participants in order, then move to `applied`. If one refuses, move to `canceling`.
 
         Args:
-            transaction: a pending one.
+            transaction: a pending transaction.
             views: the participants, read before this coordinator made the transaction pending. So they show the state
                 before any change by this transaction.
         """

@@ -41,9 +41,9 @@ class Recovery:
     The recovery of one abandoned transaction.
 
     Attributes:
-        id: its `_id`.
-        before: its state when found.
-        after: its state now. The same if it did not advance.
+        id: `_id` of the transaction.
+        before: state when it was found.
+        after: state now, which is the same if it did not advance.
         error: reason why it did not advance. None if it is done, or canceled as planned.
         stopped: True if it waits for a person.
     """

@@ -60,7 +60,7 @@ class HandlerActivity:
 
     Attributes:
         dispatched: changes in sent runs, including repeated ones.
-        dispatched_again: changes in runs that were sent again, because no effect was seen.
+        dispatched_again: changes in runs that were sent again because they had no visible effect.
         committed: changes that positions have passed, whatever their outcome.
         retries: attempts after which a handler requested another.
         crashes: attempts that ended without an outcome.
@@ -129,7 +129,7 @@ class HandlerActivity:
         counted[:] = 0, 0
 
     def _measure(self, image: Image, sent: float | None, seen: float) -> None:
-        """Measure each duration by one clock: claim to commit by the server's, sending to reading by this process's."""
+        """Measure each duration with one clock: the server's from claim to commit, ours from sending to reading."""
         ran: Mapping[str, Any] = image.ran or {}
         took, claimed, ended, read = ran.get("took"), ran.get("claimed"), ran.get("at"), image.read_at
         if ran.get("last") != image.committed:  # it was skipped
@@ -215,7 +215,7 @@ class Activity:
         self._reopenings_of_term = 0
 
     def note_sweep(self, reopenings: int) -> None:
-        """Note that all partitions were read, and how often the stream was opened again in this term."""
+        """Count a sweep of all partitions. Store the number of times that the stream was opened again in this term."""
         self.sweeps += 1
         self.reopenings += _growth(self._reopenings_of_term, reopenings)
         self._reopenings_of_term = reopenings

@@ -11,8 +11,8 @@ The snapshot ends at the largest `_id` that exists at the first recorded chunk.
 The order is that of the collection's index on `_id`, with all types mixed. Comparisons are expressions with literals,
 because those of a query compare within one type, and treat a document as operators.
 
-If a user's condition fails on one document, this must not stop the others. A failed range is read again with half as
-many. A single document that fails is refused, and its handler's failure policy applies.
+If a user's condition fails on one document, this must not stop the others. A failed range is read again with
+half as many documents. A single document that fails is refused, and its handler's failure policy applies.
 
 The leading thread uses nothing here except the arguments.
 """
@@ -203,7 +203,7 @@ def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
     Return the current facts of a collection. None if it does not exist.
 
     Raises:
-        PyMongoError: also without the right to list collections.
+        PyMongoError: MongoDB did not answer, or the right to list collections is missing.
     """
     database, _, name = source.partition(".")
     with pymongo.timeout(_CHECK_SECONDS):
@@ -295,7 +295,7 @@ class ChunkReader:
     Args:
         client: the client of the watched data.
         room: largest number of bytes in a chunk, except for a single larger document.
-        version: the term's.
+        version: number of the term.
     """
 
     def __init__(self, client: MongoClient[Any], room: int, version: int) -> None:
@@ -311,8 +311,8 @@ class ChunkReader:
         This sets `items`, and the first time also `count`, `end` and `until`.
 
         Raises:
-            PyMongoError: use nothing of it.
-            SnapshotFailedError: the same, because of the snapshot itself.
+            PyMongoError: the chunk must not be used.
+            SnapshotFailedError: the chunk must not be used, because of the snapshot itself.
         """
         with pymongo.timeout(READ_SECONDS):
             if chunk.again:
@@ -366,7 +366,7 @@ class ChunkReader:
         return DocumentId.of(bytes(found[0].raw)) if found else None
 
     def _list_ids(self, chunk: Chunk) -> list[DocumentId]:
-        """Return the next `_id`s in order, fewer if fewer are left or fit into an answer."""
+        """Return the next `_id`s in order, as many as are left and fit into an answer."""
         found = (DocumentId.of(bytes(each.raw)) for each in self._find(chunk, {"limit": chunk.rows}))
         return [each for each in found if each is not None]
 

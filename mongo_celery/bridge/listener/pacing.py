@@ -67,7 +67,7 @@ class LogThrottle:
         self._logged_at = -math.inf
 
     def may_log(self) -> bool:
-        """Return True if a log record is due. After that, none is due for a while."""
+        """Return True if a log record is due. Then the next one is not due for a while."""
         now = time.monotonic()
         if now - self._logged_at < _LOG_SECONDS:
             self.left_out += 1

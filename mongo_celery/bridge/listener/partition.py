@@ -1,8 +1,8 @@
 """
 The listener's view of one partition, and its next step.
 
-Pure: its input is images of the partition's document and the monotonic times of reading them. At most one run per
-partition is in flight (window 1), which is kept here. The sweep is the protocol's only liveness rule:
+The class is pure: its input is images of the partition's document and the monotonic times of reading them. At most one
+run per partition is in flight (window 1), which is kept here. The sweep is the protocol's only liveness rule:
 
 1. handled: commit it after `commit_grace`, whatever the claim says.
 2. a live claim of any owner: wait, so that handlers of an earlier term finish undisturbed.
@@ -86,7 +86,7 @@ class Rejection:
     A partition's next run cannot be sent: the broker rejects its message but accepts others.
 
     Attributes:
-        label: names the change, without its document's contents.
+        label: text that names the change, without the contents of its document.
         size: bytes of the run's changes.
         error: the broker's reason.
         since: time of the first rejection.
@@ -140,11 +140,11 @@ class Partition:
         won: True if the take-over has raised the partition's term to this one. Otherwise an open transaction has
             locked it, and an older term may still act there.
         queue: changes that were read but are neither committed nor stored.
-        backlog: its stored changes. None if it runs from the queue.
+        backlog: the stored changes of the partition. None if it runs from the queue.
         stored_to: the place up to which this term has stored and marked the queue.
         undeliverable: places of undeliverable changes that may not be stored yet.
         blocked_since: the committed position and the time when it was first seen blocked.
-        not_stored: reason why its changes are not stored. None without a failure.
+        not_stored: reason why changes of the partition are not stored. None without a failure.
         replay: the next dead letter to replay.
         is_replaying: True if a dead letter was sent since the requests were read.
         has_replayed: True if the last sent run was a dead letter.
@@ -334,7 +334,7 @@ class Partition:
 
     def _under_another_term(self, image: Image, now: float) -> Step:
         """
-        Wait for an older term's work in a locked partition like for a run of this term, until the partition is won.
+        Wait for an older term's work in a locked partition, as for a run of this term, until the partition is won.
 
         Otherwise this term is over. A smaller term means that the won partition was removed and written again.
         """

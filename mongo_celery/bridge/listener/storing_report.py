@@ -24,7 +24,7 @@ class StoringReport:
     One term's report of stored changes.
 
     Args:
-        bound: limit of their bytes.
+        bound: limit of the stored bytes.
     """
 
     def __init__(self, bound: int, line: CommandLine) -> None:

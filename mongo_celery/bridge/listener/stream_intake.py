@@ -78,8 +78,8 @@ class StreamIntake:
         wiring: the wiring of the bridge.
         scope: the stream.
         led: the subscriptions of this term.
-        storing: knows if the buffer is full.
-        snapshots: their documents come between the items.
+        storing: reports whether the buffer is full.
+        snapshots: the snapshots, whose documents come between the items.
         note_progress: called regularly, so that a long backlog does not look like a hanging thread.
 
     Attributes:

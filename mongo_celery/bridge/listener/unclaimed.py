@@ -77,7 +77,7 @@ class BrokerWatch:
     Queries the broker about queues once a second, while needed.
 
     Attributes:
-        answer: the last one. None if the last query failed.
+        answer: the last answer. None if the last query failed.
         returned_at: monotonic time of the last answer that followed a failure, or that showed another consumer.
     """
 
@@ -177,7 +177,7 @@ class UnclaimedRuns:
         Apply the rule to all unclaimed runs, after their partitions were read.
 
         Args:
-            subscriptions: all of the term.
+            subscriptions: all subscriptions of the term.
             read_at: monotonic time at which reading the partitions began.
             now: monotonic time.
             is_broker_down: True if publishing fails, so that the broker's return matters in itself.

@@ -49,7 +49,7 @@ class PartResult:
     Attributes:
         result: `planned` before the run, `done`, `unchanged` if nothing had to change, `unfit` if its state does not
             allow the command, `refused` if something forbids it or has changed meanwhile.
-        reason: reason why it was not done. Empty if it was done.
+        reason: why it was not done. Empty if it was done.
     """
 
     handler: str
@@ -247,7 +247,7 @@ def read_history(wiring: Wiring, handler: str | None = None, limit: int = HISTOR
     Return the last audit records of a bridge in JSON form, the latest last.
 
     Args:
-        handler: only records about this one.
+        handler: only records about this handler.
 
     Raises:
         CommandRefusedError: the name is unknown to the app, the state and the records.

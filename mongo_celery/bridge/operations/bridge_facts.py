@@ -115,7 +115,7 @@ class Facts:
 
 def read_facts(wiring: Wiring, counting: float) -> Facts:
     """
-    Read a bridge. The reads are not of a single moment. They follow each other within milliseconds.
+    Read a bridge. The reads do not show one moment, but follow each other within milliseconds.
 
     Args:
         counting: time limit in seconds for counting stored changes, and again for the newest dead letters.

@@ -125,7 +125,7 @@ class PartitionStatus:
         error: error of the last attempt.
         retries: attempts that ended with a retry.
         crashes: attempts that ended without a result.
-        waits: attempts that failed because MongoDB or the broker was away.
+        waits: attempts that failed because MongoDB or the broker was unavailable.
         due_seconds: time until the blocked change runs again.
         oldest_seconds: age of the blocked or first stored change.
         stored: stored changes.
@@ -452,7 +452,7 @@ class BridgeSnapshot:
         oversized: error of the newest dead letter that was too large to read.
         handlers: all handlers, by name.
         snapshots: running, failed, stopped and recently ended snapshots.
-        workers: the workers that answered. None if no worker was asked.
+        workers: the workers that answered. None if workers were not queried.
         note: checks that were omitted, and the command for them.
         findings: problems, the worst first.
     """

@@ -1,8 +1,8 @@
 """
 An operator's commands on partitions: pause, resume, retry, skip.
 
-Each reads its partitions for the plan, and writes only if they have not changed. So a command never acts on a change
-that its operator has not seen, and two operators cannot undo each other's work unnoticed.
+Each command reads its partitions for the plan, and writes only if they have not changed. So a command never acts on a
+change that its operator has not seen, and two operators cannot undo each other's work unnoticed.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class _Command:
     A command on partitions.
 
     Attributes:
-        done: its participle, for messages.
-        after: the partition's state afterwards.
-        fits: returns True if it fits a partition.
-        write: performs it. Returns False if the partition has moved since it was read.
+        done: participle of the command, for messages.
+        after: state of the partition afterwards.
+        fits: returns True if the command fits a partition.
+        write: performs the command. Returns False if the partition has moved since it was read.
         idle: reason why it does not fit a flowing partition. Only for commands on a blocking change.
         undo: the command that reverses it.
     """

@@ -76,15 +76,15 @@ class Whereabouts:
     The changes of one key for one handler.
 
     Attributes:
-        key: in Python's form, because a number and an equal-looking text are different keys.
-        status: the partition of its changes.
+        key: the key in Python's form, because a number and an equal-looking text are different keys.
+        status: the partition of the key's changes.
         handled_until: all changes of the key before this time are handled, except those below.
         lasts: True if nothing is left to do for the key. Then each report of the listener advances `handled_until`.
         blocked: True if the partition is blocked at a change of this key.
         running: True if a worker runs changes of the key now, or of the partition if the keys are unknown.
         stored: number of further stored changes of the key. None if there are too many to search.
         parked: True if the key is parked, so that later changes become dead letters until its release.
-        dead_letters: ids of its dead letters, for `changes dead-letters`.
+        dead_letters: ids of the key's dead letters, for `changes dead-letters`.
     """
 
     handler: str

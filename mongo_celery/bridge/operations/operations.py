@@ -158,7 +158,7 @@ class Operations:
         reason: str | None = None,
     ) -> Plan:
         """
-        Give a handler the existing documents, with one snapshot for each collection. A listener delivers them.
+        Start snapshots of existing documents for a handler, one for each collection. A listener delivers them.
 
         Args:
             handler: name of the handler. None if only one is possible.
@@ -200,7 +200,7 @@ class Operations:
         For a parked key it replays all waiting dead letters, from the first one. Without a choice, it replays all.
 
         Args:
-            handler: only those of this handler.
+            handler: only dead letters of this handler.
             over_newer: True to let them overwrite data of newer changes in `fenced()` targets.
             reason: the reason for the audit record.
             choice: `ids`, `key`, `since`, `until`, `limit`: see `DeadLetterChoice`.
@@ -294,7 +294,7 @@ class Operations:
         Return the last audit records, the latest last.
 
         Args:
-            handler: only records about this one.
+            handler: only records about this handler.
             limit: largest number.
         """
         return read_history(self._wiring, handler, limit)

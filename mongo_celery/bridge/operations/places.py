@@ -71,7 +71,7 @@ def _limit_time(wiring: Wiring, text: str, time: Timestamp | None, now: Timestam
 
 
 def _parse_time(text: str) -> Timestamp:
-    """Return the first cluster time of a second in ISO 8601. Without an offset it is UTC."""
+    """Return the first cluster time of a second in ISO 8601. A time without an offset is in UTC."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

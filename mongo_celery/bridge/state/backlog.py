@@ -16,9 +16,9 @@ range of the stream. No write here checks the term:
 |---|---|
 | `term` | the term that inserted it, or last found it |
 | `hash` | of the partition key, as a signed number of 64 bits |
-| `raw`, `zip` | the event as the server sent it; whether it is compressed |
+| `raw`, `zip` | the event as the server sent it. `zip` is true if it is compressed |
 | `token` | the resume token, if `_id` and bytes do not contain it: they are unreadable, or it is long |
-| `refusal` | why its handler must not get it, and whether that halts, and lasts |
+| `refusal` | the reason why its handler must not get it, as a `Refusal` |
 | `refused` | set if it was ever refused: it stays until no term reads it again, and names where it is done |
 | `size` | bytes of the event |
 
@@ -128,7 +128,7 @@ class Backlog(StateCollection):
             committed: comparable part of the committed token in a majority image. Empty if nothing is committed.
                 `EVERYTHING` for a partition that is no longer in force.
             passed: the smaller of `committed` and the stored watermark. Changes before this place are never read again.
-            term: the current one.
+            term: the current term.
         """
         over: list[dict[str, Any]] = [{"refused": None}]
         if passed:
@@ -181,7 +181,7 @@ class Backlog(StateCollection):
             return {ids[document["_id"]]: parse_change(document) for document in found}
 
     def undeliverable(self, partition_id: str, after: str, until: str) -> Iterator[list[str]]:
-        """Yield the places of once refused changes after one place and up to another, call by call."""
+        """Yield the places of changes that were ever refused, after one place and up to another, call by call."""
         for some in self._slices(backlog_range(partition_id, after, until)):
             query = {"_id": some, "$or": [{"refused": True}, {"refusal": {"$ne": None}}]}
             yield [parse_place(partition_id, each["_id"]) for each in self._table.find(query, {"_id": 1})]

@@ -377,7 +377,7 @@ class Claims:
 
     def extend(self, claims: Sequence[Claim], *, leaving: bool = False) -> list[Claim]:
         """
-        Renew several claims by one write. A second call is needed only if one was refused.
+        Renew several claims with one write. A second call is needed only if one claim was refused.
 
         Args:
             claims: the claims to renew.
@@ -410,7 +410,7 @@ class Claims:
         changes start once more, after a crash that did not happen.
 
         Args:
-            claim: under which the handler ran.
+            claim: the claim under which the handler ran.
             last: number of the last finished change. `token` is its resume token.
             session: the session of a transactional handler.
         """
@@ -455,7 +455,7 @@ class Claims:
         Args:
             first: the number that must be next, according to the commit task or to the document that the listener has
                 just read.
-            lasting: True to wait for a majority. Nothing depends on it.
+            lasting: True to wait for a majority, which is never needed for correctness.
 
         Returns:
             False if there was nothing to commit: it is already done, or a newer run is in progress.
@@ -466,7 +466,7 @@ class Claims:
         return self._table.update_unretried(guard, [{"$set": COMMIT}], MAJORITY if lasting else ACKNOWLEDGED)
 
     def commit_all(self, heads: Mapping[str, int]) -> None:
-        """Commit several partitions by one command, like `commit`, each from the number that must be next."""
+        """Commit several partitions with one command, like `commit`, each from the number that must be next."""
         guards = [
             {"_id": partition_id, "handled": {"$ne": None}, "committed": first - 1}
             for partition_id, first in heads.items()
@@ -538,7 +538,7 @@ class Claims:
         parked. The claim names the session first, so `end_transactions` frees the partition if the process dies inside.
 
         Args:
-            parks: True to park its key.
+            parks: True to park the key of the change.
         """
 
         def both(session: ClientSession) -> bool:

@@ -213,10 +213,10 @@ class Partitions(StateCollection):
 
     def win(self, ids: Iterable[str], term: int) -> list[Image]:
         """
-        Take over partitions that were locked and are now free. Bounded, without waiting for any of them.
+        Take over partitions that were locked and are now free, in bounded time, without waiting for locks.
 
         Returns:
-            Their images afterwards, like `take_over`.
+            The images of these partitions afterwards, like `take_over`.
         """
         locked = list(ids)
         update_unlocked(self._table, locked, _older(term), _winning(term), seconds=_WINNING_SECONDS)
@@ -239,7 +239,7 @@ class Partitions(StateCollection):
 
     def flush(self) -> None:
         """
-        Make the primary journal all writes so far, by a write that matches nothing.
+        Make the primary journal all writes so far, with a write that matches nothing.
 
         On a set of one member, only then do majority reads show a write with w:1. Other sets replicate it anyway.
         """
@@ -270,7 +270,7 @@ class Partitions(StateCollection):
         return found
 
     def read_traceback(self, partition_id: str) -> str:
-        """Return the traceback of a halted partition's error. Empty if none is stored."""
+        """Return the traceback of a halted partition's error, or an empty string if none is stored."""
         found = self._table.find_one({"_id": partition_id}, {"halted.traceback": 1}) or {}
         return str((found.get("halted") or {}).get("traceback", ""))
 
@@ -289,7 +289,7 @@ class Partitions(StateCollection):
 
         Args:
             to: comparable part of the last stored change's token.
-            reason: reason why they are stored, for people. The first mark's reason is kept until the mark is cleared.
+            reason: why they are stored, for people. The first mark's reason is kept until the mark is cleared.
 
         Returns:
             False if the term is over.
@@ -407,7 +407,7 @@ class Partitions(StateCollection):
         other changes.
 
         Args:
-            letters: the collection for it.
+            letters: the collection of dead letters.
         """
         guard, change = self._guard(image, "halted"), _build_skip(image)
         change["fencingToken"] = {"$max": [Int64(image.fencing_token + REPLAYS_MAX), next_number("fencingToken")]}

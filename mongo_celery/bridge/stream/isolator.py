@@ -99,7 +99,7 @@ class EventIsolator:
             last_stand_in: comparable part of the last stand-in's token. Empty for none.
 
         Raises:
-            PyMongoError: this fails too, so no single event is the reason.
+            PyMongoError: reading event by event fails too, so no single event is the reason.
         """
         last, time_ = token_data(start.token) if start.token is not None else "", start.time
         follows_stand_in, last = last_stand_in > last, max(last_stand_in, last)
@@ -172,7 +172,7 @@ class EventIsolator:
         return Reread(candidate, explained)
 
     def _find_failed(self, candidate: RawBSONDocument, names: Sequence[str]) -> set[str]:
-        """Return the handlers whose `match` fails on the event. Halving finds one of many cheaply."""
+        """Return the handlers whose `match` fails on the event. It halves the list, which is cheap if few fail."""
         if self._try(candidate, self._scope.with_flags(names)) is not None:
             return set()
         if len(names) == 1:

@@ -157,7 +157,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_answer(error: BaseException) -> bool:
-    """Return True if MongoDB has answered. Errors before that do not count."""
+    """Return True if MongoDB has answered. Earlier errors do not count."""
     return isinstance(error, PyMongoError) and not isinstance(error, EncryptionError) and not error.timeout
 
 

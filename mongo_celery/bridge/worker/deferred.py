@@ -5,7 +5,7 @@ An execution does not wait for the end of an outage: its process must end the ta
 process continues with the unfinished writes. The owner of the claim guards each write, so a late one is refused and
 changes nothing.
 
-Best effort: if the process ends first, the claim lapses, as after any other end.
+This is best effort: if the process ends first, the claim lapses, as after any other end.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Carrier:
     The signed part of the message around an envelope.
 
     Attributes:
-        task_id: the message's own.
+        task_id: id of the message.
         links: digest of the tasks that follow. Empty if none do.
     """
 

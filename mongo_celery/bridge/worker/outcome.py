@@ -52,7 +52,7 @@ class Outcome:
     One way to end an execution.
 
     Attributes:
-        name: its name in logs.
+        name: name of the outcome in logs.
         write: records it under the claim. With `session=` it joins that session's transaction. Returns False if a newer
             execution decides.
         raises: the exception for Celery. None for success.

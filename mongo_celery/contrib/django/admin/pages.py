@@ -72,7 +72,7 @@ class AdminTable:
 
     Attributes:
         title: the heading.
-        rows: in order.
+        rows: the rows, in order.
         none: text for a table without rows. Without this text, an empty table is omitted.
         choices: name of the checkboxes. The buttons below the table act on checked rows.
         actions: buttons below the table, by action name.
