@@ -145,7 +145,7 @@ def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
 @BRIDGE
 @JSON
 @click.option("--group", "groups", multiple=True, metavar="NAME", help="Only queues of this group. May be repeated.")
-@click.option("--without-group", is_flag=True, help="Queues of handlers without a group. With --group: these also.")
+@click.option("--without-group", is_flag=True, help="Queues of handlers without a group, also together with --group.")
 @click.option("--with-default", is_flag=True, help="Add the app's default queue.")
 @click.pass_context
 def queues(

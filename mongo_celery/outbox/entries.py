@@ -133,7 +133,7 @@ def make_task_entries(app: Celery, task: object, now: datetime, document_id: Any
     if document_id is NO_ID and find_ids(signature):
         raise OutboxRefusedError(
             f"{signature.task} has a fixed task id, but this write may go to several documents. Pass the _id of "
-            "one document in the filter or by id=, or remove the task id.",
+            "one document in the filter or as id=, or remove the task id.",
             task=signature.task,
         )
     first_id = str(uuid4())

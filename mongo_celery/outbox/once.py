@@ -175,7 +175,7 @@ def _guard(
             raise ConfigurationError(
                 f"{this.name} is called inside a transaction of another client. If that is aborted, the "
                 "idempotency record would stay and the effect would be lost. Call it after the commit, with "
-                "after_commit. Or give once a collection of the transaction's client: session.client, or "
+                "after_commit. Or give once() a collection of the transaction's client: session.client, or "
                 "bridge.client in a handler."
             )
         if takes_session:

@@ -68,7 +68,7 @@ class PlainValues:
         if not isinstance(what, Mapping):
             raise OutboxRefusedError(
                 f"{type(what).__name__} cannot carry tasks. Pass a document, update operators, a pipeline or a "
-                "request of a bulk write. Of a model, pass its to_mongo() or model_dump()."
+                "request of a bulk write. For a model, pass its to_mongo() or model_dump()."
             )
         operators = [str(name).startswith("$") for name in what]
         if not any(operators):

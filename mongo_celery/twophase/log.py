@@ -289,7 +289,7 @@ class TransactionLog:
         )
 
     def expire(self, seen: Transaction) -> Transaction:
-        """Cancel a transaction that did not begin within the retention. Raise OvertakenError if it did, or was queued."""
+        """Cancel a transaction not begun within the retention. Raise OvertakenError if it has begun or was queued."""
         reason = "it was not started within its retention"
         return self.move(seen, State.CANCELED, condition={"queuedAt": None}, reason=reason)
 

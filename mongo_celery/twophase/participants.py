@@ -192,7 +192,7 @@ def _check_path(name: str, path: str) -> None:
     if any(segment == "$" or (segment.startswith("$[") and segment != "$[]") for segment in segments):
         raise ConfigurationError(
             f"{name}: {path!r} would change the element that the transaction's own filter finds. Give the number "
-            "of the element ('items.1.left') and check it by require={'items.1.sku': ...}, or store the "
+            "of the element ('items.1.left') and check it with require={'items.1.sku': ...}, or store the "
             "elements by key ('items.lamp.left').",
         )
 

@@ -11,8 +11,8 @@ The snapshot ends at the largest `_id` that exists at the first recorded chunk.
 The order is that of the collection's index on `_id`, with all types mixed. Comparisons are expressions with literals,
 because those of a query compare within one type, and treat a document as operators.
 
-If a user's condition fails on one document, this must not stop the others. A failed range is read again with
-half as many documents. A single document that fails is refused, and its handler's failure policy applies.
+If a user's condition fails on one document, this must not stop the others. A failed range is read again with half
+as many documents. A single document that fails is refused, and its handler's failure policy applies.
 
 The leading thread uses nothing here except the arguments.
 """

@@ -266,7 +266,7 @@ class UnclaimedRuns:
         try:
             consumed: Mapping[str, set[str]] | None = ask_for_queues(self._app, _WORKERS_ANSWER_SECONDS)
         except Exception as error:  # noqa: BLE001 - every transport raises its own; some have no remote control
-            logger.debug("workers cannot be asked for their queues: %s", short(error))
+            logger.debug("workers cannot be queried for their queues: %s", short(error))
             consumed = None
         before, self._finding = self._finding, self._judge_answer(consumed)
         if before is None and self._finding is not None:
