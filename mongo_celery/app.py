@@ -1,4 +1,4 @@
-"""The state of a Celery app: its named things by kind, and tasks with their beat entries."""
+"""The state of a Celery app: its named objects by kind, and tasks with their beat entries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPIRES_SECONDS = 60.0
 
 
 class Named(Protocol):
-    """A thing with a name, which may be unknown before first use."""
+    """An object with a name, which may be unknown before first use."""
 
     @property
     def name(self) -> str:
@@ -32,7 +32,7 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(slots=True)
 class _AppState:
-    """State of one app: things and known names by kind, tasks, seconds between periodic calls, shared things."""
+    """State of one app: objects and known names by kind, tasks, seconds between periodic calls, shared objects."""
 
     things: dict[str, list[tuple[str | None, Any]]] = field(default_factory=dict)
     tasks: set[str] = field(default_factory=set)
@@ -82,7 +82,7 @@ def shared(app: Celery, make: Callable[[Celery], Any]) -> PerProcess[Any]:
 @dataclass(frozen=True)  # without slots: Python 3.11 cannot make a frozen generic Registry[...] with slots
 class Registry(Generic[T]):
     """
-    The things of one kind, by app.
+    The objects of one kind, by app.
 
     Attributes:
         kind: its word in messages.
@@ -96,18 +96,18 @@ class Registry(Generic[T]):
 
     def add(self, app: Celery, thing: T, name: str | None) -> bool:
         """
-        Register a thing of an app.
+        Register an object of an app.
 
         Args:
             app: the Celery app.
-            thing: the thing.
+            thing: the object.
             name: its name, if already known.
 
         Returns:
             True if it is the app's first.
 
         Raises:
-            ConfigurationError: the app already has another thing of this name.
+            ConfigurationError: the app already has another object of this name.
         """
         self.refuse(app, name)
         known = _get_state(app).things.setdefault(self.kind, [])
@@ -128,16 +128,16 @@ class Registry(Generic[T]):
             )
 
     def of(self, app: Celery) -> list[T]:
-        """Return all things of an app, in order of creation."""
+        """Return all objects of an app, in order of creation."""
         return [thing for _, thing in _get_state(app).things.get(self.kind, ())]
 
     def find(self, app: Celery, name: str) -> T | None:
-        """Return the thing with this name, after reading all names."""
+        """Return the object with this name, after reading all names."""
         return next((thing for thing in self.of(app) if thing.name == name), None)
 
     def select(self, app: Celery, names: Sequence[str]) -> list[T]:
         """
-        Return the things that a command names, or by default all.
+        Return the objects that a command names, or by default all.
 
         Raises:
             ConfigurationError: there is none, or a name is unknown.

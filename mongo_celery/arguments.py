@@ -41,7 +41,7 @@ def check_count(name: str, value: object) -> int:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Return True or False. Other values raise ConfigurationError: a text such as `"no"` would count as True."""
+    """Return True or False. Other values raise ConfigurationError: a string such as `"no"` would count as True."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r} must be True or False.")
     return value
@@ -54,10 +54,10 @@ def check_flags(**given: object) -> None:
 
 
 def check_texts(**given: object) -> None:
-    """Refuse values that are not text, and empty texts."""
+    """Refuse values that are not strings, and empty strings."""
     for name, value in given.items():
         if not isinstance(value, str) or not value:
-            raise ConfigurationError(f"{name}={value!r} must be a text that is not empty.")
+            raise ConfigurationError(f"{name}={value!r} must be a non-empty string.")
 
 
 def positive(value: Duration, name: str) -> float:

@@ -30,7 +30,7 @@ class Finding:
         code: stable name, for scripts.
         severity: `failing` if you must act, `degraded` if it can wait, otherwise `ok`.
         sentence: fact, effect and action. It may contain foreign text.
-        commands: the fix as you type it, then other useful commands.
+        commands: the fix as a complete command, then other useful commands.
     """
 
     code: str

@@ -56,19 +56,19 @@ def make_families(
 
 class TableCollector(Collector):
     """
-    Collects the metrics of all things of one kind in an app. Each scrape queries MongoDB once for each thing.
+    Collects the metrics of all objects of one kind in an app. Each scrape queries MongoDB once per object.
 
-    The metric `up` is 1 if MongoDB answered for a thing. If it does not answer within a few seconds, the scrape
-    contains no other MongoDB metrics of this thing, rather than stale values. Other things are not affected.
+    The metric `up` is 1 if MongoDB answered for an object. If MongoDB does not answer within a few seconds, the scrape
+    omits the other MongoDB metrics of this object. It never contains stale values. Other objects are not affected.
 
     Args:
         app: the Celery app.
-        answer_seconds: the time limit for one thing.
+        answer_seconds: the time limit for one object.
 
     Attributes:
-        registry: the registry of the things.
+        registry: the registry of the objects.
         prefix: the prefix of all names.
-        label: the label with the thing's name.
+        label: the label with the object's name.
         gauges: help and further labels, by name.
         counters: the same.
     """
@@ -85,7 +85,7 @@ class TableCollector(Collector):
 
     @abstractmethod
     def read(self, thing: Any) -> Iterable[Sample]:
-        """Read a thing's metrics from MongoDB."""
+        """Read an object's metrics from MongoDB."""
 
     def count(self, _thing: Any) -> Iterable[Sample]:
         """Return the metrics of this process."""

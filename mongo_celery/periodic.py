@@ -106,7 +106,7 @@ class PeriodicWatch:
     Args:
         name: name of its threads.
         age: returns the seconds since the last note of the job, by the server's clock. None if there is none.
-        tell: logs the missing job. Its argument is the time without it: "yet", or "for 5 minutes".
+        tell: logs the missing job. Its argument says for how long it is missing: "yet", or "for 5 minutes".
         patience: seconds without a note before the log record. The first check also waits this long after the first
             call of `needed`, so a worker may start after this process.
         cannot_tell: returns True if this process has another explanation for a missing note.
@@ -128,7 +128,7 @@ class PeriodicWatch:
         self._due: float | None = None
 
     def needed(self) -> None:
-        """Note that work may be left behind from now on. At most one thread starts per minute."""
+        """Begin to check the job, because this process may leave work behind. At most one thread starts per minute."""
         now = time.monotonic()
         if self._due is None:
             self._due = now + self._patience

@@ -202,7 +202,7 @@ def sending(name: str, attributes: Attributes) -> AbstractContextManager[None]:
 
     Args:
         name: name of the span, from a small set.
-        attributes: of the span, in OpenTelemetry's conventions for messaging.
+        attributes: the attributes of the span, in OpenTelemetry's conventions for messaging.
     """
     return _span(f"send {name}", attributes, lambda api: _sender(api, is_task=True))
 

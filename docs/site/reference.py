@@ -93,7 +93,7 @@ def _errors() -> Iterator[str]:
 def _error(kind: type[errors.MongoCeleryError], level: int) -> Iterator[str]:
     parent = kind.__mro__[1]
     of = "" if parent is Exception else f"A [{parent.__name__}](#{parent.__name__.lower()}). "
-    again = "The same call may succeed later without anybody's doing." if kind.retryable else ""
+    again = "If you repeat the call later, it may succeed." if kind.retryable else ""
     yield from (f"{'#' * level} {kind.__name__}", "", inspect.getdoc(kind) or "", "", f"{of}{again}", "")
     for each in kind.__subclasses__():
         if each.__module__ != errors.__name__:  # the demo's own, where that was imported

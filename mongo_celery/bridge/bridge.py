@@ -105,7 +105,7 @@ class Bridge:
 
     def of(self, app: Celery) -> Bridge:
         """
-        Return this bridge bound to one of its apps. It answers and registers for this app only, and keeps it alive.
+        Return this bridge bound to one of its apps. It works for this app only, and keeps the app alive.
 
         Raises:
             ConfigurationError: it is not bound to the app.
@@ -278,7 +278,7 @@ class Bridge:
         return Proxy(lambda: self._find_made(declared))
 
     def _find_made(self, declared: Declared) -> Any:
-        """Return the task or outbox of the app in use. Without an app, return the function or a stand-in."""
+        """Return the task or outbox of the current app. Without an app, return the function or a stand-in."""
         if not self._bound and isinstance(declared, DeclaredHandler):
             return declared.function
         try:
@@ -345,8 +345,8 @@ def discover_last() -> None:
     """
     Import handler modules when an app imports its own, after all receivers connected so far.
 
-    By then Celery's fixup has set up Django, even for apps made earlier. Before that, modules with models cannot be
-    imported and Django reports no applications. Call it for each app that is bound.
+    At that time Celery has set up Django, even for apps that were made earlier. Before that, modules with models cannot
+    be imported. Call it for each app that you bind.
     """
     signals.import_modules.disconnect(_discover)
     signals.import_modules.connect(_discover, weak=False)

@@ -185,7 +185,7 @@ class Change:
 
     @property
     def resume_token(self) -> Mapping[str, Any]:
-        """MongoDB's resume token of this change. The token of a snapshot row is the bridge's, and opens no stream."""
+        """MongoDB's resume token of this change. A snapshot row has a token of the bridge."""
         token: Mapping[str, Any] = self.raw["_id"]
         return token
 
@@ -205,7 +205,7 @@ class Change:
     @property
     def fence(self) -> Fence:
         """
-        The right of this execution to write, for a store without a fenced view, such as an SQL table.
+        The fence of this execution. Use it with a store that has no fenced view, such as an SQL table.
 
         In the transaction of the effect, compare it with the newest fence in the store, then store it: see
         examples/fenced_sql. The fence of a replay is older than all later changes of its partition. So a stamp for each
@@ -284,7 +284,8 @@ class Change:
             ns: `"db.collection"`. Empty for `invalidate`, which has none.
             document_key: by default the `_id` of `full_document`.
             full_document: the document, if the event carries one.
-            fencing_token: for a handler that compares tokens itself. By default -1, which no `Fence` accepts.
+            fencing_token: the fencing token for a handler that compares tokens itself. By default -1, which no `Fence`
+                accepts.
             fence: the fence of `fenced()`. The change takes its partition and fencing token from it.
             client: a MongoClient for `fenced("db.collection")`. With a collection, `fenced` needs none.
             raw: further fields of the event, such as `updateDescription=...`.
@@ -369,7 +370,7 @@ def _read_name(namespace: bytes) -> str:
 
 
 def token_data(token: Mapping[str, Any]) -> str:
-    """Return the comparable part of a resume token. Whole tokens do not compare: some `_id` types add `_typeBits`."""
+    """Return the comparable part of a resume token. Whole tokens may also contain `_typeBits`."""
     return str(token["_data"])
 
 
@@ -415,7 +416,7 @@ def _shorten_value(value: Any) -> str:
 
 class ChangeFailed(Exception):  # noqa: N818 - what a handler says, not an error of its own: see its cause
     """
-    One change of a list failed, and all changes before it are finished. `Changes.failed_at` makes this exception.
+    One change of a list has failed, and all changes before it are finished. `Changes.failed_at` makes this exception.
 
     Attributes:
         place: place of the failed change in the list, from 0.
@@ -435,7 +436,7 @@ class ChangeFailed(Exception):  # noqa: N818 - what a handler says, not an error
 
     @property
     def error(self) -> Exception | None:
-        """The change's error: that of `from`, or the one being handled. None if there is none."""
+        """The error of the change: the one after `from`, or the one being handled. None if there is none."""
         found = self.__context__ if self.__cause__ is None and not self.__suppress_context__ else self.__cause__
         return found if isinstance(found, Exception) else None
 

@@ -105,9 +105,9 @@ class DeclaredOutbox:
     The arguments of `Bridge.outbox`.
 
     Attributes:
-        namespace: of the collection, as given.
-        name: of the outbox.
-        options: of `Outbox`.
+        namespace: the namespace of the collection, as given.
+        name: the name of the outbox.
+        options: the options of `Outbox`.
         watch: True if the listener delivers.
     """
 
@@ -157,7 +157,7 @@ class DeclaredOutbox:
 
 class NoApp:
     """
-    A stand-in for a task or an outbox while no app is in use. Each use raises the error that names the reason.
+    A stand-in for a task or an outbox while no app is current. Each use raises an error that names the reason.
 
     Names with underscores raise AttributeError, because Python and test runners look them up.
     """

@@ -5,10 +5,10 @@ An existing document's place in the stream is after every change up to a cluster
 event has the operation type `snapshot`. Its other fields are those of an insert: `clusterTime` is T, `fullDocument` the
 document.
 
-We make its token: ``82``, seconds and increment of T as the server writes them, ``~``, then a unique number. The tilde
-sorts after every digit, so the token comes after all tokens of events at T and before those of T + 1. A server refuses
-it, so no stream opens there. Positions that open a stream (a watermark, the place up to which a layout is read) are
-never made from it.
+This module makes its token: ``82``, seconds and increment of T as the server writes them, ``~``, then a unique number.
+The tilde sorts after every digit, so the token comes after all tokens of events at T and before those of T + 1. A
+server refuses it, so no stream opens there. Positions that open a stream (a watermark, the place up to which a layout
+is read) are never made from it.
 
 Pure.
 """
@@ -86,7 +86,7 @@ def unread_place(data: str) -> str:
 
 
 def is_unread(data: str) -> bool:
-    """Return True if this replaces a token that is too large to store."""
+    """Return True if this token replaces one that is too large to store."""
     return data.endswith(END) and not is_existing(data)
 
 
@@ -129,7 +129,7 @@ def token_place(data: str) -> str:
 
 def dead_letter_name(data: str, raw: bytes) -> str:
     """
-    Return the name of a change's dead letter, unique in its subscription: its token.
+    Return the name of a change's dead letter, which is unique in its subscription. Usually it is the token.
 
     An existing document's dead letter is named by its key. Read again, the document has another token, but must not
     become a second dead letter. Long tokens are shortened.

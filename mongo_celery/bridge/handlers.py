@@ -161,7 +161,7 @@ class Handler:
 
     @property
     def is_parted(self) -> bool:
-        """Return True if one call may cover several changes of a run."""
+        """Return True if one call of the handler may cover several changes of a run."""
         return self.batch_size is not None or self.coalesce
 
     def run_size(self, options: BridgeOptions, *, is_rate_limited: bool = False) -> int:
@@ -184,19 +184,19 @@ class Handler:
         return Selector(self.name, sources, self.filter)
 
     def policy(self, options: BridgeOptions) -> str:
-        """Return the policy after the last attempt: the handler's or the bridge's."""
+        """Return the failure policy of the handler, or by default of the bridge."""
         return self.failure_policy or options.failure_policy
 
     def commits_inline(self, options: BridgeOptions) -> bool:
-        """Return True if its executions write the position themselves, by the handler's option or the bridge's."""
+        """Return True for `commit="inline"`, set for the handler or the bridge."""
         return (self.commit or options.commit) == "inline"
 
     def start(self, options: BridgeOptions) -> StartFrom:
-        """Return the start of a handler without a position: the handler's or the bridge's."""
+        """Return where a handler without a position starts: its own `start_from`, or the bridge's."""
         return options.start_from if self.start_from is None else self.start_from
 
     def begins_with_snapshot(self, options: BridgeOptions) -> bool:
-        """Return True if it begins with a snapshot while it has no position, and subscribes to documents."""
+        """Return True if the handler begins with a snapshot when it has no position, and gets documents."""
         return self.start(options) == SNAPSHOT and self.filter.takes_documents
 
     def partitioner(self, options: BridgeOptions) -> Partitioner:
@@ -236,7 +236,7 @@ class Handler:
         return not is_closure and all(getattr(self, name) == getattr(other, name) for name in names)
 
     def name_fix(self, known: Handler) -> str:
-        """Return an error's advice for a second handler of this name."""
+        """Return the advice in the error about a second handler of this name."""
         if _find_source(self.function) != _find_source(known.function):
             return "Give one of them another name with name='...'"
         return (
@@ -391,7 +391,7 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
     """Refuse a function that cannot be a handler."""
     if type(function) is Proxy or hasattr(function, "apply_async"):  # a proxy comes from a bridge without an app
         raise ConfigurationError(
-            "on_change was applied to a Celery task. Apply it once to the plain function. It makes the task.",
+            "on_change was applied to a Celery task. Apply it once to the plain function: on_change makes the task.",
         )
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(is_kind(function) for is_kind in kinds):

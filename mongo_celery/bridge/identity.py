@@ -1,5 +1,5 @@
 """
-The identity of a bridge: app, broker, and the databases of each handler. The lease stores that of the last term.
+The identity of a bridge: app, broker, and the databases of each handler. The lease stores it for each term.
 
 The name of a bridge finds its state. Two environments with the same code have the same name. On one MongoDB, each would
 use the other's positions and lose the other's changes. So a listener compares identities first.
@@ -34,7 +34,7 @@ _DEFINING = ("task_name", "transactional", "group", "batch_size", "coalesce")
 @dataclass(frozen=True, slots=True)
 class Identity:
     """
-    A process's use of a bridge's state.
+    The identity of a bridge in one process.
 
     Attributes:
         app: name of its app. None if it has no name.
@@ -119,7 +119,7 @@ def build_identity(wiring: Wiring) -> Identity:
 
 
 def ways_out(line: CommandLine) -> str:
-    """Return the fix for a difference."""
+    """Return the sentences that say how to fix a difference."""
     return (
         "If this is another environment or app, give this Bridge another name='...' or database='...'. If only the "
         "broker, the collection or the app's name has changed, take this bridge over: "

@@ -59,15 +59,15 @@ def _check_ttl(name: str, value: Any) -> float:
 def _check_database(name: str, value: Any) -> Any:
     if not isinstance(value, str) or value in {"", "admin", "config", "local"} or re.search(r'[/\\. "$\0]', value):
         raise ConfigurationError(
-            f"{name}={value!r} cannot be the state database. Use a plain name such as 'mongo_celery', and none of "
-            "'admin', 'config' and 'local'."
+            f"{name}={value!r} cannot be the state database. Use a plain name such as 'mongo_celery', but not "
+            "'admin', 'config' or 'local'."
         )
     return value
 
 
 def _check_comment(name: str, value: Any) -> Any:
     if not isinstance(value, str | Mapping):
-        raise ConfigurationError(f"{name}={value!r} must be a text or a document, such as 'shop'.")
+        raise ConfigurationError(f"{name}={value!r} must be a string or a document, such as 'shop'.")
     return value
 
 

@@ -148,7 +148,7 @@ def partitioner(
             that reads only data that the oplog fixes.
         full_document: the bridge's option.
         before_change: the bridge's option.
-        operations: of the handler. Inserts and replaces carry their document in the oplog.
+        operations: the operations of the handler. Inserts and replaces carry their document in the oplog.
 
     Raises:
         ConfigurationError: the key could change between two readings.

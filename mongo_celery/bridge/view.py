@@ -93,7 +93,7 @@ class AppOutboxes:
                 if key not in self._failed:
                     self._failed.add(key)
                     logger.warning(
-                        "the collection of %r cannot be opened, so handlers also get changes of its bookkeeping: %s",
+                        "the collection of %r cannot be opened, so handlers also get its bookkeeping changes: %s",
                         keeper, short(error),
                         extra={"event": "bookkeeping_unknown"},
                     )  # fmt: skip

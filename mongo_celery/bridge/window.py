@@ -1,7 +1,7 @@
 """
 The window of a subscription: the changes that were read and are not yet done.
 
-Pure: no client, no clock, no threads. One window belongs to one subscription in one term.
+Pure: no client, no clock, no threads. Each window belongs to one subscription in one term.
 
 Two views of the same changes:
 
@@ -38,7 +38,7 @@ _CHARS = 1000
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """
-    The reason why one change is refused. Make it with `because`.
+    The reason why one change is refused. Create it with `because`.
 
     Attributes:
         reason: a sentence for people, short enough to store.
@@ -80,7 +80,7 @@ class PendingChange:
     One change of one partition that is not yet committed. A refused change is not given to its handler.
 
     Attributes:
-        hash: of its partition key. It determines the index, unless another partition stores the change.
+        hash: the hash of its partition key. It determines the index, unless another partition stores the change.
     """
 
     mark: Mark
@@ -117,7 +117,7 @@ class Queue:
     The unfinished changes of one partition, in stream order.
 
     Attributes:
-        changes: for reading only.
+        changes: its changes, for reading only.
         size: bytes that they take in memory.
     """
 

@@ -76,7 +76,7 @@ BRIDGES: Registry[Wiring] = Registry(
 
 class Wiring:
     """
-    One bridge for its own parts. Thread-safe. It connects at first use.
+    A bridge as its parts see it. Thread-safe. It connects at first use.
 
     Attributes:
         given: the options as given, without the name.
@@ -198,7 +198,7 @@ class Wiring:
 
     @contextlib.contextmanager
     def keep_handlers_on_error(self) -> Iterator[None]:
-        """If the block raises, undo the registration of its handlers."""
+        """Undo the registrations of the block if it raises."""
         before = {**self._handlers}
         try:
             yield

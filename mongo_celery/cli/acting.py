@@ -49,7 +49,7 @@ def acting_on(
     was refused.
 
     Args:
-        name: of the option that selects the target.
+        name: the name of the option that selects the target.
         option: the option.
         choose: returns the target.
     """

@@ -110,8 +110,8 @@ def _checking_choice(command: Callable[..., None]) -> Callable[..., None]:
         is_chosen = any(given[name] for name in ("handler", "ids", "key", "since", "until"))
         if is_chosen and everything:
             raise click.UsageError(
-                "--all chooses every dead letter of the bridge. Leave out --all, or leave out HANDLER and the other "
-                "options that choose."
+                "--all selects every dead letter of the bridge. Leave out --all, or leave out HANDLER and the other "
+                "options that select."
             )
         if not is_chosen and not everything:
             raise click.UsageError(

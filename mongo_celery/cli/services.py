@@ -55,7 +55,7 @@ Then write a document:
     "--oplog-mb",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Size of MongoDB's oplog in megabytes, with a checkpoint each second. A small oplog soon rolls over, for "
+    help="Size of MongoDB's oplog in megabytes, with a checkpoint each second. A small oplog rolls over soon, as in "
     "drills.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print only one JSON object, with the URLs.")

@@ -117,7 +117,7 @@ def reset(operations: Operations, **given: Any) -> Plan:
     "--stamps",
     multiple=True,
     metavar="DB.COLLECTION",
-    help="Also remove its stamps from the documents of this collection. May be repeated.",
+    help="Also remove the fencing stamps of the handler from the documents of this collection. May be repeated.",
 )
 @acting
 def remove(operations: Operations, **given: Any) -> Plan:

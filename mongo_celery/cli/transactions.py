@@ -127,7 +127,7 @@ def recover(chosen: TwoPhaseCommit, id: str | None, older_than: float | None, **
 
 @transactions.command(epilog="Example: celery -A shop transactions cancel order-42 --compensate")
 @click.argument("id", metavar="ID")
-@click.option("--compensate", is_flag=True, help="If the transaction is done, store and run the opposite one.")
+@click.option("--compensate", is_flag=True, help="If the transaction is done, reverse it by a new transaction.")
 @ALL
 @click.option("--reason", help="The reason, stored with the transaction that is rolled back.")
 @acting_on("name", NAME, _chosen)

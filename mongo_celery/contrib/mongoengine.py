@@ -86,7 +86,7 @@ class OutboxMixin:
 
         Args:
             args: as MongoEngine's.
-            outbox: of the document's collection. Needed for tasks or events.
+            outbox: the outbox of the document's collection. Needed for tasks or events.
             tasks: signatures. `STORED_ID` among their arguments becomes the document's `_id`.
             events: messages to other consumers.
             options: as MongoEngine's.

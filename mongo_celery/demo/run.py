@@ -63,7 +63,7 @@ class Result:
     Attributes:
         changes_per_second: the rate without faults.
         handled: the changes that took effect.
-        takeover_seconds: from the kill of the leading listener to the next term.
+        takeover_seconds: the time from the kill of the leading listener to the next term.
         unfinished: why the run did not end. None if it did.
     """
 

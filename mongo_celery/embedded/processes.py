@@ -116,7 +116,7 @@ class ChildProcess:
     A started process, which leads its own session and group.
 
     Attributes:
-        name: for messages.
+        name: its name in messages.
         pid: its process id.
         output: the file with its output, standard error included.
         killed: True if it was killed on purpose.
@@ -237,8 +237,8 @@ class Supervisor(Generic[P]):
     Each process ends at the latest when this process ends, even if this one is killed.
 
     Args:
-        directory: for their output, one file each. It is also their working directory, so no file of the current
-            directory can hide a module.
+        directory: the directory for their output, one file each. It is also their working directory, so no file of the
+            current directory can hide a module.
         kind: the class of a process: `ChildProcess` or a subclass.
         environment: the whole environment of each process. By default this process's.
         grace: seconds that they share for a regular shutdown. With 0 they are killed.
@@ -275,7 +275,7 @@ class Supervisor(Generic[P]):
         Start a program.
 
         Args:
-            name: for messages and for the output file.
+            name: its name in messages and for the output file.
             arguments: the program and its arguments.
             environment: variables that are added to the common environment.
             directory: the working directory. By default the common one.

@@ -1,4 +1,4 @@
-"""SELECT ... FOR UPDATE for MongoDB: transactions that repeat themselves, and documents locked inside them."""
+"""SELECT ... FOR UPDATE for MongoDB: lock documents inside transactions that are retried automatically."""
 
 from mongo_celery.locking.call import LockOptions
 from mongo_celery.locking.rows import select_for_update, select_many_for_update

@@ -66,8 +66,8 @@ class LockCall:
     A call that locks documents in one collection.
 
     Attributes:
-        collection: for threads or asyncio, like the session.
-        session: with a transaction in progress.
+        collection: a collection for threads or asyncio, like the session.
+        session: a session with a transaction in progress.
         filter: selects the documents to lock.
         field: the field to write.
         nowait: True to raise an error at the first conflict.
@@ -167,7 +167,7 @@ def lock_many(call: LockCall, sort: Any, limit: int, projection: Any) -> Steps[l
     snapshot, so the write conflicts with every change after the read.
     """
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
-        raise ConfigurationError(f"limit={limit!r} must be a whole number: 0 for all documents, or more.")
+        raise ConfigurationError(f"limit={limit!r} must be a whole number of at least 0. 0 means all documents.")
     shown = _with_id(projection)
     with _explaining_refusals(call):
         cursor = call.collection.find(

@@ -122,7 +122,7 @@ def select_for_update(
     Django ignores unknown fields.
 
     Args:
-        queryset: of instances, on MongoDB, with any filter, order or slice.
+        queryset: a queryset of instances, on MongoDB, with any filter, order or slice.
         of: the documents to lock: `"self"` and relations, such as `"hall"` or `"hall__city"`. By default the queryset's
             own documents. An empty one, which means all to Django, is refused. Without `select_related` each costs its
             own queries. A reference to a missing document, which MongoDB allows, locks nothing.

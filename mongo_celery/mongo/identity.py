@@ -48,7 +48,7 @@ _HASHED_AS_IS = {str, bson.ObjectId, bool, type(None)}
 
 def id_key(value: Any, codec: CodecOptions[Any]) -> Hashable:
     """
-    Return a key of an `_id`. Two keys are equal exactly if the server takes the values for one `_id`.
+    Return a comparable key of an `_id`. Two keys are equal exactly if the server considers the values the same `_id`.
 
     So 1, 1.0 and `Decimal128("1.0")` are one `_id`, also in documents and arrays. Documents with the same fields in
     another order are two, and 0.1 and `Decimal128("0.1")` are two. If the collation of a collection makes more strings
@@ -56,7 +56,7 @@ def id_key(value: Any, codec: CodecOptions[Any]) -> Hashable:
 
     Args:
         value: as users write it or as it was read.
-        codec: of the collection, with which it is sent.
+        codec: the codec of the collection, with which it is sent.
 
     Raises:
         OverflowError, InvalidDocument: BSON cannot hold it.
@@ -107,10 +107,10 @@ def parse_filter_id(filter: Mapping[str, Any]) -> Any:  # noqa: A002 - PyMongo's
 
 def canonical(value: Any) -> Any:  # noqa: PLR0911 - one answer for each kind of value
     """
-    Return one BSON value for all values that MongoDB compares equal, documents and arrays by their members.
+    Return the same BSON value for all values that MongoDB considers equal, also inside documents and arrays.
 
-    Distinct decimals may share a float and so a partition. Equal numbers never have different values. The hash
-    of a partition is made from it, so its results cannot change.
+    Different decimals may become one float, and so share a partition. Equal numbers always become the same value.
+    Partition hashes are computed from the result, so it must never change between versions.
     """
     if type(value) in _HASHED_AS_IS or isinstance(value, (str, bson.ObjectId)):
         return value

@@ -61,11 +61,11 @@ class Indexes:
 
     @property
     def is_settled(self) -> bool:
-        """Return True if nothing is left to do in this process."""
+        """Return True if this process needs no further attempt to create the indexes."""
         return self._is_settled
 
     def exist(self) -> bool | None:
-        """Return True if all exist. None if the user may not list indexes."""
+        """Return True if all indexes exist. None if the user may not list them."""
         try:
             with pymongo.timeout(ANSWER_SECONDS):
                 found = [{**each, "key": dict(each["key"])} for each in self._collection.index_information().values()]
@@ -114,7 +114,7 @@ class Indexes:
             if begun and error.timeout:
                 logger.warning(
                     "The index %s on %s could not be created. A transaction that wrote there is open, a member "
-                        "of the replica set is away, or the collection takes longer than %.0f s to read (then "
+                        "of the replica set is down, or the collection takes longer than %.0f s to read (then "
                         "create the index yourself). The next attempt is in %.0f s. Until then %s.",
                     names, self._collection.full_name, seconds, AGAIN_SECONDS, self._otherwise,
                     extra={"event": "index_delayed"},

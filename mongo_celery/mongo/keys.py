@@ -1,4 +1,4 @@
-"""Keys that sign our documents and messages."""
+"""Keys that sign documents and messages of this package."""
 
 from __future__ import annotations
 

@@ -163,8 +163,7 @@ def to_user_error(error: PyMongoError, concern: ErrorContext) -> Exception:
     """Return our error for one that ends a command, or the original if there is no better text."""
     if is_unanswered(error):
         return ServerUnavailableError(
-            f"MongoDB gave no answer within {ANSWER_SECONDS:.0f} s. Check its URL, the network and the servers. "
-            f"Last error: {short(error)}",
+            f"MongoDB gave no answer in time. Check its URL, the network and the servers. Last error: {short(error)}",
         )
     return explain_error(error, concern) or error
 

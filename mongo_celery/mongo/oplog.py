@@ -59,7 +59,7 @@ class Oplog:
         return self.is_whole or place >= self.first
 
     def removes(self, fill: float | None) -> bool:
-        """Return True if it removes its oldest entries, or soon will. `fill` is the used share of its size."""
+        """Return True if the oplog removes its oldest entries, or soon will. `fill` is the used share of its size."""
         return not self.is_whole and (fill is None or fill >= NEARLY_FULL)
 
     def lag_share(self, place: Timestamp) -> float:

@@ -48,13 +48,13 @@ def retry_until_answered(
     note: Callable[[Exception], object] | None = None,
 ) -> Result:
     """
-    Make a call, and repeat it with pauses while it gets no answer. A refusal is an answer.
+    Make a call, and repeat it with pauses until the server answers. A refusal is an answer.
 
-    Not promised: a single effect. An attempt with a lost answer may have had its effect.
+    The call may take effect more than once: an attempt with a lost answer may have succeeded.
 
     Args:
         call: the call.
-        deadline: on the monotonic clock. A call that fails after it is not repeated.
+        deadline: the deadline on the monotonic clock. A call that fails after it is not repeated.
         pauses: pauses between attempts.
         repeatable: returns True if an error means that there was no answer.
         note: receives each error before another attempt.

@@ -62,7 +62,7 @@ class Allowed:
     The rights of a connection's user, as reported by the server.
 
     Attributes:
-        privileges: from `connectionStatus`. None without a login: then everything is allowed.
+        privileges: the answer of `connectionStatus`. None without a login: then everything is allowed.
     """
 
     privileges: Sequence[Mapping[str, Any]] | None

@@ -63,10 +63,10 @@ def _raise_failure(answer: Mapping[str, Any], but: Code | None = None) -> None:
 
 class Table:
     """
-    One collection. Every call ends within a time limit, by an answer or a `PyMongoError`.
+    One collection. Every call ends within a time limit, with an answer or a `PyMongoError`.
 
     Args:
-        collection: with the concerns for all calls.
+        collection: a collection with the concerns for all calls.
         timeout: time limit of each call in seconds.
     """
 

@@ -31,7 +31,7 @@ from mongo_celery.mongo.rights import missing_right
 
 
 class Verdict(Enum):
-    """The meaning of an error."""
+    """The verdict on an error of a server or the driver."""
 
     TRANSIENT = "the call may succeed if it is repeated"
     LOGIN = "the login was refused"
@@ -48,7 +48,7 @@ class Verdict(Enum):
 
 class Code(IntEnum):
     """
-    The known server codes, by the server's names, each with at most one verdict.
+    The known error codes of the server by name, each with at most one verdict.
 
     A code without a verdict is only compared by name.
 

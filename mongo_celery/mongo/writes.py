@@ -94,7 +94,7 @@ class Addition:
 
     Args:
         field: its own top-level field.
-        operators: for an update document, which cannot read stored values.
+        operators: the operators for an update document, which cannot read stored values.
         expression: the field's new value, for a pipeline and a replacement, which can read them.
     """
 
@@ -108,7 +108,7 @@ class Body(ABC):
 
     @property
     def overwrites(self) -> bool:
-        """Return True if it replaces values, so that the later of two writes decides."""
+        """Return True if the write replaces values, so that the later of two writes wins."""
         return True
 
     @abstractmethod
@@ -136,7 +136,7 @@ class Operators(Body):
 
     @property
     def overwrites(self) -> bool:
-        """Return True unless it only adds to stored values."""
+        """Return True unless the operators only add to stored values."""
         return not _ADDING.issuperset(self.update)
 
     def build_update(self, *additions: Addition, kept: Collection[str] = ()) -> dict[str, Any]:

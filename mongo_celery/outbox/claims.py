@@ -176,7 +176,7 @@ class ServerClock:
     An estimate of the server's clock: a reading every few seconds plus the monotonic time since then.
 
     Args:
-        collection: of the server.
+        collection: a collection of the server.
     """
 
     def __init__(self, collection: Collection[Any]) -> None:

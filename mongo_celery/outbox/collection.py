@@ -53,7 +53,7 @@ class TransactionBuffer:
     closes the buffer, which then refuses messages.
 
     Args:
-        contents: of the transaction.
+        contents: the contents of the transaction.
         make: makes entries of tasks and events, for a key.
         key: the default key.
     """

@@ -51,7 +51,7 @@ def is_about_some(error: PyMongoError) -> bool:
 
 def do_each(things: Sequence[_Thing], call: Callable[[_Thing], object]) -> list[tuple[_Thing, PyMongoError]]:
     """
-    Perform a call for each thing, after it failed for all together.
+    Call the function for each document, after the call for all of them failed.
 
     Returns:
         Those that failed, or were not tried after too many timeouts.

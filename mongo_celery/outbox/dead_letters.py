@@ -76,7 +76,7 @@ class OutboxDeadLetters:
     The dead letters of one outbox.
 
     Args:
-        collection: of the dead letters, with majority writes.
+        collection: the collection of the dead letters, with majority writes.
         outbox: namespace of the original documents.
         retention: seconds for which a dead letter is kept. None for ever.
     """

@@ -126,12 +126,12 @@ class HeldDocument:
 
     @property
     def is_outage(self) -> bool:
-        """Return True if it ended because the broker did not answer."""
+        """Return True if the delivery ended because the broker did not answer."""
         return self.verdict is not None and self.verdict.is_outage
 
     @property
     def is_refused(self) -> bool:
-        """Return True if the broker accepted none of it, or answers but refuses it, as it may refuse all others."""
+        """Return True if the broker accepted no entry of the document, so that it may refuse all others."""
         return self.verdict is not None and self.verdict.kind is FailureKind.WAIT_FOR_BROKER
 
     @property

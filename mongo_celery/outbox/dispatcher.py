@@ -114,11 +114,11 @@ class AppDispatcher:
     # -- the broker --------------------------------------------------------------------------------
 
     def note_outage(self) -> None:
-        """Note that the broker accepts nothing."""
+        """Record that the broker accepts nothing."""
         self.down_until = time.monotonic() + _PROBES.nth(self._probes)
 
     def is_back(self, answers: Callable[[], bool]) -> bool:
-        """Check whether a broker that was down accepts a new connection. Return True if it may be tried."""
+        """Check whether a broker that was down accepts a new connection. Return True if publishing may be tried."""
         if self.down_until is None:
             return True
         is_there = answers()
@@ -183,7 +183,7 @@ class AppDispatcher:
             del outbox  # while the thread sleeps, nothing refers to an outbox and its app
 
     def _wait_for_turn(self) -> OutboxDispatcher | None:
-        """Return the outbox whose turn it is. None if there is nothing to do for long, or the process ends."""
+        """Return the outbox whose turn it is. None if the thread has long been idle, or the process ends."""
         with self.changed:
             while True:
                 now = time.monotonic()

@@ -38,12 +38,12 @@ class Entry:
         id: identifies it for removal. Also the id of a single task, and of an event.
         kind: `task` or `event`.
         at: writing time by the writer's clock, for people. It determines no order.
-        name: of the task, or the routing key.
+        name: the name of the task, or the routing key.
         argsrepr: the text that people see instead of the arguments.
-        content_type: of the payload.
-        content_encoding: of the payload.
+        content_type: the content type of the payload.
+        content_encoding: the content encoding of the payload.
         payload: the frozen signature in its task's own serializer, or the event's JSON.
-        attempts: number of its own publishing failures.
+        attempts: the number of publishing failures that the entry itself has caused.
         trace: the trace context of its write. Empty if there was none.
         app: name of the writing app. Empty if it has none. See `origin`.
         broker: address of that app's broker. Empty if unknown.

@@ -61,7 +61,7 @@ def cloud_event(
 
     Args:
         event: the event to publish.
-        id: of the event.
+        id: the id of the event.
         source: CloudEvents' source of the event.
         time: the writing time.
         subject: used if the event has none.
@@ -76,7 +76,7 @@ def cloud_event(
     for name in event.attributes:
         if not (isinstance(name, str) and name.isascii() and name.isalnum() and name.lower() == name) or name in _OWN:
             raise OutboxRefusedError(
-                f"The attribute {name!r} must be lower-case letters and digits, and not one of {_OWN}."
+                f"The attribute {name!r} must consist of lower-case letters and digits, and must not be one of {_OWN}."
             )
     subject = event.subject or subject
     document = {

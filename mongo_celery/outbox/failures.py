@@ -116,7 +116,7 @@ class FailurePolicy:
         Return the consequence for an entry.
 
         Args:
-            entry: as read, or the stored value if unreadable.
+            entry: the entry as read, or the stored value if unreadable.
             error: the error of its publishing.
         """
         if isinstance(error, BrokerUnavailableError):

@@ -43,7 +43,7 @@ class OutboxHealth:
     One outbox at one moment.
 
     Attributes:
-        name: of the outbox.
+        name: the name of the outbox.
         findings: about its state and its needs.
         status: counts and ages. None if MongoDB is unreadable, which is a finding.
     """
@@ -60,7 +60,7 @@ def read_health(app: Celery, outboxes: Sequence[BaseOutbox], *, thorough: bool =
     If a server does not answer, that is a finding, and the rest is still checked.
 
     Args:
-        outboxes: of the app.
+        outboxes: the outboxes of the app.
         thorough: True to also check everything outside our code that writes and delivery need, for some more seconds:
             rights, the collection, workers, and settings of the app and the broker. The result may change later.
     """
@@ -238,7 +238,7 @@ def _judge_failures(status: OutboxStatus, line: CommandLine) -> Iterator[Finding
             "unsigned",
             f"{number(status.unsigned, 'dead letter was', 'dead letters were')} not signed by the outbox, and "
             "not sent. Another program writes to the outbox's field, the signing key was lost, or the writers "
-            "use another option database. Find the writer, then discard the dead letters or replay them with "
+            "set another `database`. Find the writer, then discard the dead letters or replay them with "
             "--sign:",
             letters,
         )
@@ -253,8 +253,8 @@ def judge_indexes(name: str, indexes: Iterable[Mapping[str, Any]], pending: int)
     Judge whether the sweep has its index, and whether another index lets documents expire.
 
     Args:
-        name: of the collection.
-        indexes: of the collection.
+        name: the name of the collection.
+        indexes: the indexes of the collection.
         pending: number of pending entries. Without any, the index is not used.
     """
     indexes = list(indexes)
@@ -308,7 +308,7 @@ def judge_workers(queue: str, said: WorkerReplies) -> Iterator[Finding]:
     Judge workers that take the sweep from its queue and drop it.
 
     Args:
-        queue: of the sweep.
+        queue: the queue of the sweep.
         said: the workers' answers.
     """
     for worker, queues in sorted(said.queues.items()):

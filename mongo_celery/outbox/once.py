@@ -97,9 +97,9 @@ def once(
     Args:
         collection: the collection of the records, or a callable that returns it. Several functions may share it.
         keep: seconds or `timedelta` for which a finished id is remembered. A later duplicate runs.
-        claim_ttl: without `session`: seconds for which a run stops duplicates after its last renewed claim. The process
-            renews it while the function runs. After a crash, a duplicate runs when the claim lapses. It also runs
-            beside a process that was frozen for longer, which only `session` makes harmless.
+        claim_ttl: without `session`: seconds for which a run stops duplicates after its last renewed
+            claim. The process renews it while the function runs. After a crash, a duplicate runs when the claim lapses.
+            It also runs beside a process that was frozen for longer, which only `session` makes harmless.
         key: returns the key from the function's arguments. The id is then the task (or the step) with that key: another
             task with the same key has another record. If it returns None, the function runs without a record. A step
             needs a key. For a task's function the default is the task's id, and a direct call runs without a record.
@@ -147,7 +147,7 @@ class _Call:
     One call of a function under `once`.
 
     Attributes:
-        name: of the task, if this is its own function, or of the step.
+        name: the name of the task, if this is its own function, or of the step.
         identity: `_id` of its record. None for no record.
         is_own: True if a worker runs it as a task's own function.
     """
@@ -348,7 +348,8 @@ def _identify(
             bson.encode({"_id": identity}, codec_options=store.types)
         except Exception as error:
             raise ConfigurationError(
-                f"The key of {name} cannot be stored ({short(error)}). Let key= return a text, a number or an ObjectId."
+                f"The key of {name} cannot be stored ({short(error)}). Let key= return a string, a number or an "
+                "ObjectId."
             ) from error
         return _Call(name, identity, is_own and is_run)
     if task is None or not is_run:

@@ -23,18 +23,19 @@ class SharedOptions(TypedDict, total=False):
     The options of both kinds of outbox. Each has a default.
 
     Attributes:
-        name: for commands and logs. By default the collection's full name.
-        sweep_after: seconds after which the sweep takes an entry.
+        name: the outbox's name in commands and logs. By default the collection's full name.
+        sweep_after: age in seconds at which the sweep sends an entry.
         sweep_every: seconds between two sweeps, which `celery beat` or the listener of a bridge of the app requests.
-            None if something else calls `sweep`.
-        at_once: True if a thread of this process dispatches its own writes and commits.
-        claim_ttl: seconds for which a document, or a key, belongs to one relay.
-        max_attempts: number of an entry's own failures before it is stuck, or may become a dead letter.
-        database: the database of dead letters, notes of sweeps and signing keys.
-        exchange: topic exchange of events.
-        failure_policy: `"halt"` tries an entry with its own fault forever, before later entries. `"dead_letter"` moves
-            it to the dead letters after `max_attempts` and ten minutes.
-        dead_letter_retention: seconds for which a dead letter is kept. None until it is replayed or discarded.
+            None if you call `sweep`.
+        at_once: True if a thread of the writing process sends its entries immediately.
+        claim_ttl: seconds for which one relay has a document, or a key, to itself. At least 1.
+        max_attempts: failures that an entry itself causes until it is stuck, or may become a dead letter.
+        database: the database of dead letters, signing keys and the last sweep.
+        exchange: topic exchange of events. Their CloudEvents source is `/<database>/<collection>`.
+        failure_policy: `"halt"` tries a failing entry forever, before later entries. `"dead_letter"` moves it to the
+            dead letters after `max_attempts` and ten minutes.
+        dead_letter_retention: seconds for which an unchanged dead letter is kept. None until it is replayed or
+            discarded.
     """
 
     name: str | None

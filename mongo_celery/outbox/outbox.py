@@ -130,8 +130,8 @@ class Outbox(BaseOutbox):
 
         Args:
             documents: as for `insert_one`.
-            tasks: for each document: `STORED_ID` among the arguments is its `_id`.
-            events: for each document.
+            tasks: the tasks for each document: `STORED_ID` among the arguments is its `_id`.
+            events: the events for each document.
             session: as for `insert_one`.
             options: further options of PyMongo's `insert_many`.
 

@@ -32,7 +32,7 @@ class UnknownTask:
     A task that is unknown to a process, and that documents wait for.
 
     Attributes:
-        name: of the task.
+        name: the name of the task.
         documents: number of documents in which it is the next entry.
         seconds: age of their oldest entry.
     """
@@ -49,8 +49,8 @@ class PendingDocuments:
     Removals are not majority writes, so a majority read would still show recently delivered entries.
 
     Args:
-        collection: of the outbox.
-        origin: of this process's entries.
+        collection: the collection of the outbox.
+        origin: the origin of this process's entries.
     """
 
     def __init__(self, collection: Collection[dict[str, Any]], origin: EntryOrigin) -> None:

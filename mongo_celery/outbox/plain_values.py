@@ -110,7 +110,7 @@ class PlainValues:
             update: the user's.
             tasks: to follow.
             events: to follow.
-            document_id: of its document. `NO_ID` if unknown.
+            document_id: the `_id` of its document. `NO_ID` if unknown.
             upserts: the filter, if the write may create its document.
         """
         refuse_in_filter(upserts or {})

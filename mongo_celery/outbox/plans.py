@@ -93,7 +93,7 @@ def plan_sweep(outboxes: Sequence[BaseOutbox], older_than: float | None) -> Plan
 
 
 def _sweep(outboxes: Sequence[BaseOutbox], older_than: float | None) -> tuple[dict[str, Delivery], list[str]]:
-    """Return the deliveries, and a sentence for each outbox for which MongoDB is away or refuses."""
+    """Return the deliveries, and a sentence for each outbox for which MongoDB did not answer or refused."""
     sweeps, sentences = dict[OutboxSweep, BaseOutbox](), dict[str, None]()  # each sentence once
 
     def fail(outbox: BaseOutbox, error: Exception) -> None:

@@ -317,14 +317,14 @@ def _find_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | Non
 
 
 def _is_about_the_entry(error: BaseException) -> bool:
-    """Return True for a refusal that no other entry would get: a queue's name is taken or not allowed."""
+    """Return True if the broker refuses only this entry, because its queue's name is taken or not allowed."""
     code, text = getattr(error, "reply_code", None), str(error)
     absent = code == _NOT_FOUND and ("no exchange" in text or "no queue" in text)  # otherwise its node is down
     return absent or code in _ABOUT_THE_ENTRY or "WRONGTYPE " in text
 
 
 def _retry_policy(connection: Connection) -> dict[str, Any]:
-    """Return how to repeat connecting and publishing: once, or at each server of `broker_url`."""
+    """Return the retry policy of connecting and publishing: once, or once per server of `broker_url`."""
     return {**_ONCE_AGAIN, "max_retries": count_retries(connection)}
 
 
@@ -337,5 +337,5 @@ def _forget(producer: Any, connection: Any) -> None:
 
 
 def _has_listeners(task: str | None) -> bool:
-    """Return True if receivers are notified of published messages, so that these must be at the broker."""
+    """Return True if something is notified of published messages, so that the broker must have them."""
     return any(signal.has_listeners(task) for signal in (signals.after_task_publish, signals.task_sent))

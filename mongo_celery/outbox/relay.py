@@ -78,7 +78,7 @@ class _Turn:
     One turn of a delivery.
 
     Attributes:
-        owner: of the turn's claims.
+        owner: the owner of the turn's claims.
         group: documents in publishing and removal.
         left: the rest of its removals.
         missed: documents that MongoDB did not claim or repair, although it did others.
@@ -96,7 +96,7 @@ class _Turn:
     is_down: bool = False
 
     def note(self, held: HeldDocument) -> None:
-        """Note a document that is finished in this turn."""
+        """Record that a document is finished in this turn."""
         self.total = self.total.and_(held.delivery)
         self.refusals = self.refusals + 1 if held.is_refused else 0
         self.is_down = self.is_down or held.is_outage or self.refusals >= _REFUSALS_MAX
@@ -108,9 +108,9 @@ class Relay:
     Delivers the entries of one collection.
 
     Args:
-        collection: of the outbox, with plain dicts.
-        options: of the outbox.
-        counters: of the outbox.
+        collection: the collection of the outbox, with plain dicts.
+        options: the options of the outbox.
+        counters: the counters of the outbox.
         publisher: publishes entries.
         signer: verifies entries.
         origin: refuses entries that this app must not publish.
@@ -215,7 +215,7 @@ class Relay:
         return total
 
     def _keep_late(self, held: Sequence[HeldDocument]) -> None:
-        """Remove these in the next delivery. The threads of a process share a relay."""
+        """Remove these entries in the next delivery. The threads of a process share a relay."""
         with self._lock:
             self._late = [*self._late, *held]
 
@@ -232,7 +232,7 @@ class Relay:
 
     def _claim(self, document_ids: Sequence[object], turn: _Turn) -> Iterator[HeldDocument]:
         """
-        Claim the available ones of some documents by one majority write, and read them by majority.
+        Claim those of some documents that are available, by one majority write, and read them by majority.
 
         Raises:
             PyMongoError: MongoDB did not answer.
@@ -390,7 +390,7 @@ class Relay:
         if not isinstance(entry, Entry):
             raise UnsignedEntryError(
                 f"The outbox has not signed this entry. Another program writes to {FIELD}, the signing key was "
-                "lost, or the writer uses another option database. The name and arguments may be false. The "
+                "lost, or the writer sets another `database`. Its name and arguments may be false. The "
                 "payload shows what it would run."
             )
         self.origin.check(entry)

@@ -53,7 +53,7 @@ class Removals:
     Removes entries from the documents of one collection.
 
     Args:
-        collection: of the outbox.
+        collection: the collection of the outbox.
         clock: the server's clock.
         is_own: True if empty documents are deleted.
     """
@@ -144,7 +144,7 @@ class Removals:
 
         Args:
             document_ids: the documents.
-            owners: of the claims.
+            owners: the owners of the claims.
             pause: seconds before another relay may take them.
             failed: id of an entry whose attempts increase by one.
 

@@ -45,7 +45,7 @@ def replay(
 
     Args:
         outbox: the dead letter's.
-        id: of the dead letter.
+        id: the id of the dead letter.
         without_document: True to publish it now if its document is gone. Code that needs the document will not find it.
         sign: True to vouch for an entry that the outbox has not signed, or signed with a lost key. Its payload
             determines the task, and its name and arguments are read from there again.
@@ -128,7 +128,7 @@ def _publish_without_document(outbox: BaseOutbox, found: DeadLetter, entry: Entr
 
 
 def _read_signed_entry(outbox: BaseOutbox, found: DeadLetter, *, sign: bool) -> Entry:
-    """Return the entry of a dead letter that is signed, or that someone vouches for."""
+    """Return the entry of a dead letter that is signed, or that the caller vouches for."""
     try:
         entry = Entry.from_document(found.entry)
     except (KeyError, TypeError, ValueError, OverflowError) as error:

@@ -100,7 +100,7 @@ def judge_kind(name: str, about: Mapping[str, Any] | None) -> Finding:
     Judge whether documents can grow and stay there.
 
     Args:
-        name: of the collection.
+        name: the name of the collection.
         about: the answer of `listCollections`. None if it does not exist.
     """
     if about is None:

@@ -75,7 +75,7 @@ class OutboxRuntime:
     Args:
         app: the Celery app.
         source: the user's collection, or a callable that returns it.
-        options: of the outbox.
+        options: the options of the outbox.
         is_own: True if the collection belongs to the outbox alone, so that empty documents are deleted.
     """
 
@@ -83,8 +83,8 @@ class OutboxRuntime:
         if not isinstance(source, Collection) and (isinstance(source, type) or not callable(source)):
             raise ConfigurationError(
                 f"{source!r} is neither a PyMongo collection nor a callable that returns one. Pass "
-                "client.db.collection, or for a Django model lambda: "
-                "connection.get_collection(Model._meta.db_table).",
+                "client.db.collection. For a Django model, pass "
+                "`lambda: connection.get_collection(Model._meta.db_table)`.",
             )
         self.app = app
         self.options = options

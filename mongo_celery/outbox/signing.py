@@ -56,7 +56,7 @@ class EntrySigner:
     Signs and verifies the entries of one outbox in one process. Safe for threads.
 
     Args:
-        collection: of the keys, with majority writes and majority reads.
+        collection: the collection of the keys, with majority writes and majority reads.
         outbox: namespace and field of the entries.
     """
 
@@ -120,7 +120,7 @@ class EntrySigner:
         return self._fits(entry)
 
     def _read_again(self) -> None:
-        """Read the keys once a minute, because they may be replaced. Without an answer the known ones stay."""
+        """Read the keys once a minute, because they may change. If MongoDB does not answer, keep the known keys."""
         if time.monotonic() - self._read_at > _REREAD_SECONDS:
             self._read_at = time.monotonic()  # also without an answer, so not for each entry
             with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):

@@ -110,7 +110,7 @@ def take_turns(sweeps: Iterable[OutboxSweep], seconds: float = math.inf) -> None
     If MongoDB does not answer for an outbox, or refuses it, the others continue.
 
     Args:
-        sweeps: of the outboxes.
+        sweeps: the sweeps of the outboxes.
         seconds: time after which the rest is left to the next sweep.
     """
     deadline = time.monotonic() + seconds

@@ -28,7 +28,7 @@ def inserted(ns: str, document: Mapping[str, Any], **options: Any) -> Change:
 
     Args:
         ns: `"db.collection"`.
-        document: with its `_id`.
+        document: a document with its `_id`.
         options: `fence`, `client`, `fencing_token` and fields of the event, as in `Change.build`.
 
     Raises:

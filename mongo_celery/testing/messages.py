@@ -35,7 +35,7 @@ class TaskCall:
     id: str = ""
 
     def fits(self, name: str, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> bool:
-        """Return True if it has this task name and these arguments. None means any."""
+        """Return True if the task has this name and these arguments. None means any."""
         has_args = args is None or tuple(args) == self.args
         return self.name == name and has_args and (kwargs is None or dict(kwargs) == self.kwargs)
 

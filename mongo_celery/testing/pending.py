@@ -160,7 +160,7 @@ def undispatched(*outboxes: BaseOutbox) -> Iterator[None]:
 
 
 def _parts(outbox: BaseOutbox, entry: Entry, document_id: object, place: object) -> Iterator[PendingEntry]:
-    """Yield an entry's tasks or its event in the relay's form."""
+    """Yield an entry's tasks or its event, as a relay would publish them."""
     if entry.kind == "event":
         event = bind_event(entry, document_id) if entry.bind else entry
         body = json.loads(event.payload).get("data")

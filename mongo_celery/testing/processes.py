@@ -50,7 +50,7 @@ class BridgeWorkers:
         bridges: the bridges that the workers run.
         mongodb_url: URL of the replica set.
         broker_url: URL of the broker.
-        directory: for the output of the workers.
+        directory: the directory for the output of the workers.
     """
 
     def __init__(self, bridges: Sequence[Bridge], mongodb_url: str, broker_url: str, directory: Path) -> None:

@@ -205,7 +205,7 @@ class BridgeRunner:
 
     def crash(self, at: CrashPoint = "called", handler: str | None = None, *, times: int = 1, after: int = 0) -> None:
         """
-        Let the next executions crash, like SIGKILL: they write nothing more, and their claims lapse.
+        Let the next executions crash as after SIGKILL: they write nothing more, and their claims lapse.
 
         Args:
             at: `"claimed"`: before the handler is called. `"called"`: after the handler has returned, before anything
@@ -358,7 +358,7 @@ class BridgeRunner:
                 if len(taken) > limit:
                     raise AssertionError(
                         f"More than {limit} tasks were sent, the last of them {taken[-1]}. Check that no task sends "
-                        "itself again without an end."
+                        "itself again and again."
                     )
                 app = next((each for each in apps if taken[-1].name in each.tasks), apps[0])
                 for _ in range(1 + duplicates):
@@ -384,7 +384,7 @@ class BridgeRunner:
                 return
             if time.monotonic() - moved_at > _STILL_SECONDS:
                 raise AssertionError(
-                    f"No change has moved for {_STILL_SECONDS:.0f} s, but some are not handled. See the log of "
+                    f"No change has made progress for {_STILL_SECONDS:.0f} s, but some are not handled. See the log of "
                     "mongo_celery.",
                 )
 
@@ -439,7 +439,7 @@ class BridgeRunner:
             raise AssertionError(
                 f"Handlers were called more than {self._limit} times, the last time by "
                 f"{self._recorder.calls[-1]!r}. Check that no handler writes to its own source or retries "
-                "without an end.",
+                "forever.",
             )
 
     def _demand_faults(self) -> None:

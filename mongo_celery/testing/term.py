@@ -108,11 +108,11 @@ class SteppedTerm:
         return self._leader
 
     def aim(self) -> None:
-        """Set the current time as the aim of `has_read_all`."""
+        """Store the current time. `has_read_all` compares the progress of reading with it."""
         self._aim = operation_time(self._wiring.client)
 
     def has_read_all(self) -> bool:
-        """Return True if all changes before the aim were read."""
+        """Return True if all changes before the call of `aim` were read."""
         return self._aim is not None and has_read_until(self.leader, self._aim)
 
     def ask(self, handler: str, sources: Sequence[str], match: str | None) -> None:
@@ -152,7 +152,7 @@ class SteppedTerm:
         Take one turn of the listener.
 
         Raises:
-            LeaseLostError: another listener leads, or MongoDB was away for too long.
+            LeaseLostError: another listener leads, or MongoDB was unavailable for too long.
         """
         leader = self.leader
         assert self._renewal is not None, "it is led"

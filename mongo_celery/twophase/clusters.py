@@ -80,7 +80,7 @@ class Clusters:
         Return the alias of a client. None for the transactions' own client.
 
         Raises:
-            ConfigurationError: it is neither, so nobody could find the participant after a crash.
+            ConfigurationError: the client is unknown, so no process could find the participant after a crash.
         """
         if client is self._own().database.client:
             return None

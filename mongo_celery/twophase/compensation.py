@@ -22,10 +22,10 @@ def store_compensation(engine: Engine, identity: Any, deadline: float, session: 
     removed from the log, its outcome is unknown, and no other attempt may follow.
 
     Args:
-        engine: of the log.
-        identity: of the transaction.
-        deadline: on the monotonic clock. Unused with a session.
-        session: of the surrounding open MongoDB transaction, if any.
+        engine: the engine of the log.
+        identity: the id of the transaction.
+        deadline: the deadline on the monotonic clock. Unused with a session.
+        session: the session of the surrounding open MongoDB transaction, if any.
 
     Raises:
         TransactionStateError: it is not done, or its compensation was removed.

@@ -1,5 +1,5 @@
 """
-The updates of participants: look, apply, settle, undo. Each consists of conditional updates of one document.
+The updates of participants: look, apply, settle, undo. Each is one or more conditional updates of a document.
 
 **The version of a participant.** In MongoDB's tutorial the marker in `pendingTransactions` prevents a second
 application of a change, until it is pulled. Suppose a coordinator pauses before it applies, and recovery overtakes it.
@@ -102,7 +102,7 @@ def look(collection: Collection[Document], part: Part, transaction_id: Any, *, g
     Read a participant's version and marker.
 
     Args:
-        collection: of the participant.
+        collection: the collection of the participant.
         part: the participant.
         transaction_id: the marker to look for.
         give: True to give it a version and an incarnation, if it has none.
@@ -120,7 +120,7 @@ def look(collection: Collection[Document], part: Part, transaction_id: Any, *, g
 
 
 def apply(collection: Collection[Document], part: Part, transaction_id: Any, participant_version: Any) -> bool:
-    """Apply the change and push the marker. Return False if the version differs, the rule fails, or it was done."""
+    """Apply the change and push the marker. Return False if version, `require` or marker does not allow it."""
     if participant_version is None:
         return False
     guard = {
@@ -156,10 +156,10 @@ def undo(collection: Collection[Document], part: Part, transaction_id: Any, inca
     Undo the change if the marker shows that it was applied. Always renew an existing version.
 
     Args:
-        collection: of the participant.
+        collection: the collection of the participant.
         part: the participant.
         transaction_id: the marker to look for.
-        incarnation: of the participant when the transaction began, if recorded.
+        incarnation: the incarnation of the participant when the transaction began, if recorded.
     """
     unmarked: Document = {"_id": {"$eq": part.id}, MARKERS: {"$ne": transaction_id}}
     if incarnation is not UNRECORDED and incarnation is not None:

@@ -44,8 +44,8 @@ class Engine:
     Finishes the transactions of one log.
 
     Args:
-        log: of the transactions.
-        clusters: the participating ones.
+        log: the log of the transactions.
+        clusters: the participating clusters.
         timeout: largest duration of a call in seconds. It repeats transient errors, and waits for other coordinators.
         is_local_allowed: False to always use the tutorial's protocol.
 
@@ -64,7 +64,7 @@ class Engine:
 
     @contextmanager
     def limit_calls(self) -> Iterator[float]:
-        """Limit all server calls in the block by the timeout. Gives its end on the monotonic clock."""
+        """Limit all server calls in the block by the timeout. Yield the end of the timeout on the monotonic clock."""
         with pymongo.timeout(self._timeout):
             yield time.monotonic() + self._timeout
 
@@ -75,10 +75,10 @@ class Engine:
         Repeat an attempt after a transient error or a concurrent change, until the time is used up.
 
         Args:
-            attempt: may run several times.
-            deadline: on the monotonic clock.
+            attempt: the function to call, maybe several times.
+            deadline: the deadline on the monotonic clock.
             hint: the next step for the user when the time is used up.
-            fields: for the error.
+            fields: the fields for the error.
 
         Raises:
             TransactionTimeoutError: the time is used up.
@@ -158,8 +158,8 @@ class Engine:
         Perform steps until the state is final. If another coordinator takes over, wait for it.
 
         Args:
-            transaction: as read or taken over.
-            deadline: on the monotonic clock.
+            transaction: the transaction as read or taken over.
+            deadline: the deadline on the monotonic clock.
             mine: the coordinator that owns it. By default a new one.
 
         Raises:
@@ -194,7 +194,7 @@ class Engine:
             if time.monotonic() >= deadline:
                 raise TransactionTimeoutError(
                     f"Transaction {now.id!r} is still {now.state}, because other processes kept changing it or its "
-                    "participants. If it was started and stays unfinished, recovery finishes it.",
+                    "participants. If it has begun, recovery finishes it. Otherwise try again.",
                     id=now.id,
                     outcome="unknown",
                 )

@@ -44,8 +44,8 @@ class JoinedCalls:
     The calls of a `TwoPhaseCommit` in one open transaction.
 
     Args:
-        engine: of the log.
-        session: of the open transaction.
+        engine: the engine of the log.
+        session: the session of the open transaction.
     """
 
     def __init__(self, engine: Engine, session: ClientSession) -> None:
@@ -75,7 +75,7 @@ class JoinedCalls:
 
         Raises:
             TransactionStateError: this id has other fields, or is in progress.
-            ConfigurationError: with `run`, one MongoDB transaction cannot do it.
+            ConfigurationError: with `run`: one MongoDB transaction cannot do it.
         """
         with self._joining():
             if run:
@@ -117,14 +117,14 @@ class JoinedCalls:
         Note that Celery runs a transaction, and publish the task after the commit.
 
         Raises:
-            ConfigurationError: nothing would notice the commit.
+            ConfigurationError: this process cannot observe the commit.
             TransactionStateError: it is final, or belongs to another application.
         """
         hook = self._find_commit_hook()
         if hook is None:
             raise ConfigurationError(
-                "This session's transaction was not started by `transactional` or Django, so its commit cannot "
-                "be noticed. Nothing was changed. Use transactional(client), or call delay after the commit."
+                "This session's transaction was not started by `transactional` or Django, so mongo_celery cannot "
+                "see its commit. Nothing was changed. Use transactional(client), or call delay after the commit."
             )
         with self._joining():
             self._log.queue(identity, self._session)
@@ -180,7 +180,7 @@ class JoinedCalls:
             hook(self._log.prepare)
 
     def _find_commit_hook(self) -> Callable[[Callable[[], object]], object] | None:
-        """Return the function that registers a commit callback. None if nothing notices the commit."""
+        """Return the function that registers a commit callback. None if this process cannot observe the commit."""
         if scope_of(self._session) is not None:
             return partial(after_commit, session=self._session)
         connection = next((each for each in connections_in_transaction() if each.session is self._session), None)

@@ -62,7 +62,7 @@ class LocalTransactions:
     Transactions whose participants are all in the log's cluster.
 
     Args:
-        log: of the transactions.
+        log: the log of the transactions.
         open_part: returns a participant's collection.
     """
 
@@ -80,7 +80,7 @@ class LocalTransactions:
         Store a transaction as done, and make its changes.
 
         Args:
-            fields: besides id and state.
+            fields: the fields besides id and state.
             parts: its participants.
             identity: its id.
             coordinator: the process that stores it. Use the same one after a lost answer, so that it is not done twice.
@@ -106,7 +106,7 @@ class LocalTransactions:
         Bring a transaction from initial to done or canceled.
 
         Args:
-            transaction: as read.
+            transaction: the transaction as read.
             mine: the coordinator that runs it.
             until: as in `store_done`.
 

@@ -82,7 +82,7 @@ class TransactionLog:
     Reads and writes of transaction documents.
 
     Args:
-        collection: with majority writes, majority reads, and reads from the primary.
+        collection: a collection with majority writes, majority reads, and reads from the primary.
         application: this application's marker.
         accounts: namespace of the documents in transfers, unless a transfer names another one.
         older_than: seconds after which an unfinished transaction counts as abandoned.
@@ -128,7 +128,7 @@ class TransactionLog:
 
     @property
     def is_prepared(self) -> bool:
-        """Return True if nothing of this is left to do in this process."""
+        """Return True if this process has finished creating the collection and its indexes."""
         return self._indexes.is_settled
 
     # -- writing -----------------------------------------------------------------------------------
@@ -147,20 +147,20 @@ class TransactionLog:
         Store a new transaction with the server's time.
 
         Args:
-            fields: besides id, state and time.
+            fields: the fields besides id, state and time.
             transaction_id: its id.
             state: its first state. Every state except initial includes this application's marker.
-            session: of the MongoDB transaction for the write, if any.
+            session: the session of the MongoDB transaction for the write, if any.
             coordinator: the process that stores it. It identifies a commit that was reported as failed.
-            is_queued: True if recovery begins it, as after `queue`.
+            is_queued: True to let recovery begin the transaction, as after `queue`.
 
         Returns:
             True if it is new, False if the same coordinator has already stored it.
 
         Raises:
             KnownError: this id exists.
-            TransactionTimeoutError: this process was frozen. It may have stored the transaction, which may be removed
-                by now.
+            TransactionTimeoutError: this process was frozen for too long. An earlier attempt may have stored the
+            transaction, and the log may already have removed it.
         """
         if session is None:
             self.prepare()
@@ -229,15 +229,15 @@ class TransactionLog:
         **fields: Any,
     ) -> Transaction:
         """
-        Move a transaction from the state and version that were read to another state or coordinator.
+        Move a transaction to another state or coordinator, unless it has changed since it was read.
 
         Args:
-            seen: as read.
-            state: the next state. The same state keeps its times.
+            seen: the transaction as read.
+            state: the next state. If it is the current one, its times do not change.
             coordinator: the new owner. The version grows, and this application's marker is set.
             any_application: True to allow another application's transaction.
             condition: further conditions.
-            session: of the surrounding MongoDB transaction, if any.
+            session: the session of the surrounding MongoDB transaction, if any.
             fields: further fields to store.
 
         Raises:
@@ -273,7 +273,7 @@ class TransactionLog:
         Give an unfinished transaction to a coordinator.
 
         Args:
-            seen: as read.
+            seen: the transaction as read.
             coordinator: the new owner.
             older_than: only if its last step was at least this many seconds ago. See `find_abandoned`.
             is_overdue: True to take it only after its deadline.
@@ -317,7 +317,7 @@ class TransactionLog:
             seen: the transaction.
             attempt: number of the attempt.
             before: the expected current number. None for none.
-            session: of the MongoDB transaction that stores the attempt, if any.
+            session: the session of the MongoDB transaction that stores the attempt, if any.
 
         Raises:
             OvertakenError: it has changed since it was read.
@@ -337,8 +337,8 @@ class TransactionLog:
         Note that Celery runs a transaction. From now on this application's recovery also begins it.
 
         Args:
-            transaction_id: of the transaction.
-            session: of the surrounding MongoDB transaction, if any.
+            transaction_id: the id of the transaction.
+            session: the session of the surrounding MongoDB transaction, if any.
 
         Raises:
             TransactionStateError: it is final, or belongs to another application.
@@ -409,8 +409,8 @@ class TransactionLog:
 
         Args:
             older_than: seconds since the last step, by the server's clock. After the deadline, fewer are enough.
-            any_application: include other applications'.
-            without: clusters. Transactions with a participant in one of them are left out.
+            any_application: True to include transactions of other applications.
+            without: the clusters to skip. Transactions with a participant in one of them are left out.
         """
         # The transaction's own application decides its expiry. For the tutorial's code, ours does.
         is_begun: list[Document] = [

@@ -113,7 +113,7 @@ def check_participant(participant: object, alias: Callable[[MongoClient[Any]], s
     Args:
         participant: as passed to `begin`.
         alias: returns the alias of a client's cluster.
-        codec: for a participant without a collection.
+        codec: the codec for a participant without a collection.
 
     Raises:
         ConfigurationError: it cannot work. The message names the reason and the fix.

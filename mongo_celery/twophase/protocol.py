@@ -56,7 +56,7 @@ class Coordinator:
     Performs the steps of transactions. Between two steps it stores nothing about one.
 
     Args:
-        log: of the transactions.
+        log: the log of the transactions.
         open_part: returns a participant's collection, with majority writes and reads.
         share: seconds that one participant may delay the undo of the others.
         any_application: True to begin transactions of other applications too.
@@ -236,7 +236,8 @@ class Coordinator:
                 raise
             raise StuckError(f"participant {part} cannot be undone: {brief(error)}") from error
         if outcome is Undone.REFUSED:
-            raise StuckError(f"participant {part} cannot be undone: it does not meet {dict(part.revert_require)!r}")
+            rule = dict(part.revert_require)
+            raise StuckError(f"participant {part} cannot be undone: it does not match revert_require={rule!r}")
         if outcome is Undone.REPLACED:
             raise _make_replaced_error(transaction, index)
         if outcome is Undone.GONE:
@@ -322,6 +323,6 @@ def _make_replaced_error(transaction: Transaction, index: int) -> StuckError:
     # A fix must not change the participant's version: another stopped transaction would continue with it.
     return StuckError(
         f"participant {part} was replaced, or deleted and created again, during the transaction, so it is "
-        f"unknown if it has its change. If it has, push {transaction.id!r} to its {MARKERS!r}. If not, set "
+        f"unknown whether it has its change. If it does, push {transaction.id!r} to its {MARKERS!r}. If not, set "
         f"'incarnations.{index}' of the transaction to null, which cancels it"
     )

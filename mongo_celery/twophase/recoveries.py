@@ -151,7 +151,7 @@ def recovery_watch(name: str, records: Callable[[], RecoveryRecords], patience: 
     Return the watch with which a process that begins transactions notices missing recoveries.
 
     Args:
-        name: of the `TwoPhaseCommit` in logs.
+        name: the name of the `TwoPhaseCommit` in logs.
         records: returns the notes of recoveries.
         patience: seconds without a note before this is logged.
     """

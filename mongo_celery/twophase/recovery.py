@@ -50,7 +50,7 @@ class Recoverer:
     Finishes abandoned transactions of one log.
 
     Args:
-        engine: of the log.
+        engine: the engine of the log.
         records: the recovery notes.
         age: seconds since the last step, by the server's clock.
         any_application: True to include other applications.
@@ -160,7 +160,7 @@ class Recoverer:
         Take over a transaction, finish it, and report the outcome.
 
         Args:
-            document: of the transaction.
+            document: the document of the transaction.
             without: clusters that are not queried. Then only transactions in undo are taken over.
         """
         identity, before = document["_id"], str(document["state"])

@@ -73,7 +73,7 @@ class Transaction:
         last_modified: the server's time of the last step, if it is a date.
         document: as stored.
         deadline: the server's time after which it is canceled unless applied. None for the tutorial's code.
-        incarnations: of the participants at `pending`. None if not recorded.
+        incarnations: the incarnations of the participants at `pending`. None if not recorded.
     """
 
     id: Any
@@ -155,8 +155,8 @@ def refuse_other_request(stored: Mapping[str, Any], fields: Mapping[str, Any], c
 
     Args:
         stored: the transaction with this id, in any state.
-        fields: of the request.
-        codec: of the transactions' collection.
+        fields: the fields of the request.
+        codec: the codec of the transactions' collection.
 
     Raises:
         TransactionStateError: the stored one differs byte for byte in a field from its caller.

@@ -169,9 +169,9 @@ class TwoPhaseCommit:
         accounts = own.database["accounts"] if given is None else resolve_collection(given)
         if accounts.database.client != own.database.client:  # equal: the same hosts and replicaSet=
             raise ConfigurationError(
-                f"The client of accounts {accounts.full_name} has other hosts or another replicaSet= than that "
-                f"of the transactions {own.full_name}. Give a collection of the same client. For documents in "
-                "other clusters, use begin with clients={...}."
+                f"The clients of accounts {accounts.full_name} and transactions {own.full_name} differ in hosts or "
+                "replicaSet=. Give a collection of the same client. For documents in other clusters, use begin "
+                "with clients={...}."
             )
         return open_collection(accounts)
 
@@ -217,7 +217,7 @@ class TwoPhaseCommit:
 
         Raises:
             ConfigurationError: a participant cannot work, or a document takes part twice.
-            TransactionCanceledError: with `run`, it was rolled back.
+            TransactionCanceledError: with `run`: it was rolled back.
             TransactionStateError: a transaction with this id has other participants, or belongs to another application.
         """
         codec = self.transactions.codec_options

@@ -40,9 +40,9 @@ def plain(name: str, value: Any, codec: Codec) -> Any:
     Return a value in BSON's types: a UUID becomes a Binary, a tuple a list, a time has milliseconds and a zone.
 
     Args:
-        name: of the value, for messages.
-        value: from the user.
-        codec: of the value's collection.
+        name: the name of the value, for messages.
+        value: the value as the user gave it.
+        codec: the codec of the value's collection.
 
     Raises:
         ConfigurationError: BSON cannot hold it.

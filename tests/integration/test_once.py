@@ -115,6 +115,35 @@ def test_two_tasks_with_one_key_each_run_once(app: Celery, database: Database[Do
     assert stored == [{"t": "pay", "k": 1}, {"t": "pay", "k": 2}, {"t": "ship", "k": 1}]
 
 
+def test_steps_that_a_task_calls_have_records_of_their_own(app: Celery, database: Database[Document]) -> None:
+    """P1: under the task's name or id, the second step would not run. A duplicate of a step ends no task."""
+    done = database["done"]
+
+    @once(done, key=lambda order: order)
+    def reserve(_order: int) -> object:
+        return object()
+
+    @once(done, key=lambda order: order)
+    def charge(_order: int) -> str:
+        return "charged"
+
+    @once(done)
+    def mail(_to: str) -> None: ...
+
+    @app.task(shared=False)
+    def order(number: int) -> str:
+        reserve(number)
+        return str(charge(number))
+
+    @app.task(shared=False)
+    def notify() -> None:
+        mail("ann")
+
+    assert [run(order, "t1", 1), run(order, "t2", 1)] == ["charged"] * 2
+    with pytest.raises(ConfigurationError):
+        run(notify, "t3")
+
+
 def test_a_key_that_no_mark_can_have_is_refused_and_none_asks_for_no_mark(database: Database[Document]) -> None:
     """A key that looks like a condition is a value as any other."""
     runs: list[object] = []

@@ -199,3 +199,23 @@ def test_an_asynchronous_collection_is_refused_by_whatever_keeps_something_in_on
         (call,) = runner.deliver(raises=False).calls
     assert isinstance(call.error, ConfigurationError)
     assert shop.documents("kept") == []
+
+
+def test_a_handler_of_a_whole_database_is_not_fed_by_records_and_transfers(shop: Shop) -> None:
+    """P12: it would feed itself, by its idempotency records and by the log of the transactions that it starts."""
+    bank, seen = shop.bank(), list[str]()
+
+    @once(lambda: shop.db["marks"], key=lambda change: change.resume_token["_data"])
+    def charge(change: Change) -> None:
+        bank.transfer("A", "B", 1, id=change.resume_token["_data"])
+
+    @shop.bridge.on_change(f"{shop.db.name}.*")
+    def handle(change: Change) -> None:
+        seen.append(change.ns["coll"])
+        if change.ns["coll"] == "orders":
+            charge(change)
+
+    with BridgeRunner(shop.bridge) as runner:
+        shop.put(1)
+        runner.deliver(limit=20)
+    assert seen == ["orders", "accounts", "accounts"]

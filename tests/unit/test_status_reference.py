@@ -65,8 +65,8 @@ def lines() -> Iterator[str]:
     yield "# Status"
     yield ""
     yield "`changes status --json` and `/status` of the listener print a `BridgeSnapshot` for each bridge."
-    yield "Its `verdict` is `healthy`, `degraded` or `failing`. Times are ISO 8601 in UTC."
-    yield "`?` may be null, `[]` is a list."
+    yield "Its `verdict` is `healthy`, `degraded` or `failing`. Times are ISO 8601 in UTC. In the tables, a type with"
+    yield "`?` can be null, and `[]` is a list."
     for kind in types():
         summary, attributes = texts(kind)
         yield from ("", f"## {kind.__name__}", "", summary, "", "| field | meaning |", "|---|---|")

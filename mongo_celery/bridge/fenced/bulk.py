@@ -69,12 +69,12 @@ StepT = TypeVar("StepT", BulkUpdate, BulkDelete)
 
 class BulkWrite:
     """
-    Many writes, and the sum of their results in the form that PyMongo's result wraps.
+    Many writes, and the sum of their results in the form of PyMongo's result.
 
     Args:
         documents: the target.
         command: arguments of each command as a whole.
-        session: for the writes.
+        session: the session for the writes.
         ordered: True if the first error ends it.
     """
 
@@ -94,7 +94,7 @@ class BulkWrite:
 
     def run(self, steps: Iterable[BulkStep]) -> dict[str, Any]:
         """
-        Run steps in their order, batching those of one kind, and return the details.
+        Run steps in order, in batches of one kind, and return the sum of the results.
 
         Raises:
             StaleFencingTokenError, OutdatedChangeError: a document or its tombstone has a newer stamp.
@@ -139,7 +139,7 @@ class BulkWrite:
             yield batch
 
     def _try_alone(self, steps: Iterable[BulkStep]) -> None:
-        """Run steps one by one, and collect their errors."""
+        """Run steps one by one. Collect their errors."""
         details = self._details
         for step in steps:
             try:
@@ -208,7 +208,7 @@ class BulkWrite:
             self._documents.require_fresh(step.target.id, fence, stamps)
 
     def _create(self, steps: Sequence[BulkUpdate]) -> bool:
-        """Create documents, all together. Return False if that is impossible and each must be tried alone."""
+        """Create documents in one transaction. Return False if each must be created alone instead."""
         try:
             results = self._documents.create([(step.write, step.target) for step in steps], self._session)
         except WriteError:

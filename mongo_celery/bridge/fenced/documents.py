@@ -1,18 +1,18 @@
 """
-Guarded writes to single documents by `_id`. Only this module decides the meaning of a miss.
+Guarded writes to single documents by `_id`. Only this module decides why a write matched nothing.
 
 A guarded write without a match is never taken for success. Reasons, in this order:
 
 1. the document's stamp is newer: `StaleFencingTokenError`
 2. there is no document, but its tombstone is newer: the same error
 3. there is no document: an upsert creates it (see `tombstones`), other writes leave it to the user
-4. the stamp admits the write: the user's other conditions do not match, or a rival changed the partitioning between the
-   two statements of an operator update. With conditions, the write is tried once more, then the user handles it. By
-   `_id` alone it must match eventually, so it is tried up to `ATTEMPTS` times.
+4. the stamp allows the write: the user's other conditions do not match, or another execution changed the partitioning
+   between the two statements of an operator update. With conditions, the write is tried once more, then the user
+   handles it. By `_id` alone it must match eventually, so it is tried up to `ATTEMPTS` times.
 
 An upsert's E11000 on `_id` means that the document was created meanwhile, or does not match the user's conditions. The
-stamp decides, because a newer execution may have created it. Otherwise case 4 applies: executions with equal tokens
-also race, and rivals may delete and create in turn. On another index it is the user's error.
+stamp decides, because a newer execution may have created it. Otherwise case 4 applies: executions with equal tokens can
+also race, and others may alternately delete and create the document. On another index it is the user's error.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class FencedUpdate:
     def _write_all(
         self, into: Collection[Any], statements: Sequence[UpdateOne | ReplaceOne[Any]], session: ClientSession | None
     ) -> BulkWriteResult:
-        """Run statements in one command. An error is that of a single write."""
+        """Run statements in one command. Raise errors like a single write."""
         try:
             return into.bulk_write(statements, session=session, **self.command)
         except BulkWriteError as error:
@@ -144,7 +144,7 @@ class Documents:
         self._origin_of = origin_of
 
     def make_fence(self, document_id: Any, body: Body | None = None) -> Fence:
-        """Return the right to write to one document, or without a body to delete it."""
+        """Return the fence for writing one document with this body, or for deleting it without a body."""
         origin = self.fence.origin if self._origin_of is None else self._origin_of(document_id)
         if body is not None and not body.overwrites:
             origin = None

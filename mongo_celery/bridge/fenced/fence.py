@@ -75,7 +75,7 @@ class Origin:
 @dataclass(frozen=True, slots=True)
 class Fence:
     """
-    The right of one execution to write. It compares with older and newer executions of the same partition.
+    The right of one execution to write. It can be compared with those of other executions of the partition.
 
     Args:
         key: ``"<bridge>/<subscription>"``, without ``.`` and ``$``, since it names a field.
@@ -234,7 +234,7 @@ class Fence:
 
 
 def merge(first: Mapping[str, Any] | None, second: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the newest of two ``_fence`` values: for each key the larger term, the later place, the larger tokens."""
+    """Merge two ``_fence`` values: for each key, keep the larger term, the later place and the larger tokens."""
     merged = dict(first or {})
     for key, entry in (second or {}).items():
         other = merged.get(key)

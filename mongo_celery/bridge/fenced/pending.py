@@ -53,7 +53,7 @@ class PendingTasks:
         return [{COUNT: {"$not": {"$gt": 0}}} for _ in self._outboxes]
 
     def list_kept_fields(self, body: Body) -> Sequence[str]:
-        """Return the fields that a write must keep. None if it cannot drop any."""
+        """Return the fields that a write must keep. Empty for operators, which never drop fields."""
         return () if isinstance(body, Operators) else [FIELD for _ in self._outboxes]
 
     def refuse_entries(self, replacement: Body) -> None:
@@ -75,7 +75,7 @@ class PendingTasks:
         Deliver the pending entries of a document, and return True if there were any.
 
         Raises:
-            OutboxRefusedError: they cannot be delivered now. If the broker is away, that is the cause.
+            OutboxRefusedError: they cannot be delivered now, for example because the broker is down.
         """
         there = [self._deliver(outbox, target.where(), session) for outbox in self._outboxes]
         return any(there)

@@ -97,7 +97,7 @@ class Tombstones:
         return self.read(ids, session)
 
     def settle_slots(self, outcome: Sequence[tuple[Any, Stamps | None]], session: ClientSession) -> None:
-        """For each id, leave a tombstone with these stamps. If they are None, leave none (T2)."""
+        """Store a tombstone with these stamps for each id. If the stamps are None, remove the tombstone (T2)."""
         gone = [i for i, stamps in outcome if stamps is None]
         if gone:
             self._collection.delete_many({"_id": {"$in": gone}}, session=session)
@@ -123,7 +123,7 @@ def read_stamps(
     *,
     bare: Stamps | None = None,
 ) -> list[Stamps | None]:
-    """Return the ``_fence`` of each of `ids`: None if there is no document, `bare` if it has no stamp."""
+    """Return the ``_fence`` of each document: None if there is no document, `bare` if it has no stamp."""
     found = list(collection.find({"_id": {"$in": list(ids)}}, {FIELD: 1}, session=session))
     if len(ids) == 1:
         return [document.get(FIELD, bare) for document in found] or [None]

@@ -95,7 +95,7 @@ def expose(
     Return the metrics of this process, and of its app's bridges, outboxes and transactions, in Prometheus format.
 
     Args:
-        activities: of the listeners of this process.
+        activities: the activities of the listeners of this process.
         read: returns the snapshots of their bridges, in the same order, within a limited time.
         others: returns the metrics of outboxes and transactions.
     """

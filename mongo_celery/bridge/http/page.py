@@ -134,7 +134,7 @@ def _notes(handler: HandlerStatus) -> str:
 
 
 def _list_blocked(shown: BridgeSnapshot) -> list[tuple[str, PartitionStatus]]:
-    """Return blocked partitions without a finding: those that retry or wait, and all of several halted ones."""
+    """Return the partitions that the page lists: retrying, waiting or crashed ones, and several halted ones."""
     found: list[tuple[str, PartitionStatus]] = []
     for handler in shown.handlers:
         states = {"retrying", "waiting"} | ({"halted"} if len(handler.list_partitions("halted")) > 1 else set())

@@ -1,4 +1,4 @@
-"""Cached values from servers, so that a server that hangs delays at most one request, and only briefly."""
+"""Cached values from servers. A server that hangs delays at most one request, and only briefly."""
 
 from __future__ import annotations
 
@@ -65,6 +65,6 @@ class Recent(Generic[T]):
 
 
 def call_all(reads: Sequence[Callable[[], T]]) -> list[T]:
-    """Call functions concurrently, so that one that waits for its server does not delay the others."""
+    """Call functions concurrently, so that a slow server does not delay the other calls."""
     with ThreadPoolExecutor(len(reads)) as threads:
         return list(threads.map(lambda read: read(), reads))

@@ -104,7 +104,7 @@ class HandlerActivity:
         return {*range(period - AGAIN_PERIODS, period)} <= {*self._again}
 
     def observe(self, partition: Partition, image: Image, seen: float) -> None:
-        """Compare a partition with a newer image, which was read at `seen`."""
+        """Count the differences between a partition and a newer image, which was read at `seen`."""
         before = partition.image
         moved = image.committed > before.committed
         counts = (image.retries, image.crashes, image.waiting)
@@ -129,7 +129,7 @@ class HandlerActivity:
         counted[:] = 0, 0
 
     def _measure(self, image: Image, sent: float | None, seen: float) -> None:
-        """Measure each time by one clock: the server's from claim to commit, this process's from sending to reading."""
+        """Measure each duration by one clock: claim to commit by the server's, sending to reading by this process's."""
         ran: Mapping[str, Any] = image.ran or {}
         took, claimed, ended, read = ran.get("took"), ran.get("claimed"), ran.get("at"), image.read_at
         if ran.get("last") != image.committed:  # it was skipped
@@ -161,7 +161,7 @@ class Activity:
         takeovers: how often this process has begun to lead.
         sweeps: how often all partitions were compared with the runs in flight.
         reopenings: how often the stream had to be opened again.
-        handlers: by name.
+        handlers: the handlers by name.
 
     Args:
         bridge: its name.
@@ -193,12 +193,12 @@ class Activity:
 
     @property
     def is_ready(self) -> bool:
-        """Return True if it leads or stands by, and its loop works."""
+        """Return True if the listener leads or stands by, and its loop works."""
         return self.is_alive and self.role in ("leading", "standing by")
 
     @property
     def is_alive(self) -> bool:
-        """Return True if the loop has turned recently, or is pausing."""
+        """Return True if the loop has made a turn recently, or is in a planned pause."""
         return time.monotonic() < self._alive_until
 
     def of(self, handler: str) -> HandlerActivity:

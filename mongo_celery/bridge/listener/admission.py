@@ -7,7 +7,7 @@ order (P12).
 | problem | partition | consequence |
 |---|---|---|
 | the event could not be read as requested (`ChangeEvent.read_error`) | by document key | failure policy |
-| it was not read, because its `_id` is too large (`oversized`) | that of no key | a dead letter instead of `halt` |
+| it was not read, because its `_id` is too large (`oversized`) | of no key | a dead letter instead of `halt` |
 | only this handler's `match` failed on it | by the rule | failure policy |
 | `partition_by` raises, or returns an unhashable value | by document key | failure policy |
 
@@ -143,8 +143,7 @@ class Admission:
         """
         Return a stored change with its current reason, or without one if the handler can get it.
 
-        It keeps its partition. It does not change if it was read with less than the handler requests, or its bytes are
-        damaged.
+        It keeps its partition. If it was read incomplete, or its bytes are damaged, it does not change.
         """
         if change.refusal is None or change.refusal.lasts or not change.raw:
             return change

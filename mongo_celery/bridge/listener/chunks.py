@@ -14,7 +14,7 @@ because those of a query compare within one type, and treat a document as operat
 If a user's condition fails on one document, this must not stop the others. A failed range is read again with half as
 many. A single document that fails is refused, and its handler's failure policy applies.
 
-Nothing here belongs to the leading thread, except its arguments.
+The leading thread uses nothing here except the arguments.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ def concerns_a_document(error: Exception) -> bool:
 
 
 def find_collections(wiring: Wiring, source: Source) -> Iterator[str]:
-    """Return the namespaces of a source's existing collections. A named one may come later."""
+    """Return the namespaces of a source's existing collections. A collection may be created later."""
     if source.collection is not None:
         yield str(source)
         return
@@ -293,7 +293,7 @@ class ChunkReader:
     Reads chunks for one term in one thread.
 
     Args:
-        client: of the watched data.
+        client: the client of the watched data.
         room: largest number of bytes in a chunk, except for a single larger document.
         version: the term's.
     """
@@ -418,7 +418,7 @@ class ChunkReader:
             if concerns_a_document(without):
                 return
             raise
-        raise SnapshotFailedError(f"MongoDB refuses its match {chunk.snapshot.match}: {brief(error)}") from error
+        raise SnapshotFailedError(f"MongoDB refuses the condition {chunk.snapshot.match}: {brief(error)}") from error
 
     def _refuse(self, chunk: Chunk, bounds: Mapping[str, Any], error: Exception) -> None:
         """Return the key of the one document that cannot become an event, and the reason."""

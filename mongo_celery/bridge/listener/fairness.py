@@ -39,7 +39,7 @@ class Fairness:
     The fairness of one term. Pure. The leading thread uses it.
 
     Args:
-        groups: of every handler, by name.
+        groups: the groups of every handler, by name.
         limited: handlers with a rate limit, whose runs wait for tokens, not for workers.
     """
 
@@ -85,7 +85,7 @@ class Group:
     The handlers of one group, two or more.
 
     Attributes:
-        names: all of them. Those served last are last.
+        names: the handlers of the group. Those served last are last.
         held: long handlers whose due runs were not all sent.
     """
 
@@ -125,7 +125,7 @@ class Group:
         self.held = set(waiting)
 
     def _room(self, long: AbstractSet[str], in_flight: Mapping[str, list[Partition]], now: float) -> int:
-        """Return how many more runs in flight the long handlers may have."""
+        """Return the number of further runs that the long handlers may have in flight."""
         running = {name: sum(map(_is_running, each)) for name, each in in_flight.items()}
         count, executed = (sum(len(in_flight[name]) for name in long), sum(running[name] for name in long))
         room = max(LEAST_UNCLAIMED, executed // 2) - (count - executed)

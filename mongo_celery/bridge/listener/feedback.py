@@ -1,5 +1,5 @@
 """
-Handlers that trigger themselves: each of their writes is the next change that they get, endlessly.
+Detection of handlers that trigger themselves: each of their writes is the next change that they get.
 
 If a change was written while the change before it, of the same key, was being handled, it may come from the handler
 itself. By chance this happens a few times in a row. Users' writes come before the run begins or after it ends, as soon

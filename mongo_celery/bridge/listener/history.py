@@ -67,9 +67,9 @@ class LostHistory:
     Finds the handlers with oplog gaps in one term, and resolves each gap.
 
     Args:
-        wiring: of the bridge. Its client reads the reach of the oplog.
+        wiring: the wiring of the bridge. Its client reads the reach of the oplog.
         decision: `halt`, `oldest` or `now`.
-        fingerprint: of the current stream.
+        fingerprint: the fingerprint of the current stream.
 
     Attributes:
         due_at: monotonic time of the next tick that may have something to do.
@@ -360,7 +360,7 @@ def _is_of_another_set(start: Start, oplog: Oplog) -> bool:
 
 
 def _was_rolled_over(lost: Mapping[str, Any]) -> bool:
-    """Return True if the oplog showed the loss. A refused token would be refused again."""
+    """Return True if the age of the oplog shows the gap. Otherwise the server has refused the token."""
     return lost.get("oldest") is not None and lost["at"] < lost["oldest"]
 
 

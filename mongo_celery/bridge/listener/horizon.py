@@ -52,9 +52,10 @@ class Risk:
 
     Attributes:
         share: share of the oplog's window after its position. From 1 a restart loses changes.
-        partition: the one that holds the position. None if all read changes are done, and reading itself is late.
-        state: of that partition. If blocked, as in `status` (`halted`, `paused`, `retrying`, or `waiting` for MongoDB
-            or the broker). Otherwise `running`, or `unclaimed` while no worker has taken its run.
+        partition: the partition that holds the position. None if no partition does, because the reader itself is
+            behind.
+        state: the state of that partition. If blocked, as in `status` (`halted`, `paused`, `retrying`, or `waiting` for
+            MongoDB or the broker). Otherwise `running`, or `unclaimed` while no worker has taken its run.
         cause: the server that it waits for, if `waiting`.
     """
 
@@ -119,7 +120,7 @@ class Horizon:
             pass
         except DeploymentError as error:  # no right to read it, or a mongos without an oplog
             logger.info(
-                "this listener cannot read the age of the oplog, so no warning precedes an oplog gap: %s",
+                "this listener cannot read the age of the oplog, so it cannot warn before an oplog gap: %s",
                 error,
                 extra={"event": "horizon_unseen"},
             )

@@ -60,9 +60,9 @@ class Leader:
 
     Attributes:
         subscriptions: the led ones, by name.
-        intake: of the stream.
-        poller: of the partitions.
-        snapshots: of this term.
+        intake: the intake of the stream.
+        poller: the poller of the partitions.
+        snapshots: the snapshots of this term.
         housekeeping: jobs in another thread.
     """
 

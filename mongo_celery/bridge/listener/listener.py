@@ -1,5 +1,5 @@
 """
-The life of a listener: wait for the servers, be a standby, lead, step down, be a standby again.
+The life cycle of a listener: wait for the servers, be a standby, lead, step down, be a standby again.
 
 `run` returns after `stop`, and raises an error that waiting cannot fix.
 """
@@ -61,13 +61,13 @@ class Listener:
     The listener of one bridge. Any number may run, but only one leads.
 
     Args:
-        wiring: of the bridge.
+        wiring: the wiring of the bridge.
         on_history_lost: overrides the option for this process.
         take_over: lead once even if the lease has the identity of another environment or app.
         reason: the reason of a take-over, for the audit record.
 
     Attributes:
-        activity: for observers in any thread.
+        activity: its activity, for observers in any thread.
         has_lease: True if it may hold the lease. Otherwise the process may end in the middle of a call without loss.
     """
 
@@ -107,8 +107,8 @@ class Listener:
 
         Raises:
             ConfigurationError: there is nothing to listen for, or an option or source is wrong.
-            DeploymentError: the topology is wrong, a right is missing, servers stay away, or another app or environment
-                has a bridge of this name on the same MongoDB.
+            DeploymentError: the topology is wrong, a right is missing, servers do not answer, or another app or
+                environment has a bridge of this name on the same MongoDB.
             StreamError: the stream cannot continue. Includes HistoryLostError.
         """
         check_app(self._wiring.app)
@@ -165,7 +165,7 @@ class Listener:
 
     def _try_to_lead(self, leases: Leases, identity: Identity) -> Term | None:
         """
-        Try once to acquire the lease, then pause briefly.
+        Try once to acquire the lease. Without it, pause briefly.
 
         Raises:
             ForeignBridgeError: the bridge belongs to another app or environment.
@@ -199,7 +199,7 @@ class Listener:
 
     def _compare(self, lease: Mapping[str, Any], identity: Identity) -> str | None:
         """
-        Compare the lease's identity. Return a difference that this process may ignore.
+        Compare the lease's identity with this process. Return a difference that the process may ignore.
 
         Raises:
             ForeignBridgeError: there is a difference that this process must not ignore.

@@ -1,4 +1,4 @@
-"""Pauses before repeating something that failed, and before logging a lasting state again."""
+"""Pauses before an attempt is repeated, and before a lasting state is logged again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RetryGate:
     The next attempt after failures.
 
     Args:
-        pauses: between two attempts. By default one second.
+        pauses: the pauses between two attempts. By default one second.
 
     Attributes:
         opens_at: monotonic time of the next attempt. 0 without a failure.
@@ -34,7 +34,7 @@ class RetryGate:
 
     def note_failure(self, lived: float = 0.0) -> float:
         """
-        Close until the pause is over. It begins now, because the attempt may have taken longer.
+        Close the gate until the pause is over. The pause begins now, because the attempt may have taken longer.
 
         Args:
             lived: seconds of success before the failure. If longer than the longest pause, the pauses begin anew.
@@ -50,13 +50,13 @@ class RetryGate:
         return pause
 
     def note_success(self) -> None:
-        """Begin again with the shortest pause."""
+        """Reset the pauses to the shortest one."""
         self.opens_at, self.failures = 0.0, 0
 
 
 class LogThrottle:
     """
-    The log records about a lasting state: one from time to time.
+    The log records about a lasting state, limited to one from time to time.
 
     Attributes:
         left_out: number of records omitted since the last one.
@@ -67,7 +67,7 @@ class LogThrottle:
         self._logged_at = -math.inf
 
     def may_log(self) -> bool:
-        """Return True if a record is due. Then no other is due for a while."""
+        """Return True if a log record is due. After that, none is due for a while."""
         now = time.monotonic()
         if now - self._logged_at < _LOG_SECONDS:
             self.left_out += 1

@@ -190,7 +190,7 @@ class Partition:
 
     @property
     def has_next(self) -> bool:
-        """Return True if it has uncommitted changes, in the queue or stored."""
+        """Return True if the partition has uncommitted changes, in the queue or stored."""
         return self.backlog is not None or bool(self.queue.changes)
 
     @property
@@ -200,7 +200,7 @@ class Partition:
 
     @property
     def is_blocked(self) -> bool:
-        """Return True if its next change waits for a person, or for its retry time."""
+        """Return True if the next change of the partition waits for a person, or for its retry time."""
         image = self.image
         if image.state == "flowing" and image.due_in <= 0:
             return False
@@ -212,7 +212,7 @@ class Partition:
 
     @property
     def must_store(self) -> bool:
-        """Return True if it has an undeliverable change that is not stored yet."""
+        """Return True if the partition has an undeliverable change that is not stored yet."""
         while self.undeliverable and self.is_secured(self.undeliverable[0]):
             self.undeliverable.popleft()
         return bool(self.undeliverable)
@@ -252,7 +252,7 @@ class Partition:
         self.repeats = 0
 
     def repeat(self, now: float) -> None:
-        """Dispatch the change again, because no worker will take the message in flight."""
+        """Let the change be dispatched again, because no worker will take the message in flight."""
         if self.in_flight is not None and self.in_flight.taken_at is not None:
             self.unclaimed_since = now
         self._give_up()
@@ -349,7 +349,7 @@ class Partition:
         return Step.ENDED if run is not None and image.committed != run.first - 1 else Step.WAIT
 
     def _without_run(self, image: Image, now: float) -> Step:
-        """Adopt an older term's run, or become ready when the first change is due. This term has no run in flight."""
+        """Adopt an older term's run, or become ready when the first change is due. This term has not sent a run."""
         if image.handled is not None or (image.claim is not None and not self._is_given_up(image)):
             # One less than its fencing token, because an existing claim has used up its message.
             self.in_flight = InFlight(image.committed + 1, image.fencing_token - 1, now)
@@ -361,7 +361,7 @@ class Partition:
         return Step.WAIT
 
     def _is_given_up(self, image: Image) -> bool:
-        """Return True for a lapsed claim after its grace. The grace is awaited only once, even without a broker."""
+        """Return True for a lapsed claim after its grace. It waits for the grace only once, even without a broker."""
         return not image.live and image.fencing_token == self._given_up
 
     def _note_handled(self, run: InFlight, now: float) -> Step:

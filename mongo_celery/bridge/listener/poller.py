@@ -1,5 +1,5 @@
 """
-Reading partitions: the times, the selection, and the results.
+Polling of partitions: when to read, which ones, and what to do with the results.
 
 An execution's effects show only in its partition, so partitions are read repeatedly while runs are in flight. There are
 two kinds of reading:
@@ -125,8 +125,8 @@ class LockedPartitions:
     its commits.
 
     Args:
-        store: of the bridge.
-        version: of this term.
+        store: the state of the bridge.
+        version: the number of this term.
         partitions: all partitions of this term.
     """
 
@@ -150,7 +150,7 @@ class LockedPartitions:
         return [partition.partition_id for partition in self._locked]
 
     def win(self, now: float) -> list[Image]:
-        """Try again without waiting for any of them. Return their images."""
+        """Try again to take over the locked partitions, without waiting for locks. Return their images."""
         self._locked = [partition for partition in self._locked if not partition.won]
         if not self._locked or now - self._tried_at < _LOCKED_PAUSE:
             return []
@@ -175,15 +175,15 @@ class PartitionPoller:
     The polls of one term. Used by the leading thread.
 
     Args:
-        wiring: of the bridge.
-        session: for all reads that decide what may run.
+        wiring: the wiring of the bridge.
+        session: the session for all reads that decide what may run.
         led: the subscriptions of this term.
-        version: of this term.
+        version: the number of this term.
         activity: the counters of this process.
         fairness: gets the durations of runs.
 
     Attributes:
-        times: of the polls.
+        times: the times of the polls.
         due_at: monotonic time of the next poll.
         locked: partitions that the take-over could not win.
         is_blind: True if the last poll failed.
@@ -228,7 +228,7 @@ class PartitionPoller:
         self.plan()
 
     def sweep_now(self) -> None:
-        """Make the next poll read all partitions, whenever that would be due."""
+        """Make the next poll read all partitions."""
         self.times.swept_at = self.due_at = -math.inf
 
     def poll(self, now: float, reopenings: int) -> bool:

@@ -1,5 +1,5 @@
 """
-A full buffer, and partitions that are idle because of it.
+Detection of partitions that are idle because the buffer is full of changes of others.
 
 Pure: its input is measurements and the time. A normal backlog stays in memory, and the stream waits: storing it would
 cost the state database twice the cost of the changes. But while the buffer is full of some partitions' changes, an idle
@@ -18,7 +18,7 @@ _MINUTE = 60.0
 
 class Pressure:
     """
-    The buffer of one bridge, and whether it keeps partitions waiting.
+    The fill level of a bridge's buffer, and whether it keeps partitions idle.
 
     Args:
         bound: size limit of the buffer in bytes.

@@ -1,4 +1,4 @@
-"""The listener process: one thread per bridge. All end by SIGTERM, SIGINT or when all have failed."""
+"""The listener process: one thread per bridge. It ends on SIGTERM or SIGINT, or when all bridges have failed."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ FAILED_BRIDGE = Pauses(first=30.0, longest=600.0)
 
 class ListenerThreads:
     """
-    One thread for each bridge's listener. A failed one is started again after a pause.
+    One thread for each bridge's listener. It starts a failed listener again after a pause.
 
     Args:
-        listeners: of the bridges.
-        pauses: before the restart of a failed one.
+        listeners: the listeners of the bridges.
+        pauses: the pauses before the restart of a failed listener.
         beside: runs as long as the listeners.
         ends_with_all: True to set `ended`, and restart nothing, when every bridge has failed.
-        is_ending: returns True if it is too late for a start.
+        is_ending: returns True if the process is ending, so that nothing is started any more.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ def run_listeners(
         on_history_lost: overrides the option of this name.
         take_over: lead once, even if a bridge belongs to another environment or app.
         reason: the reason of that, for the audit record.
-        pauses: before the restart of a failed bridge.
+        pauses: the pauses before the restart of a failed bridge.
         beside: runs as long as the listeners.
 
     Returns:

@@ -4,7 +4,7 @@ Publish due runs: one message per run, followed by the commit task as a link, un
 A message is a hint. If publishing fails, the outcome is unknown, and the run is dispatched again later. The claim in
 MongoDB drops duplicates.
 
-If the broker is away, all runs wait. If it is there, it may reject one message that is too large or cannot be
+If the broker is down, all runs wait. Otherwise it may still reject one message that is too large or cannot be
 serialised. A change that exceeds `max_message_bytes` is stored, and travels by reference. For a broker with a lower
 limit, a change that is larger than `run_bytes` always travels alone. If a batch fails on two connections, its runs are
 tried one by one, the smallest first, on working connections. If a run fails on two of them while the broker accepts a
@@ -76,7 +76,7 @@ class RunPublisher:
 
     Args:
         app: the Celery app.
-        options: of the bridge.
+        options: the options of the bridge.
         queues: the queues to publish to.
         renewal: the term, whose key signs messages.
         activity: counts sent runs.
@@ -283,7 +283,7 @@ class RunPublisher:
         return self._producer
 
     def _demand_verdict(self) -> None:
-        """Wait for RabbitMQ's verdict: a rejected message, and all after it, show only at the channel's next call."""
+        """Wait for RabbitMQ's answer: a rejected message shows only at the channel's next call."""
         assert self._connection is not None, "publishing opens the connection"
         channel: Any = self._connection.default_channel
         channel.queue_declare(self._queues[0], passive=True)

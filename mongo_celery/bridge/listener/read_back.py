@@ -86,7 +86,7 @@ class ReadBack:
             self._find_missing(partition, backlog)
 
     def _judge(self, subscription: Subscription, partition: Partition, change: StoredChange) -> StoredChange:
-        """Judge an undeliverable change again by its bytes."""
+        """Check from its bytes whether an undeliverable change is deliverable now."""
         if change.refusal is None or change.refusal.lasts:
             return change
         whole = self._store.backlog.fetch(partition.partition_id, [change.data]).get(change.data, change)

@@ -44,7 +44,7 @@ class Done:
 
     Attributes:
         committed: comparable part of the committed token in a majority image. Empty if nothing is committed.
-        passed: the same, but not beyond the stored watermark. No change before it is read again.
+        passed: the smaller of `committed` and the stored watermark. Changes before this place are never read again.
     """
 
     committed: str
@@ -57,7 +57,7 @@ class Removal:
 
     Args:
         backlog: the collection of stored changes.
-        version: of the term.
+        version: the number of the term.
         bound: limit of the bridge's stored bytes.
     """
 
@@ -96,7 +96,7 @@ class Removal:
         If a handler has another partitioning now, all stored changes of an old partition are removed.
 
         Args:
-            images: of all led partitions, by `_id`.
+            images: the images of all led partitions, by `_id`.
             watermarks: the stored ones, by handler, from which a later term reads.
         """
         handlers = {partition_id.rsplit("/", 2)[0] for partition_id in images}

@@ -34,7 +34,7 @@ class Renewal:
 
     Args:
         leases: the lease.
-        keys: for signing messages.
+        keys: the keys for signing messages.
         term: the acquired term.
         ttl: seconds.
         patience: seconds without progress before the lease is given up. By default the ttl, but at least 15.

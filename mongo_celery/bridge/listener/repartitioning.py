@@ -88,10 +88,10 @@ class Repartitioning:
     The new partitionings of one term. The leading thread uses it.
 
     Args:
-        wiring: of the bridge.
-        watermarks: of this term.
+        wiring: the wiring of the bridge.
+        watermarks: the watermarks of this term.
         storing: its session reads the images.
-        snapshots: of this term. A switch in the middle of a chunk would run all of it again.
+        snapshots: the snapshots of this term. A switch in the middle of a chunk would run all of it again.
 
     Attributes:
         due_at: monotonic time of the next turn with work.
@@ -262,7 +262,7 @@ class Repartitioning:
         return subscription.stored is window.watermark
 
     def _obstacle(self, subscription: Subscription) -> str:
-        """Return the work that must end before a drain. Empty if there is none."""
+        """Describe the work that must end before a drain. Empty if there is none."""
         images = [partition.image for partition in subscription.partitions.values()]
         marks = [backlog.to for _, backlog in subscription.backlogs]
         token = self._token(subscription)
@@ -377,7 +377,7 @@ def _drain(subscription: Subscription, move: _Move, now: float) -> None:
 
 
 def _describe_rest(subscription: Subscription) -> str:
-    """Name the remaining work of a drain, and its worker."""
+    """Describe the remaining work of a drain, and name its worker."""
     stored = f", stored changes of {len(subscription.backlogs)} partitions" if subscription.backlogs else ""
     claims = [(each.image.index, each.image.claim) for each in subscription.in_flight if each.image.claim]
     running = "".join(

@@ -38,7 +38,7 @@ class Replaying:
     The replays of one term. One thread uses it.
 
     Args:
-        wiring: of the bridge.
+        wiring: the wiring of the bridge.
 
     Attributes:
         due_at: monotonic time of the next turn.
@@ -121,7 +121,7 @@ class Replaying:
 
 
 def _is_successor(replay: ReplayRequest, first: ReplayRequest) -> bool:
-    """Return True if one may have the same key as another that is earlier in the stream."""
+    """Return True if a dead letter may have the same key as one of the earlier ones."""
     if replay.partition != first.partition or replay.order <= first.order:
         return False
     return replay.hash == first.hash

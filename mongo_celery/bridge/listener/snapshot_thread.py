@@ -1,5 +1,5 @@
 """
-The snapshot thread: it requests owed snapshots, reads one chunk after another, and advances the records.
+The snapshot thread: it requests initial snapshots, reads one chunk after another, and stores the progress.
 
 A chunk is read in one sequence: note L, read its documents, note H, let the leading thread append them, and read again
 those that changed too fast. The record advances later, when all partitions have the chunk. Meanwhile the thread reads
@@ -68,7 +68,7 @@ class Attempts:
     The attempts at the next chunk of one snapshot in this term.
 
     Attributes:
-        gate: of the next attempt.
+        gate: the gate of the next attempt.
         errors: failures that no outage can explain.
         error: the reason of the last failure, in words. None without one.
         rows: largest number in the next attempt: halved after each failure, a quarter more after each success.
@@ -96,7 +96,7 @@ class Attempts:
 
 
 class RefusedChunkError(Exception):
-    """A chunk that must not be used, because its record or its collection changed. The next begin finds the reason."""
+    """A chunk must not be used, because its record or its collection has changed. The next chunk reports the reason."""
 
 
 class SnapshotThread:
@@ -104,9 +104,9 @@ class SnapshotThread:
     The thread of one term, and the data that it shares with the leading one.
 
     Args:
-        wiring: of the bridge.
+        wiring: the wiring of the bridge.
         led: the subscriptions of this term.
-        version: of this term.
+        version: the number of this term.
         room: largest number of bytes in a chunk.
         wake: ends the leading thread's wait.
 
@@ -152,7 +152,7 @@ class SnapshotThread:
         Start the thread of a term.
 
         Args:
-            owed: plans of subscriptions that begin with snapshots, each with the start pinned for that. (The start
+            owed: plans of subscriptions that begin with snapshots, each with its original start. (The start
                 itself moves back with a rewind.)
         """
         self._owed = list(owed)
@@ -173,14 +173,14 @@ class SnapshotThread:
         self.notify()
 
     def allow(self, names: frozenset[str]) -> None:
-        """Let chunks begin only for these subscriptions."""
+        """Set the subscriptions for which chunks may begin."""
         if names != self.allowed:
             self.allowed = names
             self.notify()
 
     @property
     def is_idle(self) -> bool:
-        """Return True if it has polled, and no snapshot was in progress or requested at that time."""
+        """Return True if the last poll found no snapshot in progress or requested."""
         return self.has_polled and not self.records
 
     def under_way(self) -> list[Chunk]:
@@ -198,7 +198,7 @@ class SnapshotThread:
         self.notify()
 
     def drop(self, chunk: Chunk, error: Exception | None = None) -> None:
-        """Drop a chunk, with a reason or to begin anew. Later results of its reading are ignored."""
+        """Drop a chunk, with a reason or to read it again. Late results of its reading are ignored."""
         chunk.error = error
         self.appended.pop(chunk.snapshot.id, None)
         if self.reading is chunk:
@@ -206,7 +206,7 @@ class SnapshotThread:
         self.notify()
 
     def choose(self) -> Snapshot | None:
-        """Return the next snapshot that may begin a chunk, in turn."""
+        """Return the next snapshot that may begin a chunk. Snapshots take turns."""
         records = sorted(self.records.values(), key=lambda each: each.id)
         waiting = [each for each in records if self._may_begin(each)] if self.reading is None else []
         after = next((each for each in waiting if each.id > self._last_begun), None)
@@ -254,7 +254,7 @@ class SnapshotThread:
             self._note_unread(error)
 
     def _poll(self) -> None:
-        """Find this term's running snapshots. Request owed ones, and take over those without an owner."""
+        """Find this term's running snapshots. Request missing initial ones, and adopt those without an owner."""
         self._poll_at = time.monotonic() + _POLL_SECONDS
         self._request_owed()
         found = self._store.read(running=True)
@@ -421,7 +421,7 @@ class SnapshotThread:
         self._wake()
 
     def _finish(self, record: Snapshot, begun: int) -> bool:
-        """Record that nothing is left to read. Return False if it is not this term's."""
+        """Record that nothing is left to read. Return False if the snapshot belongs to another term."""
         is_done = self._store.finish(record.id, self._version, begun)
         if is_done:
             logger.info(
@@ -433,7 +433,7 @@ class SnapshotThread:
         return is_done
 
     def _end(self, record: Snapshot, sentence: str, state: str = FAILED) -> bool:
-        """Record that it cannot continue. Return False if it is not this term's, or is not running."""
+        """Record that a snapshot cannot continue. Return False if it belongs to another term or is not running."""
         is_ended = self._store.fail(record.id, self._version, sentence, state)
         if is_ended:
             logger.error(
@@ -449,7 +449,7 @@ class SnapshotThread:
     # -- failures ------------------------------------------------------------------------------------
 
     def _postpone(self, record: Snapshot, error: Exception) -> None:
-        """Try again later, with less. If that cannot help, end only this snapshot."""
+        """Try again later, with a smaller chunk. If that cannot help, end only this snapshot."""
         if self._is_closed:
             return
         is_own = isinstance(error, ChunkFailedError | SnapshotFailedError)

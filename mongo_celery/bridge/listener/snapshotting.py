@@ -58,9 +58,9 @@ class Snapshotting:
     The leading thread's part in one term's snapshots.
 
     Args:
-        wiring: of the bridge.
+        wiring: the wiring of the bridge.
         led: the subscriptions of this term.
-        version: of this term.
+        version: the number of this term.
         wake: ends the leading thread's wait.
 
     Attributes:
@@ -86,7 +86,7 @@ class Snapshotting:
         return self.reads_again(name) or any(each.subscription.name == name for each in appended)
 
     def reads_again(self, name: str | None = None) -> bool:
-        """Return True if this subscription, or any, got part of a chunk whose rest is being read again."""
+        """Return True if this subscription (or any) got part of a chunk, and the rest is being read again."""
         chunk = self.thread.reading
         return chunk is not None and name in (None, chunk.subscription.name) and chunk.rounds > 0
 
@@ -182,7 +182,7 @@ class Snapshotting:
         self.thread.allow(names)
 
     def _is_stale(self, chunk: Chunk) -> bool:
-        """Return True if it belongs to another partitioning, or to a subscription that is not read."""
+        """Return True if a chunk belongs to another partitioning, or to a subscription that is not read."""
         subscription = chunk.subscription
         return self._led.get(subscription.name) is not subscription or subscription.lost
 

@@ -86,7 +86,7 @@ def find_starts(
     Return the start of each subscription. Pin missing ones.
 
     Args:
-        documents: of the subscriptions, by name, from the take-over.
+        documents: the documents of the subscriptions, by name, from the take-over.
 
     Raises:
         LeaseLostError: the term ended meanwhile.
@@ -129,7 +129,7 @@ def _start(document: Mapping[str, Any], version: int) -> Start:
 
 
 class _Pinning:
-    """Pins missing starts in one term. Each option has one place for all its handlers."""
+    """Stores the missing start positions of one term. Handlers with the same `start_from` get the same position."""
 
     def __init__(
         self, store: Store, client: MongoClient[dict[str, Any]], renewal: Renewal, options: BridgeOptions
@@ -219,7 +219,7 @@ def _describe_start(start_from: StartFrom) -> str:
 
 
 def _find_oldest(client: MongoClient[dict[str, Any]], place: Timestamp) -> Timestamp | None:
-    """Return the oldest oplog entry if it begins after a place. None if the oplog has the place, or is unreadable."""
+    """Return the oldest oplog entry if it is later than a place. None if it is not, or the oplog is unreadable."""
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             oplog = read_oplog(client)

@@ -87,14 +87,14 @@ class Storing:
     The stored changes of one term. The leading thread uses it.
 
     Args:
-        wiring: of the bridge.
+        wiring: the wiring of the bridge.
         led: the subscriptions of this term.
-        version: of this term.
+        version: the number of this term.
         share_behind: returns the share of the oplog's window after a subscription.
-        housekeeping: of this term.
+        housekeeping: the housekeeping of this term.
 
     Attributes:
-        session: for all reads that decide what may run: images and stored changes.
+        session: the session for all reads that decide what may run: images and stored changes.
         waits: why a change that should be stored is not, as a sentence. Empty if none waits.
     """
 
@@ -162,7 +162,7 @@ class Storing:
 
     def turn(self, now: float, *, at_end: bool) -> None:
         """
-        Do the due work in bounded time.
+        Do the due storing and reading back in bounded time.
 
         Args:
             at_end: True if the stream has no more changes now.
@@ -301,7 +301,7 @@ class Storing:
         return FULL if why is None and self._pressure.must_store else why
 
     def _lasting_block_reason(self, partition: Partition, now: float) -> str | None:
-        """Return the reason of a block that has lasted long enough. Later changes are stored once a second."""
+        """Return the reason of a block that has lasted for `spill_after`. Later changes are stored once a second."""
         why = block_reason(partition)
         if why is None:
             return None

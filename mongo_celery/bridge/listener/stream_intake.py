@@ -75,7 +75,7 @@ class StreamIntake:
     The intake of one term. The leading thread uses it. Any thread may call `wake` and `report`.
 
     Args:
-        wiring: of the bridge.
+        wiring: the wiring of the bridge.
         scope: the stream.
         led: the subscriptions of this term.
         storing: knows if the buffer is full.
@@ -117,12 +117,12 @@ class StreamIntake:
 
     @property
     def has_stream(self) -> bool:
-        """Return True if the stream is read."""
+        """Return True if the stream has a reader."""
         return self._reader is not None
 
     @property
     def is_alive(self) -> bool:
-        """Return True if the reader is running or has items that are not taken in."""
+        """Return True if the reader is running, or has delivered items that are not taken in yet."""
         return self._reader is None or self._reader.is_running or self._has_item()
 
     @property
@@ -170,7 +170,7 @@ class StreamIntake:
             self._status, self._reader = replace(self._reader.status), None
 
     def hurry(self) -> None:
-        """Let the stream report its place soon, while a thread waits for it."""
+        """Make the reader report its position quickly, while a thread waits for it."""
         if self._reader is not None:
             self._reader.set_low_latency(self.is_hurried or self._snapshots.is_busy)
 
@@ -256,10 +256,7 @@ class StreamIntake:
                 self._batch, self._at = self._queue.get(timeout=seconds), 0
 
     def report(self) -> dict[str, Any]:
-        """
-        Return the state of reading. A silence counts only after some seconds, so that reports do not
-        always differ.
-        """
+        """Return the state of reading. Short pauses between reads are not reported."""
         if self._reader is None:
             return {"unreadSeconds": 0, "readingWaits": None}
         status = self._reader.status

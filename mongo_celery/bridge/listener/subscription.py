@@ -60,8 +60,8 @@ class Dispatch:
     Attributes:
         partition: its partition, which is notified of the message's outcome.
         task_name: the handler's task.
-        label: for logs and monitors, in place of the arguments. Without document contents.
-        queue: of its partition.
+        label: the label for logs and monitors, in place of the arguments. Without document contents.
+        queue: the queue of its partition.
         commits: True if the commit task follows. Otherwise the execution writes everything.
         size: bytes of its changes. The encoded message is larger.
     """
@@ -99,7 +99,7 @@ class Subscription:
         undeliverable: partitions that may have an undeliverable, unstored change.
         too_large: partitions whose next change is too large for a message, and not stored yet.
         run_size: largest number of changes in a run.
-        feedback: tells whether it seems to trigger itself.
+        feedback: detects whether the handler seems to trigger itself.
         has_replays: True if partitions have dead letters to replay.
         has_ended_replay: True if a sent dead letter is no longer in flight, so another may be next.
         counted: stored and refused changes since these numbers were last read.
@@ -160,7 +160,7 @@ class Subscription:
 
     @property
     def is_stopped(self) -> bool:
-        """Return True if its partition rule is unknown: nothing is read for it until it has other partitions."""
+        """Return True if the partition rule is unknown, so that nothing is read until there are new partitions."""
         return self.plan.layout.key != self.plan.partitioner.layout_key
 
     @property
@@ -251,7 +251,7 @@ class Subscription:
     # -- stored changes ----------------------------------------------------------------------------
 
     def _follow_stored(self, partition: Partition) -> None:
-        """Take in a new mark of a partition, and forget its committed stored changes."""
+        """Apply a new mark of a partition, and forget its committed stored changes."""
         backlog, image = partition.backlog, partition.image
         marked = image.stored["to"] if image.stored is not None else ""
         if backlog is None:

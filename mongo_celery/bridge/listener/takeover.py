@@ -124,8 +124,9 @@ def find_undeliverable(
     Return the partitions of the stored undeliverable changes that will be read again, by place.
 
     Args:
-        name: of the subscription.
-        rule: in force. By document key each change goes to its storing partition, so nothing is looked up.
+        name: the name of the subscription.
+        rule: the partition rule in force. If it is the document key, the result is empty, because each change goes to
+            the partition that stores it anyway.
         watermark: the place from which the stream is read again. None for its start.
     """
     found: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """
 Runs that no worker claims in time: their messages are lost, or no worker consumes their queue.
 
-One rule decides about such a run's message:
+This table decides about the message of such a run:
 
 | the broker | the run |
 |---|---|
@@ -152,9 +152,9 @@ class UnclaimedRuns:
 
     Args:
         app: the Celery app.
-        options: of the bridge.
-        housekeeping: of the term.
-        watch: of the broker.
+        options: the options of the bridge.
+        housekeeping: the housekeeping of the term.
+        watch: the watch of the broker.
     """
 
     def __init__(self, app: Celery, options: BridgeOptions, housekeeping: Housekeeping, watch: BrokerWatch) -> None:

@@ -34,9 +34,9 @@ class Watermarks:
     Stores the watermarks of one term, and its report in the lease.
 
     Args:
-        store: of the watermarks. The term guards each write.
+        store: the collection of the watermarks. The term guards each write.
         renewal: the term.
-        fingerprint: of the stream of the tokens.
+        fingerprint: the fingerprint of the stream of the tokens.
         report: returns the listener's facts for `status`.
 
     Attributes:
@@ -67,7 +67,7 @@ class Watermarks:
             self.store(subscriptions, now)
 
     def _make_report(self) -> Mapping[str, Any]:
-        """Return a storable report. If that fails, return an empty one, which must not end a term."""
+        """Return the report for the lease. If that fails, return an empty one: a report must not end a term."""
         try:
             report = self._report()
             bson.encode(report)
@@ -83,7 +83,7 @@ class Watermarks:
         return report
 
     def store(self, subscriptions: Collection[Subscription], now: float) -> None:
-        """Store moved watermarks. A failure is harmless, because the next call stores more."""
+        """Store watermarks that have moved. A failure is harmless, because the next call repeats it."""
         self._flushed_at = now
         try:
             self._advance(subscriptions)

@@ -68,7 +68,7 @@ class Act:
 
     Attributes:
         line: the beginning of displayed commands.
-        name: of the command.
+        name: the name of the command.
         words: its arguments, as typed. None is omitted.
         options: its command line options. None and False are omitted.
         by: the person or program that acts.
@@ -195,7 +195,7 @@ def _store_record(wiring: Wiring, store: Store, act: Act) -> None:
 
 @contextmanager
 def reached(wiring: Wiring) -> Iterator[Store]:
-    """Give the store after the primary has answered once. Errors name the missing right or state."""
+    """Yield the store after the primary has answered once. Errors name the missing right or state."""
     try:
         wiring.reach()
         yield wiring.store

@@ -72,7 +72,7 @@ class Facts:
         stored: numbers of stored changes by partition, as far as counted.
         first: token and key of each partition's first stored change, as far as read.
         missing: partitions whose stored changes are lost.
-        identity: of the bridge in this process. None if a source cannot work.
+        identity: the identity of the bridge in this process. None if a source cannot work.
     """
 
     options: BridgeOptions
@@ -234,8 +234,8 @@ def _is_bare(wiring: Wiring, partition_id: str) -> bool:
     """
     Return True if a partition has no stored changes although its mark promises some.
 
-    The session has seen the mark, so no old primary can cause this. The partition is read twice, because committed
-    changes are removed.
+    The session has already read the mark, so an outdated primary cannot cause a wrong answer. The partition is read
+    again, because committed changes may have been removed meanwhile.
     """
     store = wiring.store
     with open_session(wiring.client, causal_consistency=True) as session:

@@ -38,13 +38,11 @@ class LeaderStatus:
     The listener that leads.
 
     Attributes:
-        host: its machine.
-        pid: its process on that machine.
-        since: when its term began.
+        since: start of its term.
         app: name of its Celery app.
         handlers: names of the handlers that it serves.
-        changed: handlers that this process defines differently.
-        partitions: partitions of new handlers.
+        changed: handlers that the printing process defines differently.
+        partitions: number of partitions of new handlers.
     """
 
     host: str | None
@@ -71,12 +69,12 @@ class ClaimStatus:
 
     Attributes:
         owner: id of this execution.
-        process: the worker's process, for people.
-        seconds: how long the claim has been held.
+        process: the worker's process, as readable text.
+        seconds: age of the claim.
         first: number of its first change.
         last: number of its last change.
-        until: when it lapses.
-        live: true until it lapses.
+        until: time at which the claim lapses.
+        live: true until the claim lapses.
     """
 
     owner: str
@@ -91,14 +89,14 @@ class ClaimStatus:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredChanges:
     """
-    The changes of a partition that are stored.
+    The stored changes of a partition.
 
     Attributes:
-        count: how many. None if counting took too long.
-        since: when the first of them was stored.
-        reason: why storing began.
-        to: resume token of the last one.
-        missing: true if they are gone.
+        count: number of changes. None if counting took too long.
+        since: time at which the first change was stored.
+        reason: the state in which storing began.
+        to: resume token of the last stored change.
+        missing: true if the stored changes are gone.
     """
 
     count: int | None
@@ -114,25 +112,23 @@ class PartitionStatus:
     One partition of a handler.
 
     Attributes:
-        partition: its number.
         queue: the Celery queue of its runs.
         state: `flowing`, `halted`, `paused`, `waiting`, `retrying`, or `not_led` (no listener has the handler).
         committed: number of the last change that is committed.
         token: resume token of that change.
-        fencing_token: that of its last execution.
-        claim: of the running execution, or one without a result.
+        fencing_token: fencing token of the last execution.
+        claim: claim of an execution that runs, or ended without a result.
         handled: number of the last successful, uncommitted change.
         key: the blocked change: namespace, operation, document key.
         key_token: resume token of that change.
-        since: when it was halted, or began to wait.
-        error: of the last attempt.
+        since: time of the halt, or start of the wait.
+        error: error of the last attempt.
         retries: attempts that ended with a retry.
         crashes: attempts that ended without a result.
-        waits: attempts that met an outage of MongoDB or the broker.
-        due_seconds: time until its change runs again.
-        oldest_seconds: age of its blocked or first stored change.
-        stored: its stored changes.
-        parked_keys: parked keys.
+        waits: attempts that failed because MongoDB or the broker was away.
+        due_seconds: time until the blocked change runs again.
+        oldest_seconds: age of the blocked or first stored change.
+        stored: stored changes.
     """
 
     partition: int
@@ -157,12 +153,12 @@ class PartitionStatus:
 
     @property
     def is_blocked(self) -> bool:
-        """Return True if its next change cannot run now."""
+        """Return True if the next change of the partition cannot run now."""
         return self.state in BLOCKED
 
     @property
     def is_running(self) -> bool:
-        """Return True if a worker handles its changes at this moment."""
+        """Return True if a worker is handling changes of the partition now."""
         return self.handled is not None or (self.claim is not None and self.claim.live)
 
 
@@ -172,9 +168,9 @@ class HistoryLoss:
     A position that the oplog no longer reaches.
 
     Attributes:
-        since: when the listener noticed it.
-        at: the position.
-        oldest: the oplog's oldest entry at that time.
+        since: time at which the listener noticed it.
+        at: time of the position.
+        oldest: time of the oplog's oldest entry then.
         error: the server's message.
     """
 
@@ -195,7 +191,13 @@ class OplogGap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepartitioningStatus:
-    """New partitions that a handler will get: how many, since when, and why it `waits`."""
+    """
+    The new partitions that a handler will get.
+
+    Attributes:
+        since: start of the repartitioning.
+        waits: reason why they are not in use yet.
+    """
 
     partitions: int
     since: datetime | None
@@ -204,7 +206,7 @@ class RepartitioningStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedbackStatus:
-    """Changes of one `key` in a row, each written during the handling of the one before. `count` is rounded down."""
+    """A series of changes of one `key`, each written while the previous one was handled. `count` is rounded down."""
 
     key: str
     count: int
@@ -217,27 +219,23 @@ class HandlerStatus:
     One handler.
 
     Attributes:
-        name: its name.
-        state: of its worst partition. Or `new`, `unregistered` (not in this app),
+        state: the state of its worst partition, or `new`, `unregistered` (not in this app),
             `history_lost`, `stopped` or `match_refused` (see `error`).
-        error: why it is stopped, or why the server refuses its `match`.
-        committed: sum of its partitions.
+        error: reason of the state `stopped`, `history_lost` or `match_refused`.
+        committed: number of committed changes.
         per_second: committed changes a second. None without a listener.
         lag_seconds: age of its oldest unhandled change, blocked or not.
-        watermark: its watermark, a resume token.
+        watermark: resume token of the watermark.
         watermark_at: time of the watermark.
         oplog_left_seconds: time until an oplog gap.
-        oplog_share: share of the oplog's window. At 1, unread changes are lost.
-        stored: its stored changes. None if counting took too long.
-        dead_letters: its dead letters.
-        parked_keys: sum of its partitions.
+        oplog_share: used share of the oplog's window. At 1, unread changes are lost.
+        stored: number of stored changes. None if counting took too long.
         commit: `chain` or `inline`.
-        time_limit: seconds after which Celery ends a call.
-        lost: its oplog gap.
-        gaps: changes that it skipped.
-        repartitioning: set while new partitions are prepared.
-        feedback: set if it seems to cause its own changes.
-        partitions: its partitions.
+        time_limit: seconds after which Celery ends the handler.
+        lost: the present oplog gap.
+        gaps: changes that were skipped.
+        repartitioning: present while new partitions are prepared.
+        feedback: present if the handler seems to trigger itself.
     """
 
     name: str
@@ -287,11 +285,11 @@ class BacklogStatus:
     All stored changes of a bridge.
 
     Attributes:
-        count: how many. None if counting took too long.
-        bytes: their size. None without a listener.
+        count: number of changes. None if counting took too long.
+        bytes: size of the changes. None without a listener.
         limit: `spill_bytes`.
         share: `bytes` divided by `limit`.
-        waits: why changes wait to be stored.
+        waits: reason why changes are not stored.
     """
 
     count: int | None
@@ -303,7 +301,14 @@ class BacklogStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Undeliverable:
-    """A message that the broker rejects while it accepts others: partition, change, bytes, error, and its time."""
+    """
+    A message that the broker rejects while it accepts others.
+
+    Attributes:
+        key: the change of the message.
+        bytes: size of the message.
+        since: time of the first rejection.
+    """
 
     partition: str
     key: str
@@ -314,7 +319,12 @@ class Undeliverable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageFailure:
-    """A partition whose changes MongoDB does not store: the error, and the time of the first one."""
+    """
+    A partition whose changes MongoDB does not store.
+
+    Attributes:
+        since: time of the first error.
+    """
 
     partition: str
     error: str
@@ -327,9 +337,8 @@ class UnservedQueues:
     Queues from which no worker has taken a message for longer than `dispatch_grace`.
 
     Attributes:
-        queues: their names.
         answered: true if workers answered the listener.
-        unclaimed: true if workers take messages, and claim nothing.
+        unclaimed: true if workers take messages, but start no change.
     """
 
     queues: tuple[str, ...]
@@ -339,7 +348,14 @@ class UnservedQueues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetterGroup:
-    """Dead letters of one handler with the same error: their number among the newest 1000, and the newest of them."""
+    """
+    Dead letters of one handler with the same error.
+
+    Attributes:
+        count: their number among the newest 1000 of the bridge.
+        newest_at: time of the newest dead letter.
+        newest_id: id of the newest dead letter.
+    """
 
     handler: str
     error: str
@@ -354,17 +370,16 @@ class SnapshotStatus:
     One snapshot of a collection for a handler.
 
     Attributes:
-        id: its id in `changes snapshot`.
         source: the collection.
         state: `running`, `done`, `source gone`, `stopped` or `failed`.
-        done: rows that were read.
-        estimated: rows at the start.
+        done: number of rows read.
+        estimated: estimated number of rows.
         per_second: rows a second, on average.
-        remaining_seconds: estimated time until its end.
-        since: when it was requested.
-        moved_at: when it last read rows, or ended.
-        by: who requested it.
-        reason: why it failed, or why it waits.
+        remaining_seconds: estimated time until the end.
+        since: time of the request.
+        moved_at: time of the last read rows, or of the end.
+        by: user who requested it.
+        reason: reason of a failure or a wait.
     """
 
     id: str
@@ -387,9 +402,9 @@ class Workers:
     The workers that answered.
 
     Attributes:
-        answered: how many.
-        serving: how many consume queues of this bridge.
-        slots: tasks that these can run at a time.
+        answered: number of workers.
+        serving: number of workers that consume queues of this bridge.
+        slots: number of tasks that `serving` workers can run at a time.
     """
 
     answered: int
@@ -403,44 +418,42 @@ class BridgeSnapshot:
     A bridge at one moment.
 
     Attributes:
-        bridge: its name.
-        at: when it was read, by the cluster's clock.
+        at: time of the snapshot, by the cluster's clock.
         state: `leading`, `no_listener`, `never_started`, `failed` or `history_lost` (see `error`), or `unknown`.
-        error: why the last listener ended.
+        error: error that ended the last listener.
         leader: the listener that leads.
         standbys: listeners that wait for the lease.
-        unled_seconds: time since a listener was last running.
-        term: number of the last term.
+        unled_seconds: time without a running listener.
+        term: number of the last leading listener.
         difference: why this bridge belongs to another app or environment.
         lag_seconds: age of the oldest unhandled change.
-        per_second: sum of the handlers.
+        per_second: committed changes a second, of all handlers.
         oplog_seconds: the oplog's window. None if it cannot be read.
-        in_flight: runs that were sent and are not finished.
+        in_flight: runs that were sent and have not ended.
         buffered: changes in the listener's memory.
         caught_up: true if all changes are handled, and none is blocked.
         reported_at: time of the leader's last report.
         unread_seconds: time since the last read of the stream.
-        reading_waits: a full buffer, or the stream's last error.
+        reading_waits: reason why nothing is read: a full buffer, or the stream's last error.
         broker_down: true if the listener cannot publish.
-        untaken: queues that no worker takes from.
-        sent_again: handlers whose runs some worker takes and does not claim, for a minute.
-        undeliverable: some messages that the broker rejects.
-        undeliverable_count: number of all such messages.
-        not_stored: some partitions that MongoDB does not store.
-        not_stored_count: number of all such partitions.
-        locked: some partitions that an open transaction locks.
-        dropped: messages that workers have ever dropped, by reason.
-        dropped_lately: reasons within the last hour.
+        untaken: queues from which no worker takes messages.
+        sent_again: handlers whose messages a worker has taken for a minute without starting them.
+        undeliverable: examples of messages that the broker rejects.
+        undeliverable_count: number of rejected messages.
+        not_stored: examples of partitions whose changes MongoDB does not store.
+        not_stored_count: number of these partitions.
+        locked: examples of partitions that an open transaction locks.
+        dropped: number of messages that workers have ever dropped, by reason.
+        dropped_lately: reasons of drops within the last hour.
         foreign_sender: claimed `pid@host` of the last dropped foreign message.
-        partitions: partitions of new handlers in this process.
+        partitions: number of partitions of new handlers in the printing process.
         backlog: all stored changes.
-        dead_letters: number of dead letters.
-        dead_letter_groups: the newest 1000, the largest group first.
-        oversized: the error of the newest one of these 1000 that was too large.
+        dead_letter_groups: the newest 1000 dead letters in groups, the largest first.
+        oversized: error of the newest dead letter that was too large to read.
         handlers: all handlers, by name.
-        snapshots: running, failed, stopped and last ended ones.
-        workers: None if they were not asked.
-        note: checks that were left out, and their command.
+        snapshots: running, failed, stopped and recently ended snapshots.
+        workers: the workers that answered. None if no worker was asked.
+        note: checks that were omitted, and the command for them.
         findings: problems, the worst first.
     """
 
@@ -496,13 +509,13 @@ class BridgeSnapshot:
 
     @property
     def last_snapshots(self) -> list[SnapshotStatus]:
-        """The snapshot of each handler and collection: the running one, otherwise the last one."""
+        """The current snapshot of each handler and collection: the running one, otherwise the last one."""
         known = sorted(self.snapshots, key=lambda each: each.state == "running")
         return list({(each.handler, each.source): each for each in known}.values())
 
     @property
     def current_snapshots(self) -> list[SnapshotStatus]:
-        """Those that run, have failed and are not replaced, or have ended within the last hour."""
+        """The snapshots that are running, have failed and were not replaced, or have ended within the last hour."""
         last = {each.id for each in self.last_snapshots if each.state in _CURRENT}
         return [each for each in self.snapshots if each.id in last or self._is_recent(each)]
 

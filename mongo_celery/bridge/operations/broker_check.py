@@ -72,12 +72,12 @@ def judge_confirms(quorum: Sequence[str], names: Collection[str], transport_opti
     """
     missing = [name for name in _CONFIRMED if not transport_options.get(name)]
     if not missing:
-        return ok("broker_confirms", "RabbitMQ confirms every message, and senders wait for that only a limited time.")
+        return ok("broker_confirms", "RabbitMQ confirms every message, and senders do not wait forever for it.")
     own = [name for name in quorum if name in names]
     whose = f"Queues of the bridge are quorum queues ({list_some(own)})"
     if not own:
         whose = f"Other queues of this app are quorum queues ({list_some(quorum)})"
-    effect = "While a queue elects its leader, a process that sends a message may wait without end."
+    effect = "While a queue elects its leader, a process that sends a message may wait forever."
     if "confirm_publish" in missing:
         effect = "RabbitMQ does not confirm messages. While a queue elects its leader, messages are lost unnoticed."
     fix = f"Set {', '.join(missing)} in broker_transport_options."
@@ -85,7 +85,7 @@ def judge_confirms(quorum: Sequence[str], names: Collection[str], transport_opti
 
 
 def judge_prefetch(multiplier: int) -> Finding:
-    """Judge how many messages wait after slow ones. That costs time, never order."""
+    """Judge how many messages may wait behind slow ones. This affects time, never order."""
     text = f"worker_prefetch_multiplier is {multiplier}"
     if 1 <= multiplier <= _PREFETCH_DEFAULT:
         return ok("prefetch", f"{text}, so few changes wait for slow handlers of other partitions.")

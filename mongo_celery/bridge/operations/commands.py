@@ -88,7 +88,7 @@ class _Command:
     undo: str = ""
 
     def judge(self, image: Image, unable: str | None = None) -> PartitionResult:
-        """Return the judgement for a partition as read. `unable` is the reason why nothing would run its change."""
+        """Return the result for a partition as read. `unable` is the reason why nothing would run its change."""
         if self.fits(image):
             return self.report(image, "planned") if unable is None else self.report(image, "unfit", unable)
         if not self.idle and image.state == self.after:
@@ -254,7 +254,7 @@ def _apply_command(partitions: Partitions, command: _Command, image: Image) -> P
 
 
 def _describe_results(done: str, results: Sequence[PartitionResult]) -> list[str]:
-    """Return the reasons why some partitions are left as they are, then a line for each handler with the others."""
+    """Return the reasons why some partitions do not change, then one line per handler about the others."""
     indexes: dict[str, list[int]] = {}
     for each in results:
         if each.result in {"done", "planned"}:
@@ -321,7 +321,7 @@ def _keep_change(act: Act, partitions: Partitions, image: Image) -> bool:
 
 
 def _find_unable(act: Act, images: Sequence[Image], handler: str | None) -> dict[tuple[str, int], str]:
-    """Return the partitions whose next change nothing here would run, with reasons. A named handler is refused."""
+    """Return the partitions whose next change this app cannot run, with reasons. Refuse such a named handler."""
     store, served = act.wiring.store, {each.name for each in act.wiring.handlers}
     if handler is not None and handler not in served:
         raise CommandRefusedError(f"Handler {handler} {UNSERVED}.")

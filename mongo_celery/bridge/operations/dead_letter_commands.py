@@ -54,7 +54,7 @@ class DeadLetterResult(PartResult):
     The effect of a command on one dead letter.
 
     Attributes:
-        id: of the dead letter.
+        id: the id of the dead letter.
         follow: number of dead letters of the same parked key that were not chosen and are replayed after it.
     """
 
@@ -95,8 +95,8 @@ class DeadLetterChoice(TypedDict, total=False):
     A selection of dead letters.
 
     Attributes:
-        ids: only these, by beginnings of their ids or whole `_id`s.
-        key: only of this document, by its `_id` as JSON or text.
+        ids: only dead letters with these ids, beginnings of ids, or whole `_id`s.
+        key: only dead letters of the document with this `_id`, as JSON or text.
         since: only those that became dead letters at this time or later.
         until: only those that became dead letters before this time.
         limit: largest number, 1000 by default. All named `ids` are taken.
@@ -169,7 +169,7 @@ def plan_discard(act: Act, found: Found) -> Plan:
 def _plan_on_dead_letters(
     act: Act, found: Found, steps: Callable[[], Iterator[Step]], done: str, question: str
 ) -> Plan:
-    """Plan an action on each dead letter. `done` describes it in messages."""
+    """Plan an action on each dead letter. `done` is its participle in messages."""
     ids = short_ids(found.ids)
 
     def describe(results: Sequence[DeadLetterResult]) -> list[str]:

@@ -217,7 +217,7 @@ def _judge_progress(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding
 
 
 def _judge_workers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]:
-    """Judge by the workers' answers, if queried, otherwise by their unfinished work."""
+    """Judge whether workers take messages, from their answers if queried, otherwise from unfinished runs."""
     untaken, start = seen.untaken, line.celery("worker")
     queues = list_some(untaken.queues) if untaken else ""
     if untaken and untaken.unclaimed:
@@ -293,14 +293,14 @@ def _judge_broker(seen: BridgeSnapshot, _line: CommandLine) -> Iterator[Finding]
     if seen.undeliverable:
         first, others = seen.undeliverable[0], seen.undeliverable_count - 1
         more, waits = (f", and {others} more", "Their partitions wait") if others else ("", "Its partition waits")
-        text = f"The broker rejects the message of {shorten(first.key)} ({size(first.bytes)}){more} since "
+        text = f"The broker has rejected the message of {shorten(first.key)} ({size(first.bytes)}){more} since "
         text += f"{moment(first.since)}: {shorten(first.error)}. {waits}. Raise the broker's limit on the size of a "
         text += "message, or lower max_message_bytes."
         yield failing("broker_rejects", text)
     if seen.not_stored:
         one, rest = seen.not_stored[0], seen.not_stored_count - 1
         more = f", and of {number(rest, 'more partition', 'more partitions')}" if rest else ""
-        text = f"Since {moment(one.since)}, MongoDB does not store changes of {one.partition}{more}: "
+        text = f"Since {moment(one.since)}, MongoDB has not stored changes of {one.partition}{more}: "
         text += f"{shorten(one.error)}. These changes wait in the listener's memory. Make room on MongoDB's disk, or "
         text += "grant the listener's user readWrite on the collection backlog of the state database."
         yield failing("not_stored", text)
@@ -319,8 +319,8 @@ def _judge_handler(handler: HandlerStatus, seen: BridgeSnapshot, line: CommandLi
         yield failing("stopped", f"{name} is stopped: {handler.error}")
     if (fed := handler.feedback) is not None:
         text = f"Since {moment(fed.since)}, {name} got {fed.count} changes of {shorten(fed.key)} in a row, each "
-        text += "written while it handled the previous one. If the handler writes to its own source, it causes its own "
-        yield degraded("fed_back", f"{text}changes without end. Then let it watch only other fields, with fields=.")
+        text += "written while it handled the previous one. If the handler writes to its own source, it triggers "
+        yield degraded("fed_back", f"{text}itself forever. Then let it watch only other fields, with fields=.")
     if (lost := handler.lost) is not None:
         text = f"{name} is stopped: the oplog begins at {moment(lost.oldest)}, after the handler's position. Let it "
         text += "continue at the oldest entry of the oplog, or now. Repair the effects of the skipped changes manually."
@@ -338,7 +338,8 @@ def _judge_handler(handler: HandlerStatus, seen: BridgeSnapshot, line: CommandLi
         yield failing("backlog_missing", text)
     new = handler.repartitioning
     if new is not None and handler.state != "stopped" and _seconds(new.since, seen.at) >= REPARTITIONING_SECONDS:
-        text = f"{name} waits for its {new.partitions} new partitions since {moment(new.since)}: {shorten(new.waits)}. "
+        text = f"{name} has waited for its {new.partitions} new partitions since {moment(new.since)}: "
+        text += f"{shorten(new.waits)}. "
         yield degraded("repartitioning", f"{text}Until then it uses the old ones.")
 
 
@@ -390,7 +391,9 @@ def _judge_blocked(handler: HandlerStatus, line: CommandLine) -> Iterator[Findin
         yield degraded("paused", f"{text}Changes are stored until you resume.", *commands(paused, "resume"))
     if waiting := sorted(handler.list_partitions("waiting"), key=lambda each: str(each.since)):
         first = waiting[0]
-        text = f"{_where(handler, waiting)} {'waits' if len(waiting) == 1 else 'wait'} since {moment(first.since)}, "
+        text = (
+            f"{_where(handler, waiting)} {'has' if len(waiting) == 1 else 'have'} waited since {moment(first.since)}, "
+        )
         text += f"after {number(first.waits, 'attempt', 'attempts')}: {shorten(first.error)}. Restore that server, or "
         text += (
             "the worker's connection to it. The change then runs within half a minute. To run it immediately, retry."

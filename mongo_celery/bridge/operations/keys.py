@@ -1,4 +1,4 @@
-"""A typed key, and the partition of its changes."""
+"""A key as an operator types it, and the partition of its changes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class BlockedChange:
         token: its resume token's `_data`, for a `skip` of this change only. None if unknown.
         error: the reason of its halt, last failure or wait, or why it cannot be delivered.
         attempts: number of attempts.
-        traceback: of the error that halted it. Empty if none is stored.
+        traceback: the traceback of the error that halted it. Empty if none is stored.
         since: when it halted, began to wait for MongoDB or the broker, or was stored.
         bytes: size of the event. None if it is not stored.
         event: as relaxed extended JSON. None if it is not stored or unreadable.
@@ -79,7 +79,7 @@ class Whereabouts:
         key: in Python's form, because a number and an equal-looking text are different keys.
         status: the partition of its changes.
         handled_until: all changes of the key before this time are handled, except those below.
-        lasts: True if nothing is left to do, so that this time advances with each report of the listener.
+        lasts: True if nothing is left to do for the key. Then each report of the listener advances `handled_until`.
         blocked: True if the partition is blocked at a change of this key.
         running: True if a worker runs changes of the key now, or of the partition if the keys are unknown.
         stored: number of further stored changes of the key. None if there are too many to search.
@@ -214,7 +214,7 @@ def find_whereabouts(wiring: Wiring, handler: str, text: str, source: str | None
 
 
 def _look_through(store: Store, partition_id: str, status: PartitionStatus, hash_: int) -> tuple[int | None, bool]:
-    """Return the number of a key's stored changes, and whether one runs. A running or blocking one counts once."""
+    """Return the number of a key's stored changes, and whether one of them runs. No change counts twice."""
     if status.stored is None:
         return 0, status.is_running
     lines = store.backlog.outline(partition_id, status.token or "", status.stored.to, STORED_MAX + 1)

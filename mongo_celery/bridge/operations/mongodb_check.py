@@ -34,7 +34,7 @@ Collections = Mapping[str, Mapping[str, Any]]
 """The server's facts about collections, by name."""
 
 OPLOG_HOURS_MIN = 24
-"""With less reach in a full oplog, a listener that is away for a night loses history."""
+"""If a full oplog covers less time, a listener that is down for a night loses changes."""
 
 _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})

@@ -40,7 +40,7 @@ class Operations:
     - `DeploymentError`: the deployment cannot serve a bridge, or a right is missing.
 
     Args:
-        wiring: of the bridge.
+        wiring: the wiring of the bridge.
         by: the acting person, for the audit record. By default this process's user and host.
         line: the beginning of commands in plans.
     """
@@ -69,7 +69,7 @@ class Operations:
         Args:
             handler: its name. None for all handlers of the bridge.
             partition: its index. None for all partitions.
-            reason: for the audit record.
+            reason: the reason for the audit record.
         """
         return commands.plan_command(self._act("pause", handler, partition, reason=reason), handler, partition)
 
@@ -98,7 +98,7 @@ class Operations:
             handler: its name.
             partition: its index. None for all halted partitions of the handler.
             discard: True to store nothing of the changes.
-            reason: for the audit record.
+            reason: the reason for the audit record.
         """
         act = self._act("skip", handler, partition, reason=reason, discard=discard)
         return commands.plan_skip(act, handler, partition, discard=discard)
@@ -125,7 +125,7 @@ class Operations:
             to: `oldest`, `now`, a time (UTC without an offset), or a resume token, which means its time.
             key: move only the partition of this key: a document's `_id`, or the value of `partition_by`.
             source: the collection of the key, as `db.collection`, if the handler has several.
-            reason: for the audit record.
+            reason: the reason for the audit record.
         """
         place = to.replace(tzinfo=to.tzinfo or UTC).isoformat() if isinstance(to, datetime) else to
         act = self._act("reset", handler, reason=reason, to=place, key=key, source=source)
@@ -141,7 +141,7 @@ class Operations:
             handler: its name.
             dead_letters: True to also remove its dead letters. Otherwise there must be none.
             stamps: collections, as `db.collection`, whose documents lose the handler's stamps.
-            reason: for the audit record.
+            reason: the reason for the audit record.
         """
         act = self._act("remove", handler, reason=reason, dead_letters=dead_letters, stamps=list(stamps))
         return handler_removal.plan_remove(act, handler, dead_letters=dead_letters, stamps=stamps)
@@ -165,7 +165,7 @@ class Operations:
             sources: collections that it watches. By default all.
             match: a condition on events, as extended JSON.
             rate: most documents per second.
-            reason: for the audit record.
+            reason: the reason for the audit record.
         """
         act = self._act("snapshot start", handler, reason=reason, source=list(sources), match=match, rate=rate)
         return snapshot_commands.plan_start(act, handler, sources=sources, match=match, rate=rate)
@@ -202,7 +202,7 @@ class Operations:
         Args:
             handler: only those of this handler.
             over_newer: True to let them overwrite data of newer changes in `fenced()` targets.
-            reason: for the audit record.
+            reason: the reason for the audit record.
             choice: `ids`, `key`, `since`, `until`, `limit`: see `DeadLetterChoice`.
         """
         found = dead_letter_commands.find(self._wiring, handler, **choice)
@@ -235,7 +235,7 @@ class Operations:
 
         Args:
             overlap: seconds for which the old key is accepted afterwards. 0 if others know the key.
-            reason: for the audit record.
+            reason: the reason for the audit record.
         """
         wiring = self._wiring
         act = self._act("rotate-key", reason=reason, overlap=overlap)

@@ -1,8 +1,8 @@
 """
 Places in the stream as people write them: a time, a resume token, the oldest entry, now.
 
-A place is a cluster time within the oplog, before all changes of that time. A token means its time. Tokens of another
-stream or cluster look the same, so nothing else in a token is used.
+A place is a cluster time within the oplog, before all changes of that time. Only the time in a token is used, because
+tokens of another stream or cluster look the same.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _read_move(
     act: Act, store: Store, document: Mapping[str, Any], text: str, key: str | None, source: str | None
 ) -> tuple[Move, dict[str, Any]]:
     """
-    Read the effect of moving a handler to a place.
+    Read the state, and compute the effect of moving a handler to a place.
 
     Returns:
         The move, and the plan's fields. `partitions` are moved, or some of their work ends. `reread` are the others
@@ -224,7 +224,7 @@ def _find_own_place(image: Image) -> str:
 
 
 def _is_busy(image: Image) -> bool:
-    """Return True if work runs or is blocked in a partition. It ends if nothing was committed there."""
+    """Return True if a partition has running or blocked work, which a move ends."""
     return image.claim is not None or image.head is not None or image.retry is not None
 
 

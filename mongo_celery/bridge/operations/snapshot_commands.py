@@ -40,7 +40,7 @@ class SnapshotResult(PartResult):
     Attributes:
         source: the collection.
         estimated: number of its documents. None if the right is missing.
-        state: of its snapshot before the command. None if there was none.
+        state: the state of its snapshot before the command. None if there was none.
     """
 
     source: str
@@ -117,7 +117,7 @@ def _plan_change(
     if not chosen or any(source not in last for source in sources):
         has = ", ".join(f"{each.source} is {each.state}" for each in last.values())
         raise CommandRefusedError(
-            f"Handler {handler} has no such snapshot that can be {done}. Its snapshots: {has or 'none'}."
+            f"Handler {handler} has no matching snapshot that can be {done}. Its snapshots: {has or 'none'}."
         )
 
     def change(id_: str, part: SnapshotResult) -> SnapshotResult:
@@ -182,7 +182,7 @@ def _choose_handler(wiring: Wiring, name: str | None) -> Handler:
         raise refuse_unknown(wiring, name, handlers)
     if not handlers[name].filter.takes_documents:
         raise CommandRefusedError(
-            f"Handler {name} takes no documents: its operations lack insert, update and replace. Add one of them."
+            f"Handler {name} cannot get documents: its operations lack insert, update and replace. Add one of them."
         )
     return handlers[name]
 

@@ -1,5 +1,5 @@
 """
-The progress of a snapshot, and the reason if it does not advance. A block of its handler also blocks it.
+The progress of a snapshot, and the reason if it does not advance. A blocked handler also blocks its snapshot.
 
 Pure. The rate is the average so far: scanned documents over the time since the start. The listener begins a chunk by
 the same rules (`listener/snapshotting.py`).

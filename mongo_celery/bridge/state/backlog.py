@@ -2,7 +2,7 @@
 Stored changes, with their bytes, of partitions that cannot run them yet. They outlast any oplog.
 
 There is one document per change. Its `_id` is the partition's, a slash and the change's place, so a range of `_id` is a
-range of the stream. No write here needs a guard by term:
+range of the stream. No write here checks the term:
 
 1. A document alone has no effect. The mark on the partition (`stored.to`), which is guarded, and the term's reading
    progress (`reach`) limit what may run from here.
@@ -127,7 +127,7 @@ class Backlog(StateCollection):
         Args:
             committed: comparable part of the committed token in a majority image. Empty if nothing is committed.
                 `EVERYTHING` for a partition that is no longer in force.
-            passed: the same, but not beyond the stored watermark. No change before it is read again.
+            passed: the smaller of `committed` and the stored watermark. Changes before this place are never read again.
             term: the current one.
         """
         over: list[dict[str, Any]] = [{"refused": None}]
@@ -158,7 +158,7 @@ class Backlog(StateCollection):
     def outline(
         self, partition_id: str, after: str, until: str, limit: int, session: ClientSession | None = None
     ) -> list[StoredChange]:
-        """Do the same as `read`, without the bytes of events."""
+        """Return the same as `read`, but without the bytes of events."""
         query = {"_id": backlog_range(partition_id, after, until)}
         with self._table.limit():
             found = self._table.collection.find(query, dict.fromkeys(_OUTLINE, 1), session=session)
@@ -257,7 +257,7 @@ class StoredChange:
     Attributes:
         data: comparable part of its resume token.
         raw: the event's bytes. Empty if they were not read, or are damaged (then there is a refusal).
-        hash: of its partition key, from 0 to 2^64 - 1.
+        hash: the hash of its partition key, from 0 to 2^64 - 1.
         refusal: why its handler does not get it. None for all others.
         token: the whole resume token, if `raw` may lack it or it is long. None for all others.
         size: bytes of the event according to its document. 0 before it is stored.
@@ -383,7 +383,7 @@ def parse_outline(head: Mapping[str, Any]) -> StoredChange:
         token, refusal = head.get("token"), head.get("refusal")
         data = token_data(token or {"_data": place})
         if token_place(data) != place:
-            raise ValueError("it has the token of another change")
+            raise ValueError("the token belongs to another change")
         return StoredChange(
             data=data,
             hash=to_unsigned(head["hash"]),

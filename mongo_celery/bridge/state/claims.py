@@ -154,12 +154,12 @@ class Claim:
 
 
 def new_owner() -> str:
-    """Return a random owner for one execution, which begins with the process, for people."""
+    """Return a random owner id for one execution. It begins with the process, so that people can read it."""
     return f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(8)}"
 
 
 def name_place(partition_id: str) -> str:
-    """Return the handler and the index of a partition, as status and commands have them: `summarise/13`."""
+    """Return the handler and the index of a partition in the form of status and commands: `summarise/13`."""
     return "/".join(partition_id.split("/")[1::2])
 
 
@@ -359,10 +359,7 @@ class Claims:
         return list(sessions)
 
     def relinquish(self, partition_id: str, owner: str) -> bool:
-        """
-        End a claim whose answer was lost or too late. Return False if there is none. It does not count
-        as an attempt.
-        """
+        """End a claim whose answer was lost or too late, without counting an attempt. Return False if there is none."""
         guard = {"_id": partition_id, "claim.owner": owner, "handled": None}
         return self._table.update(guard, {"$unset": {"claim": ""}})
 
@@ -402,7 +399,7 @@ class Claims:
         return [claim for claim in claims if not _is_held(claim, mine)]
 
     def is_mine(self, claim: Claim) -> bool:
-        """Return True if the claim is still in force. A majority read."""
+        """Return True if the claim is still valid. This is a majority read."""
         return self._table.find_one(claim_filter(claim), {"_id": 1}) is not None
 
     def handle(self, claim: Claim, last: int, token: Mapping[str, Any], session: ClientSession | None = None) -> bool:
@@ -415,7 +412,7 @@ class Claims:
         Args:
             claim: under which the handler ran.
             last: number of the last finished change. `token` is its resume token.
-            session: of a transactional handler.
+            session: the session of a transactional handler.
         """
         guard = claim_filter(claim)
         del guard["handled"]  # the guard of other writes, or it exists already
@@ -453,7 +450,7 @@ class Claims:
 
     def commit(self, partition_id: str, first: int | None = None, *, lasting: bool = True) -> bool:
         """
-        Make `handled` the new position. `state` does not change.
+        Make the `handled` change the new position. `state` does not change.
 
         Args:
             first: the number that must be next, according to the commit task or to the document that the listener has
@@ -491,7 +488,7 @@ class Claims:
 
     def wait(self, claim: Claim, *, delay: float, cause: str, doubtful: bool) -> bool:
         """
-        Let the first change wait, because MongoDB, the broker or a service was or may have been away.
+        Let the first change wait, because MongoDB, the broker or a service was probably unavailable.
 
         No attempt or crash is counted.
 
@@ -581,7 +578,7 @@ class Claims:
             last: number of the change. `token` is its resume token.
             passed_over: the changes that the next one replaces, in the claim's form.
             row: comparable part of the next one's token, if it is a snapshot row.
-            session: of a transactional handler.
+            session: the session of a transactional handler.
         """
         # Not in a transaction: if a body repeated after its own commit, its effects would exist twice.
         guard, change = claim_filter(claim), _build_advance(last, token, row, passed_over)

@@ -112,10 +112,10 @@ class Place:
     The place of a change when it was moved to the dead letters.
 
     Attributes:
-        term: of the partitioning.
+        term: the term of the partitioning.
         seq: number of the change in its partition.
         fencing_token: that of the last attempt.
-        hash: of its partition key, from 0 to 2^64 - 1.
+        hash: the hash of its partition key, from 0 to 2^64 - 1.
     """
 
     term: int
@@ -133,8 +133,8 @@ class ReplayRequest:
     Attributes:
         letter: its `_id`.
         state: `requested`, or `started` until this start has an outcome.
-        term: of the partitioning for the replay. `partition` is its partition there.
-        hash: of its partition key there, from 0 to 2^64 - 1.
+        term: the term of the partitioning for the replay. `partition` is its partition there.
+        hash: the hash of its partition key there, from 0 to 2^64 - 1.
         key: names its change in logs.
         over_newer: True if it may overwrite data of newer changes.
         starts: how often the dead letter was started, in all its replays.
@@ -144,7 +144,7 @@ class ReplayRequest:
         waits: how many times in a row it has waited for MongoDB or the broker. `doubts` of these were doubtful.
         due_in: seconds until it may run again. 0 or less if it may run now.
         parked: True if it waits for a parked key, whose other dead letters follow.
-        order: sorts like the changes in the stream. The name of an existing document's dead letter does not.
+        order: sorts dead letters like their changes in the stream, also those of snapshot rows.
     """
 
     letter: str
@@ -175,7 +175,7 @@ class DeadChange:
     Attributes:
         document_id: its `_id`.
         id: comparable part of its token. Commands accept its beginning.
-        token: of its change. None if the stored one is damaged.
+        token: the token of its change. None if the stored one is damaged.
         place: None if the stored one is damaged.
         bytes: size of the stored change. None if nothing is stored.
         kept: `event`, `bytes` or `name`.
@@ -216,7 +216,7 @@ class ParkedKey:
     A key whose changes wait for a person.
 
     Attributes:
-        hash: of the key, from 0 to 2^64 - 1.
+        hash: the hash of the key, from 0 to 2^64 - 1.
         first: `_id` of the first dead letter that waits for it, in stream order.
         count: number of waiting dead letters.
     """
@@ -233,7 +233,7 @@ class Selection:
     A selection of dead letters.
 
     Attributes:
-        subscription: only of this one. None for all.
+        subscription: the only subscription. None for all.
         ids: only these, by beginnings of tokens. Empty for all.
         keys: only of these documents, by all possible meanings of `_id`. Empty for all.
         hash: only changes of one key, from `find_key`. None for all.
@@ -270,7 +270,7 @@ class DeadLetters(StateCollection):
 
         Args:
             subscriptions: all known ones, for finding an id.
-            limit: largest number. 0 for all.
+            limit: the largest number of dead letters. 0 for all.
             skip: number of the first ones to leave out.
         """
         order = {"handler": 1, **dict(_STREAM_ORDER)}
@@ -305,7 +305,7 @@ class DeadLetters(StateCollection):
         return None if document is None or raw is None else (_letter(document), _read_event(raw, document.get("kept")))
 
     def list_parked_keys(self, letters: Iterable[DeadChange]) -> dict[tuple[str, int], ParkedKey]:
-        """Return the parked keys of some dead letters, by handler and hash."""
+        """Return the parked keys for which some dead letters wait, by handler and hash."""
         keys = {(each.subscription, each.parked) for each in letters if each.parked is not None}
         if not keys:
             return {}
@@ -520,7 +520,7 @@ def dead_letter(
     With the cause `parked` or `parked_behind` it waits for its key.
 
     Args:
-        name: from `dead_letter_name`. By default the place of the token.
+        name: its name from `dead_letter_name`. By default the place of the token.
         passed_over: changes that it replaces, in the claim's form.
     """
     hash_ = Int64(to_signed(place.hash))

@@ -107,10 +107,10 @@ class Leases(StateCollection):
         known: Mapping[str, Any] | None = None,
     ) -> Term | None:
         """
-        Take the lease if it is free or expired, and its identity is missing, this one, or the compared one.
+        Take the lease if it is free or expired. Its identity must be missing, the given one, or the known one.
 
         Args:
-            identity: of the new term. The lease keeps it even after the term.
+            identity: the identity of the new term. The lease keeps it even after the term.
             known: the identity that the caller has read and compared.
 
         Returns:
@@ -146,7 +146,7 @@ class Leases(StateCollection):
         return Term(term.listener_id, term.number, started + self._ttl * _TRUST, document)
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
-        """Give the lease back. Return False if this term no longer held it. Version and identity stay."""
+        """Release the lease. Return False if this term no longer held it. Term and identity stay in the document."""
         change = {
             "listenerId": REMOVED,
             "expiresAt": REMOVED,
@@ -156,7 +156,7 @@ class Leases(StateCollection):
         return self._table.update(self._mine(term), [{"$set": change}])
 
     def raise_version(self, term: Term, above: int) -> Term | None:
-        """Raise the number of this term after a take-over has found a larger one. None if the term has ended."""
+        """Raise the number of this term above a larger one in the state. Return None if the term has ended."""
         document = self._table.find_and_update(
             self._mine(term),
             [{"$set": {"term": {"$max": [next_number("term"), Int64(above + 1)]}}}],
@@ -214,7 +214,7 @@ class Leases(StateCollection):
 
 
 def _others(host: object, pid: object) -> dict[str, Any]:
-    """Return the standbys of the last seconds, except one process."""
+    """Return the standbys that have reported recently, except the given process."""
     is_recent = {"$gt": ["$$this.at", {"$subtract": ["$$NOW", millis(_STANDBY_SECONDS)]}]}
     is_other = {"$or": [{"$ne": ["$$this.host", host]}, {"$ne": ["$$this.pid", pid]}]}
     return {"$filter": {"input": {"$ifNull": ["$standbys", []]}, "as": "this", "cond": {"$and": [is_recent, is_other]}}}

@@ -90,8 +90,8 @@ class Image:
         ran: the last committed run: its `last` change, the times when it was `claimed` and committed (`at`), and the
             milliseconds that its handler `took`. None before the first.
         read_at: when it was read, by the server's clock.
-        head: of a halted partition: the time `at` which it halted, and its change by `key` and `resumeToken`. None for
-            all others.
+        head: for a halted partition, the time `at` which it halted, and its change by `key` and `resumeToken`.
+            None for all others.
         parked_keys: number of parked keys. Their changes become dead letters until a person releases them.
     """
 
@@ -195,16 +195,15 @@ class Partitions(StateCollection):
 
     def take_over(self, partitionings: Mapping[str, int], term: int) -> list[Image]:
         """
-        Close partitions of some subscriptions to all older terms, and commit handled runs.
+        Take over partitions from all older terms, and commit handled runs.
 
         The number of calls does not depend on the number of partitions, unless open transactions lock some.
 
         Args:
-            partitionings: the one in force, by subscription.
+            partitionings: the current partitioning of each subscription.
 
-        Returns:
-            Their images afterwards. One with a larger term than `term` was not won, and one with a smaller term is
-            locked. See `win`.
+        Returns: The images of the partitions afterwards. A partition with a larger term than `term` belongs to a later
+            listener. A partition with a smaller term is locked: see `win`.
         """
         if not partitionings:
             return []
@@ -229,7 +228,8 @@ class Partitions(StateCollection):
 
     def list_changed(self, seen: Mapping[str, Seen | None], session: ClientSession | None = None) -> list[Image]:
         """
-        Return some partitions by `_id`, except those that have not changed since they were seen. None means not seen.
+        Return some partitions by `_id`, except those that have not changed since they were last read. None means never
+        read.
 
         Heartbeats, lapses and pauses do not count as changes here.
         """
@@ -363,7 +363,7 @@ class Partitions(StateCollection):
         return int(found["term"]) if found else 0
 
     def pause(self, image: Image) -> bool:
-        """Let no new claim begin. Running executions may finish."""
+        """Prevent new claims. Running executions may finish."""
         return self._command(image, {"state": "paused"}, "flowing")
 
     def resume(self, image: Image) -> bool:
@@ -457,7 +457,7 @@ def build_attempt_reset(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any
     A partition keeps its counts while its first change is stored, running or halted.
 
     Args:
-        prefix: of the partitions' ids.
+        prefix: the prefix of the partitions' ids.
     """
     is_free = {"$lte": [{"$ifNull": ["$claim.until", "$$NOW"]}, "$$NOW"]}
     is_given_up = {"$lte": [{"$ifNull": ["$stored.to", ""]}, {"$ifNull": ["$resumeToken._data", ""]}]}
@@ -473,7 +473,7 @@ def build_attempt_reset(prefix: str) -> tuple[dict[str, Any], list[dict[str, Any
 
 
 def visible_state(image: Image) -> str:
-    """Return the state of a partition for people. A flowing one may wait for MongoDB, the broker or its retry."""
+    """Return the displayed state of a partition. A flowing one may wait for MongoDB, the broker or its retry."""
     if image.state != "flowing":
         return image.state
     if image.waiting is not None and not image.live and image.handled is None:
@@ -482,7 +482,7 @@ def visible_state(image: Image) -> str:
 
 
 def is_mostly_blocked(images: Sequence[Image]) -> bool:
-    """Return True if so few of a handler's partitions flow that waiting for all would take long."""
+    """Return True if so few partitions of a handler flow that waiting for all of them would take long."""
     return sum(visible_state(image) == "flowing" for image in images) * _FLOWING_SHARE < len(images)
 
 
@@ -598,8 +598,8 @@ def build_move(term: int, token: Mapping[str, Any], *, forward: bool, only: str 
     there is read again, and the present code judges it.
 
     Args:
-        term: of the move.
-        token: of the place.
+        term: the term of the move.
+        token: the token of the place.
         forward: True to move partitions before the place, False for those after it.
         only: `_id` of the only partition to move. None for all.
     """

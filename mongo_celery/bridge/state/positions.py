@@ -1,5 +1,5 @@
 """
-Positions that a person moves: back, forward, or over an oplog gap.
+Moves of positions by an operator: back, forward, or over an oplog gap.
 
 A rewind (`move`) has its own term. It takes the lease's next term while no listener leads, and writes that term into
 everything that it moves. So no earlier listener can undo it, no earlier message is claimed, and an earlier execution is
@@ -68,9 +68,9 @@ class Move:
         token: the place. It sorts among tokens, but opens no stream.
         time: its cluster time.
         forward: True to move partitions before the place, False for those after it.
-        partitioning: its term, as read.
-        term: the lease's, as read.
-        partition: only this one. None for all.
+        partitioning: the term of the partitioning, as read.
+        term: the term of the lease, as read.
+        partition: the only partition to move. None for all.
         since: start of the part that a forward move skips, if it is before the watermark.
     """
 
@@ -101,7 +101,7 @@ class Moved:
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """
-    Numbers of documents stored under a name.
+    Counts of the documents stored under a handler's name.
 
     Attributes:
         stored: documents of stored changes.

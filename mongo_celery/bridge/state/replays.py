@@ -119,7 +119,7 @@ class Replays:
         Args:
             letter: its `_id`.
             partitioning: term of the one in force. `partition` is its key's partition there.
-            hash_: of its partition key.
+            hash_: the hash of its partition key.
 
         Returns:
             `requested` if there is already a request, `gone` if the dead letter no longer exists.
@@ -211,7 +211,7 @@ class Replays:
         Remove a dead letter whose handler succeeded.
 
         Args:
-            session: of a transactional handler. These are then the last writes of its transaction.
+            session: the session of a transactional handler. These are then the last writes of its transaction.
 
         Returns:
             False if a newer execution decides.
@@ -272,22 +272,22 @@ class Replays:
         return self._postpone(claim, letter, {"notBefore": due, "error": literal(error), **counts})
 
     def wait(self, claim: Claim, letter: str, cause: str, *, delay: float, doubtful: bool) -> bool:
-        """Let a replay wait, because infrastructure was away. Nothing is counted. Arguments as in `Claims.wait`."""
+        """Let a replay wait for MongoDB or the broker. Nothing is counted. Arguments as in `Claims.wait`."""
         counts = {"waits": claim.waits + 1, "doubts": claim.doubts + 1 if doubtful else 0}
         return self._postpone(claim, letter, {"notBefore": after(delay), "error": literal(cause), **counts})
 
     def release(self, claim: Claim, letter: str) -> bool:
-        """End a start without a failure. It may be started again immediately."""
+        """End an attempt without a failure. The replay may be started again immediately."""
         return self._postpone(claim, letter, {})
 
     def redirect(self, claim: Claim, replay: ReplayRequest, hash_: int) -> bool:
         """
-        End a start if another dead letter of the same key comes first, and request that one instead.
+        End an attempt if another dead letter of the same key must come first, and request that one instead.
 
         If the dead letter is now the first one, it is started again.
 
         Args:
-            hash_: of the key.
+            hash_: the hash of the key.
 
         Returns:
             False if a newer execution decides.
@@ -359,7 +359,7 @@ class Replays:
         """
         Request the replay of a dead letter, unless it is already requested.
 
-        After a replay over newer data it also goes over newer data, because it is newer than that replay's.
+        If the previous replay was allowed to overwrite newer data, this one is as well, because its change is newer.
         """
         key = {"_id": letter.document_id}
         if letter.replay is not None:
@@ -379,7 +379,7 @@ class Replays:
         Their executions, even started ones, can no longer have an outcome.
 
         Args:
-            term: of the partitioning in force.
+            term: the term of the partitioning in force.
         """
         older = {"bridge": self._bridge, "handler": subscription, "replay.partitioningTerm": {"$lt": term}}
         with self._table.limit():

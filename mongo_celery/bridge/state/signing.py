@@ -1,5 +1,5 @@
 """
-The keys that sign messages. They are stored apart from the lease, read by workers, and replaced without a pause.
+The keys that sign messages. They are stored apart from the lease, and replaced without a pause.
 
 Each bridge has one document in the collection `bridge_keys`. So a reader of the state needs no right on keys, and a
 writer of an outbox, which may store keys of entries in `keys`, cannot replace one::
@@ -74,7 +74,7 @@ class KeyRing:
 
     Attributes:
         keys: the accepted keys, the one in force first.
-        identity: of the leading term. None if no listener is running.
+        identity: the identity of the leading term. None if no listener is running.
     """
 
     keys: tuple[bytes, ...] = field(repr=False)

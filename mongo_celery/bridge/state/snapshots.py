@@ -108,7 +108,7 @@ class Snapshots(StateCollection):
     # -- commands ------------------------------------------------------------------------------------
 
     def make_id(self, subscription: str, name: str | None = None) -> str:
-        """Return a new `_id`. With a name it is always the same."""
+        """Return a new `_id`. The same name always gives the same `_id`."""
         return f"{self._bridge}/{subscription}/{name or secrets.token_hex(_ID_BYTES)}"
 
     def insert(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -132,7 +132,7 @@ class Snapshots(StateCollection):
 
     def stop(self, snapshot_id: str) -> bool:
         """
-        Let no further chunk begin. A failed snapshot then needs no action.
+        Stop a snapshot before its next chunk. After that, a failed snapshot is no longer a finding.
 
         Rows in progress are delivered, unless their term ends first: then they wait until it is resumed.
 
@@ -143,7 +143,7 @@ class Snapshots(StateCollection):
         return self._table.update(guard, {"$set": {"state": STOPPED}})
 
     def resume(self, snapshot_id: str) -> bool:
-        """Let a stopped or failed snapshot continue from its place. Return False if it is neither."""
+        """Let a stopped or failed snapshot continue from its place. Return False in any other state."""
         guard = {"_id": snapshot_id, "state": {"$in": [STOPPED, FAILED]}}
         return self._table.update(guard, {"$set": {"state": RUNNING}, "$unset": {"sentence": ""}})
 
@@ -209,12 +209,12 @@ class Snapshots(StateCollection):
         return self._table.update_unretried(guard, change)
 
     def finish(self, snapshot_id: str, term: int, begun: int) -> bool:
-        """End a snapshot after an empty chunk. Return False if it is not this term's."""
+        """End a snapshot after an empty chunk. Return False if it belongs to another term."""
         guard = {**_chunk(snapshot_id, term, begun), "state": RUNNING}
         return self._table.update(guard, {"$set": {"state": DONE}, "$currentDate": {"movedAt": True}})
 
     def fail(self, snapshot_id: str, term: int, sentence: str, state: str = FAILED) -> bool:
-        """Stop a snapshot until a person resumes it. Return False if it is not this term's, or is not running."""
+        """Stop a snapshot until a person resumes it. Return False if it belongs to another term or is not running."""
         guard = {"_id": snapshot_id, "term": term, "state": RUNNING}
         return self._table.update(guard, {"$set": {"state": state, "sentence": sentence}})
 

@@ -16,7 +16,7 @@ class StateCollection:
     The documents of one bridge in a collection of the state. Thread-safe.
 
     Args:
-        collection: with majority writes and majority reads.
+        collection: a collection with majority writes and majority reads.
         bridge: its name.
         ttl: seconds of the right that calls must not outlive.
     """

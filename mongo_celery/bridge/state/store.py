@@ -34,8 +34,8 @@ class Store:
     """
     All collections of a bridge's state: majority writes, majority reads, primary only.
 
-    The URL's concerns are for the user's data. If a fail-over could roll back a lease or a claim, two holders could get
-    the same fencing token.
+    The concerns in the URL are for the user's data and do not apply. If a failover could roll back a lease or a claim,
+    two holders could get the same fencing token.
     """
 
     def __init__(self, client: MongoClient[dict[str, Any]], options: BridgeOptions) -> None:

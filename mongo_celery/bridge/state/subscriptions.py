@@ -50,7 +50,7 @@ class Layout:
     key: str
 
     def is_equivalent(self, other: Layout) -> bool:
-        """Return True if both distribute changes in the same way, whatever their terms."""
+        """Return True if both partitionings distribute changes in the same way, whatever their terms."""
         return self.partitions == other.partitions and self.key == other.key
 
     def document(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Subscriptions(StateCollection):
         other's term.
 
         Args:
-            layouts: by name, for subscriptions without one.
+            layouts: the partitionings by name, for subscriptions without one.
 
         Returns:
             The documents by name. One with another term than `term` was not won.
@@ -115,8 +115,8 @@ class Subscriptions(StateCollection):
 
         Args:
             position: `resumeToken` and its `clusterTime`. None for a time.
-            with_snapshot: True if it gets the existing documents, which it is owed from this write on. The time stays
-                known, even if the start changes.
+            with_snapshot: True if it gets the existing documents, which must be requested from this write on. The time
+                stays stored, even if the start changes.
         """
         change: dict[str, Any] = {"startAtOperationTime": start}
         if with_snapshot:
@@ -127,7 +127,7 @@ class Subscriptions(StateCollection):
         return self._table.update(guard, {"$set": change})
 
     def note_snapshot(self, name: str, term: int) -> bool:
-        """Note that its first snapshots are requested. Return False if the term is over."""
+        """Record that the initial snapshots of a subscription were requested. Return False if the term has ended."""
         return self._table.update({"_id": self._id(name), "term": term}, {"$set": {"snapshot": "asked for"}})
 
     def move_start(self, name: str, term: int, start: Timestamp, policy: str) -> bool:
@@ -158,7 +158,7 @@ class Subscriptions(StateCollection):
         return self._table.update({"_id": self._id(name), "term": term}, [{"$set": change}])
 
     def clear_lost(self, name: str, term: int) -> bool:
-        """Remove the record of an oplog gap if the place can be read after all. Return False if the term is over."""
+        """Remove the record of an oplog gap that does not exist after all. Return False if the term has ended."""
         return self._table.update({"_id": self._id(name), "term": term}, {"$unset": {"lost": ""}})
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
@@ -220,7 +220,7 @@ def build_start_move(start: Timestamp, policy: str) -> list[dict[str, Any]]:
 
 
 def _with_gap(start: Timestamp, policy: str) -> dict[str, Any]:
-    """Return the last 20 recorded gaps and one more: from its place to the place where it continues."""
+    """Return the last 20 recorded gaps, and a new one from the subscription's place to the place where it continues."""
     place = {"$ifNull": ["$clusterTime", "$startAtOperationTime"]}
     gap = {"from": place, "until": start, "policy": literal(policy), "at": "$$NOW"}
     return {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}

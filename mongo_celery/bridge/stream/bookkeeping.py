@@ -97,11 +97,11 @@ class Bookkeeping:
 
     @cached_property
     def _names(self) -> Sequence[bytes]:
-        """Return names, one of which is in every bookkeeping description."""
+        """Return names of which every bookkeeping update contains at least one."""
         return [name.encode() for name in set(_FORMS).union(*self.outboxes.values())]
 
     def covers_event(self, event: Mapping[str, Any]) -> bool:
-        """Return True if an event is an update of such fields only. It never raises."""
+        """Return True if an event only updates bookkeeping fields. It never raises."""
         if isinstance(event, RawEvent):  # most updates need no further check
             # If a value looks like a description, the check may fail. Then the handler gets the update.
             begin = event.raw.rfind(_DESCRIPTION)
@@ -127,7 +127,7 @@ def _find_ours(touched: Mapping[str, Changes], outboxes: Collection[str]) -> set
 
 
 def _has_our_form(name: str, touched: Mapping[str, Changes]) -> bool:
-    """Return True if this package's value was written to a field, in whole or in part."""
+    """Return True if this package wrote the value of a field, in whole or in part."""
     if name == MARKERS:
         name = PARTICIPANT_VERSION
     form, changes = _FORMS.get(name), touched.get(name)
@@ -212,7 +212,7 @@ def _as_touched(document: Mapping[str, Any]) -> dict[str, Changes]:
 
 
 def _drop_paths(paths: Any, hidden: set[str]) -> Any:
-    """Return a part of a description without hidden fields: values by path, paths, or cut arrays."""
+    """Return a part of an update description without hidden fields: values by path, paths, or truncated arrays."""
     if isinstance(paths, Mapping):
         return {path: value for path, value in paths.items() if _find_field(path) not in hidden}
     return [

@@ -46,11 +46,11 @@ class EventCursor:
     only a `getMore` can fail because of an event.
 
     Args:
-        client: of the stream. Events use `EVENT_TYPES`, whatever its options.
+        client: the client of the stream. Events use `EVENT_TYPES`, whatever its options.
         scope: target, stages and options.
         start: begin after its token, otherwise at its time, otherwise now.
         first_batch: largest number of events in the answer of the `aggregate`, which does not wait for them.
-        comment: of the command and its `getMore`s.
+        comment: the comment of the command and its `getMore`s.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class EventCursor:
         return found
 
     def set_await(self, seconds: float) -> None:
-        """Set how long the server waits for the next event, from the next `getMore` on."""
+        """Set how long the server waits for an event in each later `getMore`."""
         self._cursor._max_await_time_ms = int(seconds * 1000)  # noqa: SLF001 - what it was opened with counts once
 
     def limit_batch(self, count: int) -> None:

@@ -86,9 +86,9 @@ def check_are_sent(asked: Collection[str], *, expanded: bool) -> None:
     never = sorted(set(asked) - OPERATIONS - {ALL})
     if never and not expanded:
         raise ConfigurationError(
-            f"operations {', '.join(map(repr, never))} would never come. Set the bridge's option "
-            "show_expanded_events=True (MongoDB 6.0 or later), or correct the name. Without the option a server sends "
-            f"only {', '.join(sorted(OPERATIONS))}.",
+            f"operations {', '.join(map(repr, never))} would never arrive. Correct the name, or set the bridge's "
+            "option show_expanded_events=True (MongoDB 6.0 or later). Without this option a server sends only "
+            f"{', '.join(sorted(OPERATIONS))}.",
         )
 
 
@@ -223,7 +223,7 @@ def make_filter(
 
 
 def _are_names(value: object) -> bool:
-    """Return True for several names in a reusable collection. False for a single name, or none."""
+    """Return True if a value is a non-empty collection of names. A single string is not."""
     return (
         isinstance(value, Collection)
         and not isinstance(value, (str, bytes))

@@ -1,8 +1,8 @@
 """
-The isolator reads events one by one. If the server cannot send one as requested, it requests less of it.
+The isolator reads events one by one. If the server cannot send a complete event, it requests less of it.
 
-It requests this event alone, with narrower and narrower streams, until the server can send it. So nobody must guess
-from an error, and no other event is reduced.
+It requests this event alone, with ever narrower streams, until the server can send it. So no error needs
+interpretation, and all other events stay complete.
 
 | attempt, in this order | if | read error |
 |---|---|---|
@@ -76,9 +76,9 @@ class EventIsolator:
     Reads the events of a stream one by one.
 
     Args:
-        client: of the stream.
+        client: the client of the stream.
         scope: the whole stream.
-        comment: of all commands.
+        comment: the comment of all commands.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class EventIsolator:
             return None
 
     def _try(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
-        """Read this event alone. None if that fails because of the event."""
+        """Read this event alone. Return None if that fails because of the event."""
         try:
             return self._read_alone(candidate, scope)
         except PyMongoError as error:
@@ -213,7 +213,7 @@ class EventIsolator:
 
     def _read_alone(self, candidate: RawBSONDocument, scope: Scope) -> RawBSONDocument | None:
         """
-        Read this event alone. None if it no longer exists.
+        Read this event alone. Return None if it no longer exists.
 
         If an answer has room for the event but not for its token, a server refuses it as too large, or closes the
         connection. If asked for a second event, which does not arrive, the server reads to the end of the oplog, where
@@ -271,7 +271,7 @@ def join_fragments(fragments: Iterable[RawBSONDocument], token: Token) -> RawBSO
 
 def find_refused_matches(make_client: ClientFactory, scope: Scope) -> dict[str, str]:
     """
-    If the server refuses the stream with all `match` expressions, open it with each one alone.
+    Find the refused `match` expressions: open the stream with each one alone, if the server refuses all together.
 
     Args:
         make_client: makes a client for the stream, with a socket timeout in seconds.

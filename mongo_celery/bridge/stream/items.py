@@ -32,7 +32,7 @@ class ChangeEvent:
 
     Items never change. The class is not frozen, because that would double the time for each change.
 
-    An event with a read error was read with less (no lookup, no images, no flags, in the worst case no document). The
+    An event with a read error is incomplete (no lookup, no images, no flags, in the worst case no document). The
     failure policy of its handlers decides about it.
     """
 

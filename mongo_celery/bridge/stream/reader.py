@@ -105,7 +105,7 @@ class _Attempt:
 
     @property
     def seconds(self) -> float:
-        """Return how long it has been open."""
+        """Return how many seconds the stream has been open."""
         return 0.0 if self.opened_at is None else time.monotonic() - self.opened_at
 
     def may_concern_an_event(self, error: Exception) -> bool:
@@ -129,8 +129,8 @@ class StreamReader:
         position: where to begin.
         deliver: called in the reader's thread with the next items, at least one, in stream order. Returns when there is
             room for them.
-        comment: of all commands, for the server's log.
-        pauses: between openings while an error lasts.
+        comment: the comment of all commands, for the server's log.
+        pauses: the pauses between openings while an error lasts.
         status: a copy of the last reader's status, so that a stream that reopens elsewhere keeps its pauses.
 
     Attributes:
@@ -174,7 +174,7 @@ class StreamReader:
 
     @property
     def is_running(self) -> bool:
-        """Return True if its thread reads, or waits to read. Any thread may call it."""
+        """Return True if the thread of the reader reads, or waits to read. Any thread may call it."""
         return self._thread.is_alive()
 
     def start(self) -> None:

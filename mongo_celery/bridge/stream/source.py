@@ -144,7 +144,7 @@ class Selector:
     The sources and the filter of one handler, which select its events.
 
     Attributes:
-        bookkeeping: of the app. None for a handler that requests it.
+        bookkeeping: the bookkeeping of the app. None for a handler that requests it.
     """
 
     name: str
@@ -172,7 +172,7 @@ class Selector:
 
     @property
     def is_simple(self) -> bool:
-        """Return True if only operation, namespace and bookkeeping decide about a document change."""
+        """Return True if operation, namespace and bookkeeping suffice to decide about a document change."""
         return self.filter.match is None and self.filter.fields is None
 
     def may_select(self, event: Mapping[str, Any]) -> bool:
@@ -283,8 +283,8 @@ def make_scope(
     Return the narrowest stream for all subscriptions, regardless of their order.
 
     Args:
-        selectors: of all subscriptions.
-        state_database: of the bridge.
+        selectors: the selectors of all subscriptions.
+        state_database: the state database of the bridge.
         full_document: the option of this name.
         before_change: the option `full_document_before_change`.
         expanded: the option `show_expanded_events`.

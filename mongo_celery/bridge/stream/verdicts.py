@@ -68,7 +68,7 @@ def judge_stream_error(error: BaseException, *, opening: bool) -> Verdict:
 
 def concerns_an_event(error: BaseException) -> bool:
     """
-    Return True if one event may be the reason: its size, an image, or an expression.
+    Return True if one event may be the cause of an error: its size, an image, or an expression.
 
     Only an attempt shows whether it is.
     """

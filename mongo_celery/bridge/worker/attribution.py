@@ -1,8 +1,9 @@
 """
 Attribution of failures, to the handler or to the infrastructure that handler and bridge share.
 
-Infrastructure is MongoDB and the broker. If the handler failed because of them, its change waits, uncounted. All other
-errors are the handler's, and count. In doubt the change also waits, but only a limited number of times in a row.
+Infrastructure is MongoDB and the broker. If the handler failed because of them, its change waits, and no attempt is
+counted. All other errors are the handler's, and count. In doubt the change also waits, but only a limited number of
+times in a row.
 
 | error of the handler | belongs to |
 |---|---|
@@ -61,7 +62,7 @@ class Attempt:
     One call of the handler: the facts that attribute its failure.
 
     Attributes:
-        offset: of the change, or of the first change of a list.
+        offset: the offset of the change, or of the first change of a list.
         failed: index of the failed change in a bulk handler's list, as the handler reports it.
         outage, conflict: cause of an error in the transaction's body, long before the transaction's limit.
         timeout: the error with which the transaction reached its limit.
@@ -133,7 +134,7 @@ def cause_text(error: BaseException) -> str:
 
 
 def names(classes: Iterable[object], error: BaseException) -> bool:
-    """Return True if an `autoretry_for` names this error specifically. Python's own classes match every error."""
+    """Return True if `autoretry_for` lists this kind of error. Built-in classes such as `Exception` do not count."""
     return any(isinstance(each, type) and each.__module__ != "builtins" and isinstance(error, each) for each in classes)
 
 

@@ -48,7 +48,7 @@ class DeferredWrites:
     The unfinished writes of one process, for executions that have ended. Thread-safe.
 
     Args:
-        wiring: of the bridge. A process has one instance for each bridge.
+        wiring: the wiring of the bridge. A process has one instance for each bridge.
     """
 
     def __init__(self, wiring: Wiring) -> None:
@@ -73,7 +73,7 @@ class DeferredWrites:
             self._changed.notify()
 
     def _run(self) -> None:
-        """Make all writes repeatedly, with pauses. End when none is left."""
+        """Repeat the writes, with pauses, until none is left."""
         failures = 0
         while True:
             with self._changed:
@@ -89,7 +89,7 @@ class DeferredWrites:
                     self._changed.wait(_PAUSES.nth(failures))
 
     def _make(self, deferred: DeferredWrite) -> bool:
-        """Make a write. Return True if it must not be repeated."""
+        """Attempt a write. Return True if it must not be repeated."""
         try:
             accepted = deferred.write()
         except Exception as error:  # noqa: BLE001 - a write that nobody foresaw to fail is logged, and given up
@@ -106,7 +106,11 @@ class DeferredWrites:
             if not accepted and deferred.answers > 0:
                 return False
             if accepted:
-                logger.info("the worker has written %s, late", deferred.what, extra={"event": "deferred_write_done"})
+                logger.info(
+                    "the worker has written %s late, after an outage",
+                    deferred.what,
+                    extra={"event": "deferred_write_done"},
+                )
             else:
                 what = deferred.what
                 text = "the worker did not write %s, because it is no longer needed"

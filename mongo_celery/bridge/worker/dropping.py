@@ -69,7 +69,7 @@ class Repetitions:
         self._lock = threading.Lock()
 
     def add(self, kind: str) -> int:
-        """Count one more. Return the number for the log record that is due, or 0 if none is due."""
+        """Count one more message. If a log record is due, return its number of messages. Otherwise return 0."""
         now = time.monotonic()
         with self._lock:
             self._counts[kind] += 1
@@ -87,7 +87,7 @@ class Dropper:
     lost.
 
     Args:
-        wiring: of the bridge.
+        wiring: the wiring of the bridge.
     """
 
     def __init__(self, wiring: Wiring) -> None:

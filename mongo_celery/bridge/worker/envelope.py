@@ -79,7 +79,7 @@ class Run:
         carrier: the message that contains it. None before signing.
         refusal: why its only change is not given to the handler. None for all others.
         token: the resume token of a refused change, whose bytes may be unreadable.
-        hash: of the first change's partition key, from 0 to 2^64 - 1; 0 if no change travels.
+        hash: the hash of the first change's partition key, from 0 to 2^64 - 1; 0 if no change travels.
         stored: comparable parts of the tokens of stored changes, which do not travel. Empty for all others.
         dead_letter: `_id` of the dead letter to replay. None for a run of changes.
         starts: how often that dead letter was already started.

@@ -109,7 +109,7 @@ class Execution:
         subject: the changes to give.
         claim: the current claim. Its first change is the first one that is not recorded.
         attempt: the current call of the handler.
-        session: of the handler's transactions. None if there is none, or if its last commit got no answer.
+        session: the session of the handler's transactions. None if there is none, or if its last commit got no answer.
         begun: True if `before_start` has run under its claim.
     """
 
@@ -315,7 +315,7 @@ class Execution:
 
     @property
     def _runs(self) -> RunSubject:
-        """The subject of a run. A replay has one change, so it records no progress, and is not split."""
+        """The subject, which must be a run: a replay has one change, so it is never split and records no progress."""
         assert isinstance(self.subject, RunSubject), "a replay has one change"
         return self.subject
 
@@ -326,7 +326,7 @@ class Execution:
 
     @property
     def _is_settled(self) -> bool:
-        """True if the failing change is known, and no change before it is left."""
+        """True if the failing change is known, and all changes before it are finished."""
         failed = self._parts.failed
         return failed is not None and not self._parts.list_remaining(failed)
 
@@ -382,7 +382,12 @@ class Execution:
                 if isinstance(ignored, SupersededError):
                     raise
                 what, count = subject.describe(offsets[0]), len(offsets)
-                logger.info("the handler ignored %s (changes: %d)", what, count, extra={"event": "change_ignored"})
+                logger.info(
+                    "the handler raised Ignore, so %s counts as handled (changes: %d)",
+                    what,
+                    count,
+                    extra={"event": "change_ignored"},
+                )
             except BaseException:
                 if not takes_list:
                     self.attempt.failed = place
@@ -432,7 +437,7 @@ class Execution:
             self._follow(end, started, passed_over)
 
     def _record_finished(self, failed: int) -> None:
-        """Record the changes before the failed one. Name the changes that it replaces."""
+        """Record the changes before the failed one, and those that it replaces."""
         offsets = reversed(self._parts.list_superseded(failed))
         tokens = [token_data(self.subject.read_token(offset)) for offset in offsets]
         self._advance(failed, {"count": len(tokens), "tokens": tokens[-_NAMED_MAX:]} if tokens else None)
@@ -469,7 +474,7 @@ class Execution:
             raise SupersededError
 
     def find_session(self, handler: Handler) -> ClientSession | None:
-        """Return the session for this handler's transaction. None if a handler calls another one, or itself."""
+        """Return the session for this handler's transaction. None if one handler calls another, or itself."""
         is_free = self.session is not None and not self.session.in_transaction
         return self.session if is_free and self.handler is handler else None
 
@@ -516,7 +521,7 @@ class Execution:
         return None
 
     def _wait_with_list(self, error: Exception) -> Decision | None:
-        """Wait with all changes for an outage or another run of `once`. A doubtful change shows when it is alone."""
+        """Let all changes wait for the end of an outage, or of another run of `once`."""
         is_retry = isinstance(error, Retry) and not isinstance(error, RunningElsewhereError)
         reason = None if is_retry or error is self.attempt.exhausted else self._judge(error)
         if reason is None or reason.doubts_max is not None:
@@ -535,7 +540,7 @@ class Execution:
         return None
 
     def _needs_time(self, error: Exception, given: Sequence[int]) -> bool:
-        """Return True if a change ran out of the time that it shares. In a separate message it has all the time."""
+        """Return True if a change ran out of the time that the run shares. In a separate message it has all of it."""
         cause = error.exc if isinstance(error, Retry) else error
         had_all = self._calls == 1 and (self.handler.batch_size is None or len(given) == 1)
         if had_all or not self.handler.is_parted or not isinstance(cause, SoftTimeLimitExceeded):
@@ -578,7 +583,7 @@ class Execution:
         return self.subject.wait(self.claim, what, reason.cause, error, is_doubtful=reason.doubts_max is not None)
 
     def must_wait(self, error: BaseException, named: Iterable[object]) -> bool:
-        """Return True if the change must wait uncounted, although `autoretry_for` would count the error."""
+        """Return True if the change must wait, although `autoretry_for` would count the error as an attempt."""
         return is_autoretried(error) and not names(named, error) and self._judge(error) is not None
 
     def _judge(self, error: BaseException) -> WaitReason | None:
@@ -640,7 +645,8 @@ class Execution:
                 if isinstance(error, SoftTimeLimitExceeded) or is_transient(error):
                     self._defer(outcome, error)
                 logger.error(
-                    "MongoDB cannot store the outcome '%s' of partition %s: %s",
+                    "MongoDB cannot store the outcome '%s' of partition %s. The worker stores a simpler one, or lets "
+                    "the claim lapse: %s",
                     outcome.name,
                     name_place(claim.partition_id),
                     error_text(error),

@@ -103,7 +103,7 @@ class Heartbeats:
         return beat
 
     def end(self, beat: Heartbeat) -> None:
-        """Stop renewing. A renewal in flight changes nothing after the claim has ended."""
+        """Stop renewing a claim. A renewal in flight changes nothing after the claim has ended."""
         with self._changed:
             self._beats.pop(id(beat), None)
         if not beat.lost and not beat.charged and time.monotonic() - beat.renewed > beat.ttl:
@@ -150,7 +150,7 @@ class Heartbeats:
                     self._postpone([beat for beat in self._beats.values() if beat.due <= now])
 
     def _wait(self) -> None:
-        """Wait a quarter of a period. If a handler kept the process busy much longer, its lapse will be counted."""
+        """Wait a quarter of a period. If a handler blocked the process for much longer, a lapse counts as its crash."""
         before, used = time.monotonic(), time.process_time()
         with self._changed:
             self._changed.wait(self._period / 4)
@@ -212,8 +212,8 @@ class Heartbeats:
             except PyMongoError as error:
                 self._withdrawals.append(claim)
                 logger.warning(
-                    "a crash was counted for partition %s although this worker lives. The worker could not withdraw "
-                    "it, and tries again: %s",
+                    "a crash was counted for partition %s although this worker is alive. The worker could not "
+                    "withdraw the crash, and tries again: %s",
                     name_place(claim.partition_id),
                     brief(error),
                     extra={"event": "withdrawal_failed"},
@@ -221,7 +221,7 @@ class Heartbeats:
                 return
             if is_withdrawn:
                 logger.info(
-                    "the claim of partition %s lapsed, but is not counted as a crash, because this worker lives",
+                    "the claim of partition %s lapsed, but is not counted as a crash, because this worker is alive",
                     name_place(claim.partition_id),
                     extra={"event": "crash_withdrawn"},
                 )

@@ -40,7 +40,7 @@ _REDIS_READ = "BRPOP"
 
 
 class IntakeStep(bootsteps.StartStopStep):
-    """Puts an intake before the consumer's handling of messages."""
+    """Puts an intake in front of the message handling of the consumer."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
@@ -74,7 +74,7 @@ class Intake:
 
     @property
     def default(self) -> Wiring | None:
-        """The bridge of a message without a queue name: only if the worker consumes only queues of bridges."""
+        """The bridge of a message without a queue name. None unless the worker consumes only queues of bridges."""
         consumed = [self._bridges.get(name) for name in self._consumer.app.amqp.queues.consume_from]
         return consumed[0] if consumed and None not in consumed else None
 

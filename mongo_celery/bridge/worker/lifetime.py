@@ -65,8 +65,8 @@ def describe_end(error: BaseException, seconds: float) -> str:
     Return the reason why a process ends under a handler, for people.
 
     Args:
-        error: by which it ends.
-        seconds: since the handler's task was called.
+        error: the error by which it ends.
+        seconds: the seconds since the handler's task was called.
     """
     number = _read_signal(error)
     if number is None:

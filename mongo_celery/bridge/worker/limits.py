@@ -41,7 +41,7 @@ class RunLimits:
 
     Attributes:
         seconds: after these no further change of the run begins.
-        time_limits: of the message. None if Celery's apply.
+        time_limits: the time limits of the message. None if Celery's apply.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class RunLimits:
 
 
 def time_limit(task: Any) -> float | None:
-    """Return the seconds after which Celery ends a call of a task, by its own limits or the app's. None for never."""
+    """Return the seconds after which Celery ends a call of a task, by its or the app's limits. None for never."""
     if task is None:
         return None
     conf = task.app.conf

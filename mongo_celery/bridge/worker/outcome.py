@@ -4,9 +4,9 @@ The outcome of an execution: one way to end, with the write that records it.
 | outcome | stored | Celery receives |
 |---|---|---|
 | `handled` | all changes before an offset are done, and the claim ends | success |
-| `progress` | the same, but the claim continues with the next change, uncounted | (the run continues) |
+| `progress` | the same, but the claim continues with the next change, and nothing is counted | (the run continues) |
 | `retry` | the claim's first change is retried at its retry time, and the attempt is counted | `Retry` |
-| `waiting` | the same, because infrastructure was or may have been away, but nothing is counted | `Ignore` |
+| `waiting` | the change waits in the same way for MongoDB or the broker, and nothing is counted | `Ignore` |
 | `halt`, `dead_letter`, `discard` | the failure policy is applied | the error |
 | `failure` | a replay failed: its dead letter stays, with the new error | the error |
 | `redirect` | another dead letter of the same key is replayed first | `Ignore` |
@@ -52,7 +52,7 @@ class Outcome:
     One way to end an execution.
 
     Attributes:
-        name: for logs.
+        name: its name in logs.
         write: records it under the claim. With `session=` it joins that session's transaction. Returns False if a newer
             execution decides.
         raises: the exception for Celery. None for success.

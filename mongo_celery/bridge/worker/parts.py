@@ -60,7 +60,7 @@ class Parts:
 
     @property
     def is_last(self) -> bool:
-        """Return True if the current part is the last one, and the run succeeds with it."""
+        """Return True if the run is complete after the current part."""
         return len(self._ends) == 1 and self.failed is None
 
     @property
@@ -117,7 +117,7 @@ class Parts:
         return found
 
     def list_remaining(self, offset: int) -> list[int]:
-        """Return the changes to give before this one: neither finished nor superseded by it."""
+        """Return the unfinished changes before this one that it does not replace."""
         return [each for each in self._last_ones(offset + 1) if each != offset]
 
     def list_superseded(self, offset: int) -> list[int]:

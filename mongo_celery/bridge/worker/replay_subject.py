@@ -112,7 +112,7 @@ class ReplaySubject(Subject):
         return [] if objection is None else self.fail(claim, 0, CommandRefusedError(objection))
 
     def describe(self, offset: int) -> str:
-        """Return how logs name the change."""
+        """Return the name of the change in logs."""
         del offset
         return f"the replay of {self._request.key}"
 
@@ -122,11 +122,11 @@ class ReplaySubject(Subject):
         return self._place.seq
 
     def token(self, claim: Claim) -> int:
-        """Return the token reserved for this start. Over newer data, return the claim's token, which is the newest."""
+        """Return the token reserved for this start. To overwrite newer data, return the claim's, which is newest."""
         return claim.fencing_token if self._request.over_newer else self._place.fencing_token + self._request.starts
 
     def fence(self, offset: int, rewound: int, change: Change) -> Fence:
-        """Return the fence at the place of the change. Over newer data, return that of the claim."""
+        """Return the fence at the place of the change. To overwrite newer data, return the fence of the claim."""
         key, run, place = f"{self.run.bridge}/{self.run.subscription}", self.run, self._place
         if self._request.over_newer:
             return Fence(key, run.partitioning, run.index, change.fencing_token)

@@ -38,13 +38,13 @@ class WorkerRuntime:
     A bridge in one worker process, shared by its threads: `wiring.of_process(WorkerRuntime)`.
 
     Args:
-        wiring: of the bridge.
+        wiring: the wiring of the bridge.
 
     Attributes:
         options: the bridge's options.
         store: the bridge's state.
         codec: decodes documents for handlers.
-        heartbeats: of the bridge's claims.
+        heartbeats: the heartbeats of the bridge's claims.
     """
 
     def __init__(self, wiring: Wiring) -> None:
@@ -96,7 +96,7 @@ class WorkerRuntime:
         Args:
             kind: `"run"` or `"commit"`.
             given: the task's argument, or its envelope.
-            subscription: of the handler. None for a commit.
+            subscription: the subscription of the handler. None for a commit.
             request: the worker's request for the message.
         """
         envelope = None
@@ -173,7 +173,7 @@ class WorkerRuntime:
 
     def _compare(self, leading: Mapping[str, Any]) -> frozenset[str]:
         """
-        Compare all but the broker: this worker gets the leader's messages, whatever broker address it uses.
+        Compare everything except the broker address: this worker gets the leader's messages in any case.
 
         Returns:
             The handlers whose databases belong to another environment.

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.worker")
 
 WAITS = Pauses(first=0.5, longest=30.0, jitter=0.25)
-"""Pauses between two attempts of a change that waits, uncounted."""
+"""Pauses between two attempts of a change that waits without counting them."""
 
 _STORING_SECONDS = 2.0
 _TOKEN_CHARS = 64
@@ -88,8 +88,8 @@ class Subject(ABC):
         patience: seconds that the execution waits for MongoDB.
 
     Attributes:
-        run: with the bytes of its changes after `load`.
-        runtime: of the bridge in this process.
+        run: the run, with the bytes of its changes after `load`.
+        runtime: the runtime of the bridge in this process.
         replays: True if a change was a dead letter.
     """
 
@@ -114,7 +114,7 @@ class Subject(ABC):
 
     @abstractmethod
     def load(self, claim: Claim) -> Decision:
-        """Read the changes. Return the outcome of one that must not be given, or None if the handler may start."""
+        """Read the changes. Return an outcome if the handler must not get the first one, or None if it may start."""
 
     def change(self, claim: Claim, offset: int) -> Change:
         """Return a change for the handler. It is decoded at first use."""
@@ -131,7 +131,7 @@ class Subject(ABC):
         )
 
     def describe(self, offset: int) -> str:
-        """Return how logs name a change."""
+        """Return the name of a change in logs."""
         return describe(self.run.changes[offset])
 
     def read_token(self, offset: int) -> Mapping[str, Any]:
@@ -219,7 +219,7 @@ class Subject(ABC):
     def postpone(
         self, claim: Claim, cause: str, delay: float, *, is_doubtful: bool, raises: BaseException | None = None
     ) -> Outcome:
-        """Return the outcome of an uncounted wait of the first change, for these seconds."""
+        """Return an outcome: the first change waits for these seconds, and no attempt is counted."""
         return Outcome("waiting", partial(self._write_wait, claim, cause, delay, doubtful=is_doubtful), raises)
 
     @abstractmethod
@@ -264,8 +264,9 @@ class RunSubject(Subject):
         """
         Read the bytes of stored changes.
 
-        The run ends before a change that is missing or damaged, which becomes the first of another run. If it is the
-        first of this run, its partition halts if it is damaged. If it is missing, the partition waits, uncounted.
+        The run ends before a missing or damaged change, which becomes the first change of the next run. If the first
+        change of a run is damaged, its partition halts. If it is missing, the partition waits, and no attempt is
+        counted.
         """
         run = self.run
         what = f"change {run.first} of {name_place(run.partition_id)}"
@@ -332,7 +333,7 @@ class RunSubject(Subject):
         return Outcome("crash", partial(self._store.claims.crash, claim, error))
 
     def fail(self, claim: Claim, offset: int, error: Exception) -> Decision:
-        """Apply the failure policy to the claim's first change."""
+        """Return the outcome of the failure policy for the claim's first change."""
         run, text = self.run, error_text(error)
         policy = self._handler.policy(self._wiring.options)
         if run.refusal is not None and run.refusal.halts:
@@ -410,7 +411,7 @@ class RunSubject(Subject):
         return self._store.claims.halt(claim, token, key, text, traceback)
 
     def _keep(self, raw: bytes, offset: int) -> None:
-        """Store a change, best effort. If it fails, the listener may store it later, as it read it too."""
+        """Try to store a change. If that fails, the listener may store it later, because it has also read it."""
         run = self.run
         if self._is_stored or run.refusal is not None:  # the listener has stored refused changes
             return

@@ -77,7 +77,7 @@ PROTOCOL_ATTRIBUTES: dict[str, Any] = {
 PROTOCOL_METHODS = frozenset(
     {"Request", "__call__", "add_to_chord", "apply_async", "replace", "retry", "signature_from_request"}
 )
-"""Methods that the protocol needs. An annotation of one of them would run outside the claim, uncounted."""
+"""Methods that the protocol needs. An annotation of one of them would run outside the claim."""
 
 
 class SignedTask:
@@ -215,7 +215,7 @@ class ChangeTask(SignedTask):
         """
         Store Celery's `retry` in MongoDB. It always raises, even with `throw=False`.
 
-        For an outage that `autoretry_for=(Exception,)` caught, the change waits uncounted.
+        If `autoretry_for=(Exception,)` caught an outage, the change waits, and no attempt is counted.
         """
         del throw
         if args is not None or kwargs:
@@ -235,22 +235,22 @@ class ChangeTask(SignedTask):
             raise
 
     def apply_async(self, *_args: Any, **_options: Any) -> Any:
-        """Refuse, because only the listener sends changes."""
+        """Raise an error, because only the listener sends changes."""
         raise HandlerUsageError(self.explain_refusal())
 
     def explain_refusal(self) -> str:
-        """Return why only the listener may send it. An outbox also uses this."""
+        """Return the error for sending a handler's task. An outbox also raises it."""
         return (
             f"{self.name} is a change handler, so only the listener may send it. Write to the watched collection, or "
             "call the function with a Change."
         )
 
     def replace(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse, because a replaced task would commit before its replacement has run."""
+        """Raise an error, because a replaced task would commit before its replacement has run."""
         raise HandlerUsageError("A change handler cannot replace itself. Start the other task with delay().")
 
     def add_to_chord(self, *_args: Any, **_kwargs: Any) -> Any:
-        """Refuse, because a change handler is already part of a chain."""
+        """Raise an error, because a change handler is already part of a chain."""
         raise HandlerUsageError("A change handler cannot join a chord. Start the chord with delay().")
 
 

@@ -39,7 +39,7 @@ def transactional(using: str | None = None, **options: Any) -> Callable[[Callabl
 
     Args:
         using: alias of the database. By default Django's default or, if that is relational, the MongoDB database.
-        options: of `mongo_celery.transactional`, such as `timeout` and `outbox`.
+        options: the options of `mongo_celery.transactional`, such as `timeout` and `outbox`.
 
     Raises:
         ConfigurationError: an option cannot work, or it decorates something that it cannot run, such as a Celery task,

@@ -1,5 +1,6 @@
 """
-Transactions that repeat automatically: the drivers' callback API with a defined limit, for threads and for asyncio.
+Transactions that are retried automatically: the drivers' callback API with a defined limit, for threads and for
+asyncio.
 
 | module | content |
 |---|---|

@@ -87,8 +87,8 @@ def pause_before_commit(scope: TransactionScope, error: PyMongoError, count: int
     majority of a finished commit (Interrupted). If it is sent again, the server reports the result.
 
     Args:
-        scope: of the transaction.
-        error: of the last commit.
+        scope: the scope of the transaction.
+        error: the error of the last commit.
         count: number of earlier pauses.
 
     Raises:

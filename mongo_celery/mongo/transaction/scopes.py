@@ -64,14 +64,14 @@ class TransactionScope:
     Attributes:
         client: the session's client.
         reference: a weak reference to its session.
-        deadline: on the monotonic clock. No attempt begins after it. Infinite while a `with` has no limit.
+        deadline: the deadline on the monotonic clock. No attempt begins after it. Infinite while a `with` has no limit.
         owner: the process, thread and asyncio task that began it.
-        seconds: for the commit of a `with` whose body has no limit.
+        seconds: the seconds for the commit of a `with` whose body has no limit.
         is_open: False after its end.
         attempts: number of attempts so far.
         transient_error: the last error that another attempt followed.
         rollback_reason: the first error of a joined call in this attempt, which makes it rollback-only.
-        callbacks: to run after the commit. A failed attempt drops its own.
+        callbacks: the callbacks to run after the commit. A failed attempt drops its own.
         joined_calls: joined calls of this attempt that have not ended.
         cancel: a cancel that arrived during an asyncio commit.
     """
@@ -101,7 +101,7 @@ class TransactionScope:
 
     @property
     def is_in_transaction(self) -> bool:
-        """Return True if its session has a transaction in progress."""
+        """Return True if the session of the scope has a transaction in progress."""
         session = self.reference()
         return session is not None and session.in_transaction
 
@@ -129,7 +129,7 @@ class TransactionScope:
             self.rollback_reason = error
 
     def begin_end(self) -> None:
-        """Note the body's end. If nothing limited the body, `seconds` begin now, so a commit always has time."""
+        """Record the end of the body. If the body had no limit, the time of the commit begins now."""
         if self.deadline == math.inf:
             self.deadline = time.monotonic() + self.seconds
 
@@ -168,9 +168,9 @@ def open_scope(session: Session, seconds: float, *, is_limited: bool = True) -> 
     Open a scope for the block. Inside, its session identifies it.
 
     Args:
-        session: of the transaction.
-        seconds: for all attempts, at most the remaining time of a surrounding scope. All loops inside share one
-            deadline.
+        session: the session of the transaction.
+        seconds: the seconds for all attempts, at most the remaining time of a surrounding scope. All loops inside share
+            one deadline.
         is_limited: False if the time begins when the body ends.
     """
     scope = TransactionScope(
@@ -367,9 +367,9 @@ def after_commit(callback: Callback, session: Session | None = None) -> bool:
     never be called.
 
     Args:
-        callback: without arguments. In an async transaction it may be a coroutine function.
-        session: of the transaction. By default this thread's and asyncio task's innermost one. If there is none, the
-            callback is called immediately.
+        callback: a function without arguments. In an async transaction it may be a coroutine function.
+        session: the session of the transaction. By default this thread's and asyncio task's innermost one. If there is
+            none, the callback is called immediately.
 
     Returns:
         True if it was called, or will be after a commit. False if `transactional` does not run the session's

@@ -200,7 +200,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
         Args:
             body: called with the session, maybe several times.
-            session: of a transaction in progress to join, or a session to use. By default a new one.
+            session: the session of a transaction in progress to join, or a session to use. By default a new one.
 
         Returns:
             The body's result in the committed attempt.
@@ -227,7 +227,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
         Args:
             body: called with the session and awaited, maybe several times.
-            session: of a transaction in progress to join, or a session to use. By default a new one.
+            session: the session of a transaction in progress to join, or a session to use. By default a new one.
 
         Returns:
             The body's result in the committed attempt.
@@ -286,7 +286,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
 
     @contextmanager
     def _hold_object(self) -> Iterator[None]:
-        """Reserve the object for one `with`."""
+        """Reserve this object for one `with` block."""
         if not self._busy.acquire(blocking=False):
             raise ConfigurationError(
                 "Another `with` already uses this transactional object, so no transaction was started. Make an "
