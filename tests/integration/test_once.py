@@ -18,7 +18,7 @@ from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
-from mongo_celery import Bridge, Change, OutboxCollection, once, transactional
+from mongo_celery import Bridge, Change, OutboxCollection, TwoPhaseCommit, once, transactional
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import after_commit
 from mongo_celery.testing import BridgeRunner
@@ -327,3 +327,27 @@ def test_a_record_cannot_be_part_of_an_async_transaction(database: Database[Docu
 
     asyncio.run(run_body())
     assert steps == ["in a thread", "after it"]
+
+
+def test_a_handler_of_a_whole_database_is_not_fed_by_its_own_records(
+    app: Celery, database: Database[Document], mongo_url: str
+) -> None:
+    """P9: each idempotency record and each transfer would start the handler that makes the next one."""
+    bridge, seen = Bridge(app, mongo_url, name="once", autodiscover=False, partitions=1), list[str]()
+    bank = TwoPhaseCommit(app, database["transfers"])
+    database["accounts"].insert_many([{"_id": "A", "balance": 10}, {"_id": "B", "balance": 0}])
+
+    @once(database["done"], key=lambda change: change.document_key["_id"])
+    def pay(_change: Change) -> None:
+        bank.transfer("A", "B", 1)
+
+    @bridge.on_change(f"{database.name}.*")
+    def wide(change: Change) -> None:
+        seen.append(change.ns["coll"])
+        if change.ns["coll"] != "accounts":
+            pay(change)
+
+    with BridgeRunner(bridge, url=mongo_url) as runner:
+        database["orders"].insert_one({"_id": 1})
+        runner.deliver(limit=20)
+    assert seen == ["orders", "accounts", "accounts"]
