@@ -251,40 +251,29 @@ def test_a_result_is_kept_as_json_alone(
     assert [each.__dict__["event"] for each in caplog.records] == ["result_not_kept"]
 
 
-@pytest.mark.parametrize(("by", "of_the_driver"), [("argument", False), ("argument", True), ("session", True)])
-def test_a_record_is_committed_and_aborted_with_the_transaction_around_it(
-    database: Database[Document], by: str, of_the_driver: bool
-) -> None:
+def test_a_record_is_committed_and_aborted_with_a_transaction_of_the_driver(database: Database[Document]) -> None:
     """P18: no record stays of an effect that is gone, whether the transaction is aborted, repeated, or a step fails."""
     effects, done = database.create_collection("effects"), database.create_collection("done")
     fails: list[Exception] = [ValueError("the step"), ValueError("aborted"), conflict()]
 
+    @once(done, key=lambda _session: 1)
     def step(given: Any) -> None:
         effects.insert_one({"what": "step"}, session=given)
         if len(fails) == 3:
             raise fails.pop(0)
 
-    own = once(done, key=lambda: 1)(lambda *, session: step(session))
-    alone = once(done, key=lambda _given: 1)(step)
-
     def body(session: ClientSession) -> None:
-        own(session=session) if by == "session" else alone(session)
+        step(session)
         if fails:
             raise fails.pop(0)
 
-    def run_body() -> None:
-        if not of_the_driver:
-            transactional(database.client).run(body)
-            return
-        with database.client.start_session() as session:
+    with database.client.start_session() as session:
+        for _ in range(2):
+            with pytest.raises(ValueError):  # noqa: PT011
+                session.with_transaction(body)
+            assert (effects.count_documents({}), done.count_documents({})) == (0, 0)
+        for _ in range(2):
             session.with_transaction(body)
-
-    for _ in range(2):
-        with pytest.raises(ValueError):  # noqa: PT011
-            run_body()
-        assert (effects.count_documents({}), done.count_documents({})) == (0, 0)
-    run_body()
-    run_body()
     assert (effects.count_documents({}), done.count_documents({})) == (1, 1)
 
 
