@@ -227,10 +227,12 @@ def test_the_value_before_is_given_while_a_read_is_under_way() -> None:
 
     slow = threading.Thread(target=ask_again)
     slow.start()
-    wait_for(recent._lock.locked, message="it is read again")
-    assert recent() == 1
-    ends.set()
-    slow.join()
+    try:
+        wait_for(recent._lock.locked, message="it is read again")
+        assert recent() == 1
+    finally:  # else the thread would outlive a failure, and pytest wait for it
+        ends.set()
+        slow.join()
     assert recent() > 1
 
 

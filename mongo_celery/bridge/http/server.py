@@ -66,7 +66,7 @@ def parse_address(text: str) -> tuple[str, int]:
     if found is None or int(found["port"]) > 65_535:  # noqa: PLR2004 - the largest port
         raise ConfigurationError(
             f"{text!r} is not an HTTP address. Give PORT, such as 9100, to serve this machine only. Give HOST:PORT, "
-            "such as 0.0.0.0:9100 or [::1]:9100, to serve other machines."
+            "such as 0.0.0.0:9100 or [::]:9100, to serve other machines."
         )
     return (found["host"] or "127.0.0.1").strip("[]"), int(found["port"])
 
