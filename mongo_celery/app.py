@@ -74,7 +74,7 @@ def shared(app: Celery, make: Callable[[Celery], Any]) -> PerProcess[Any]:
 
     Args:
         app: the Celery app.
-        make: makes the object, and identifies it. A module's function or a class.
+        make: makes the object, and identifies it. A class, or a function at module level.
     """
     return _get_state(app).shared.setdefault(make, PerProcess(partial(make, app)))
 
@@ -85,7 +85,7 @@ class Registry(Generic[T]):
     The objects of one kind, by app.
 
     Attributes:
-        kind: its word in messages.
+        kind: the word for such an object in messages.
         create: the call that makes one, for messages about an app without one.
         rename: the fix for a name that is taken.
     """
@@ -101,7 +101,7 @@ class Registry(Generic[T]):
         Args:
             app: the Celery app.
             thing: the object.
-            name: its name, if already known.
+            name: name of the object, if already known.
 
         Returns:
             True if it is the app's first.

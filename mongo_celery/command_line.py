@@ -18,7 +18,7 @@ class CommandLine:
 
     Attributes:
         app: the argument of `celery -A`.
-        bridge: its name, if the app has several.
+        bridge: name of the bridge, if the app has several.
     """
 
     app: str = "APP"
@@ -40,7 +40,7 @@ class CommandLine:
         return self.celery("changes", command, *words, *which)
 
     def on(self, command: str, handler: str, indexes: Sequence[int]) -> str:
-        """Return the same for one partition of a handler. Without its index if there are several."""
+        """Return a command for partitions of a handler. It includes the index only if there is one partition."""
         return self.changes(command, handler, *([str(indexes[0])] if len(indexes) == 1 else []))
 
 

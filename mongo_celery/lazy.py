@@ -15,7 +15,7 @@ def load_lazily(
     Return `__getattr__` and `__dir__` of a package.
 
     Args:
-        package: its `__name__`.
+        package: `__name__` of the package.
         names: public names, by the module below the package that defines them.
     """
     homes = {name: module for module, found in names.items() for name in found}

@@ -41,10 +41,10 @@ def make_families(
 
     Args:
         prefix: the prefix of all names.
-        label: the first label of each.
-        gauges: their help and further labels.
-        counters: the same.
-        histograms: the same.
+        label: the first label of each metric.
+        gauges: help and further labels of the gauges, by name.
+        counters: help and further labels of the counters.
+        histograms: help and further labels of the histograms.
     """
     kinds = (GaugeMetricFamily, gauges), (CounterMetricFamily, counters), (HistogramMetricFamily, histograms or {})
     return {
@@ -70,7 +70,7 @@ class TableCollector(Collector):
         prefix: the prefix of all names.
         label: the label with the object's name.
         gauges: help and further labels, by name.
-        counters: the same.
+        counters: help and further labels, by name.
     """
 
     registry: ClassVar[Registry[Any]]

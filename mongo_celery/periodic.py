@@ -52,7 +52,7 @@ class PeriodicNotes:
 
     Args:
         collection: the note's collection.
-        note_id: its `_id`.
+        note_id: `_id` of the note.
     """
 
     def __init__(self, collection: Collection[Document], note_id: str) -> None:

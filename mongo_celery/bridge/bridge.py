@@ -189,7 +189,7 @@ class Bridge:
                 documents that exist then, with the operation type `snapshot`.
             commit: `chain` (a second task writes the position after the handler), or `inline` (the execution writes it,
                 with half the messages). By default the bridge's.
-            coalesce: if a run has several changes of one document, give only the last one. For handlers that need only
+            coalesce: give only the last of several changes of one document in a run. Use it for handlers that need only
                 the latest state.
             bookkeeping: also give the handler the fields that this package keeps in documents: entries of an outbox,
                 locks, markers of a transaction, stamps of fenced writes. It then gets updates that change only these
@@ -246,7 +246,7 @@ class Bridge:
                 (only its namespace counts, the client is the bridge's).
             watch: True if the listener delivers. With False, only the writer and the sweep deliver.
             name: the outbox's name. By default the namespace as given.
-            options: those of `Outbox`.
+            options: the options of `Outbox`.
 
         Raises:
             ConfigurationError: an option cannot work, or the bridge or one of its apps has an outbox of this name.

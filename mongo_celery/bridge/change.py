@@ -1,8 +1,8 @@
 """
 A change for user code.
 
-It needs no client, Celery or clock. `raw` is the change event as the server sent it. The attributes have PyMongo's
-names.
+This module needs no client, Celery or clock. `raw` is the change event as the server sent it. The attributes have
+PyMongo's names.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ class ChangeFailed(Exception):  # noqa: N818 - what a handler says, not an error
 
     @property
     def error(self) -> Exception | None:
-        """The error of the change: the one after `from`, or the one being handled. None if there is none."""
+        """The error of the change: the exception after `from`, or the one being handled. None if there is none."""
         found = self.__context__ if self.__cause__ is None and not self.__suppress_context__ else self.__cause__
         return found if isinstance(found, Exception) else None
 
@@ -500,7 +500,7 @@ class Changes(tuple[Change, ...]):
         alone.
 
         Args:
-            failed: its place in this list, from 0, or the change itself.
+            failed: the failed change, or its place in this list, from 0.
 
         Raises:
             HandlerUsageError: the list has no such change.

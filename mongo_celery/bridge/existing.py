@@ -1,16 +1,16 @@
 """
-Existing documents as events. A snapshot gives them to handlers beside the changes of the stream.
+Existing documents as events. A snapshot gives them to handlers, between the changes of the stream.
 
 An existing document's place in the stream is after every change up to a cluster time T, and before every later one. Its
 event has the operation type `snapshot`. Its other fields are those of an insert: `clusterTime` is T, `fullDocument` the
 document.
 
-This module makes its token: ``82``, seconds and increment of T as the server writes them, ``~``, then a unique number.
-The tilde sorts after every digit, so the token comes after all tokens of events at T and before those of T + 1. A
-server refuses it, so no stream opens there. Positions that open a stream (a watermark, the place up to which a layout
-is read) are never made from it.
+This module makes the document's token: ``82``, seconds and increment of T as the server writes them, ``~``, then a
+unique number. The tilde sorts after every digit, so the token comes after all tokens of events at T and before those of
+T + 1. A server refuses it, so no stream opens there. Positions that open a stream (a watermark, the place up to which a
+layout is read) are never made from it.
 
-Pure.
+These functions are pure.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def dead_letter_name(data: str, raw: bytes) -> str:
     """
     Return the name of a change's dead letter, which is unique in its subscription. Usually it is the token.
 
-    An existing document's dead letter is named by its key. Read again, the document has another token, but must not
-    become a second dead letter. Long tokens are shortened.
+    An existing document's dead letter is named by its key: when the document is read again, it has another token, but
+    must not become a second dead letter. Long tokens are shortened.
     """
     if not is_existing(data):
         return token_place(data)
@@ -176,8 +176,8 @@ class DocumentId:
     An `_id` byte for byte. Invalid text, or a type that a client would convert, arrives unchanged.
 
     Attributes:
-        kind: its BSON type.
-        value: its bytes.
+        kind: BSON type of the `_id`.
+        value: bytes of the `_id`.
     """
 
     kind: int

@@ -140,7 +140,7 @@ class Handler:
         partition_by: the handler's partition rule. None for the bridge's.
         group: the group of workers that runs it. None for the bridge's own queues.
         start_from: the start without a position. None for the bridge's.
-        commit: how positions are written, `"chain"` or `"inline"`. None for the bridge's.
+        commit: the way to write positions, `"chain"` or `"inline"`. None for the bridge's.
         batch_size: the largest number of changes in a list. None for a handler of single changes.
         coalesce: True if a run gives it only the last of several changes of one document.
     """
@@ -208,7 +208,7 @@ class Handler:
         Return the rule of an earlier partitioning by its stored name.
 
         Args:
-            handlers: all handlers of the bridge. Only their functions, and the bridge's, are known.
+            handlers: all handlers of the bridge. Their functions, and the bridge's, are the only known ones.
 
         Raises:
             ConfigurationError: the rule is unknown, or could give another key with the present options.
@@ -286,7 +286,7 @@ def make_handler(
     Args:
         function: the decorated function.
         targets: the sources.
-        options: the bridge's options. None while they are unknown: checks that need them come later.
+        options: the bridge's options. While they are unknown, None: then the checks that need them run later.
         task_name: name of the Celery task.
         given: the decorator's keyword arguments, including unchecked ones outside `HandlerOptions`.
         batch_size: the largest number of changes in a list. None for a handler of single changes.

@@ -1,8 +1,8 @@
 """
 The identity of a bridge: app, broker, and the databases of each handler. The lease stores it for each term.
 
-The name of a bridge finds its state. Two environments with the same code have the same name. On one MongoDB, each would
-use the other's positions and lose the other's changes. So a listener compares identities first.
+A bridge finds its state by its name. Two environments with the same code have the same name. On one MongoDB, each would
+use the other's positions and lose the other's changes. So a listener first compares identities.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Identity:
     Attributes:
         app: name of its app. None if it has no name.
         broker: address to which it publishes. None if its URL cannot be read.
-        handlers: by name: the `task`, the `databases` that it watches (`"*"` for all), and a `digest` of its
-            definition, to compare the code of two processes.
+        handlers: for each handler by name, the `task`, the `databases` that it watches (`"*"` for all), and a `digest`
+            of its definition, to compare the code of two processes.
     """
 
     app: str | None

@@ -87,7 +87,7 @@ def check_start(name: str, value: Any) -> Any:
         data = value.get("_data")
         if not isinstance(data, str) or not _TOKEN_DATA.fullmatch(data):
             raise ConfigurationError(
-                f"{name}={dict(value)!r} is not a resume token. Give a whole one, such as {{'_data': '82...'}}. "
+                f"{name}={dict(value)!r} is not a resume token. Pass a whole one, such as {{'_data': '82...'}}. "
                 "change.resume_token has it.",
             )
     elif not isinstance(value, Timestamp):

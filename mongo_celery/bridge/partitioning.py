@@ -116,7 +116,7 @@ def make_origin(raw: bytes, token: Mapping[str, Any], since: int) -> Origin:
 
 @lru_cache(maxsize=_NAMESPACES)
 def _begin_hash(namespace: bytes) -> hashlib.blake2b | None:
-    """Begin the hash of keys in a namespace, up to the bytes of their ObjectId, like `partition_hash`."""
+    """Return the unfinished `partition_hash` of ObjectId keys in a namespace: only the ObjectId is missing."""
     try:
         ns = RawEvent(namespace)
         encoded = bson.encode({"": canonical([ns.get("db"), ns.get("coll"), _ANY_ID])}, codec_options=_KEYS)

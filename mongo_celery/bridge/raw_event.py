@@ -79,11 +79,11 @@ class RawEvent(Mapping[str, Any]):
     An event of `EVENT_TYPES` that can be read without decoding it.
 
     Args:
-        raw: its bytes.
+        raw: the bytes of the event.
 
     Attributes:
-        raw: its bytes.
-        plain: its five fields. None if the event does not have the usual form.
+        raw: the bytes of the event.
+        plain: the fields of an event with the usual form. None for other events.
 
     Raises:
         BSONError: it is not a BSON document. Raised now or when a field is read.

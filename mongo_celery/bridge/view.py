@@ -84,7 +84,7 @@ class AppOutboxes:
         return [outbox for outbox in found if namespace in self._read_names(outbox)]
 
     def _read_names(self, keeper: BaseOutbox | IdempotencyStore | TwoPhaseCommit) -> Sequence[str]:
-        """Return the full names of a keeper's collections. Look them up until they are known."""
+        """Return the full names of a keeper's collections. It looks the names up until they are known."""
         key = id(keeper)  # the app holds a reference to it
         if key not in self._names:
             try:

@@ -1,7 +1,7 @@
 """
 The window of a subscription: the changes that were read and are not yet done.
 
-Pure: no client, no clock, no threads. Each window belongs to one subscription in one term.
+The module is pure: no client, no clock, no threads. Each window belongs to one subscription in one term.
 
 Two views of the same changes:
 
@@ -45,7 +45,7 @@ class Refusal:
         halts: True if the partition halts under every failure policy. The cause is then the bridge's configuration, not
             the change. Skipping it, or moving it to the dead letters, would drop every change that the configuration
             affects.
-        lasts: True if the event was read incomplete. Its bytes are never judged again.
+        lasts: True if the read event is incomplete. The refusal then remains, and the event is not checked again.
     """
 
     reason: str
@@ -117,7 +117,7 @@ class Queue:
     The unfinished changes of one partition, in stream order.
 
     Attributes:
-        changes: its changes, for reading only.
+        changes: the changes, for reading only.
         size: bytes that they take in memory.
     """
 

@@ -88,7 +88,7 @@ def _read_redis(channel: Any, queues: Collection[str]) -> dict[str, Occupancy]:
 
 
 def _read_declared(connection: Connection, queue: str) -> Occupancy:
-    """Query a queue by a passive declaration. A missing queue is empty."""
+    """Query a queue with a passive declaration. A missing queue is empty."""
     channel: Any = connection.channel()  # a refusal closes it
     try:
         answer = channel.queue_declare(queue=queue, passive=True)

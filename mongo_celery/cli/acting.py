@@ -23,7 +23,7 @@ class PartitionIndex(click.IntRange):
     """The number of a partition."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert a typed value."""
+        """Convert a value from the command line to the number of a partition."""
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter:

@@ -71,7 +71,7 @@ REASON = click.option("--reason", metavar="TEXT", help="The reason, for the audi
 
 
 def bridges_of(ctx: click.Context, name: str | None) -> list[Wiring]:
-    """Return the bridge with this name, or all of the app."""
+    """Return the bridge with this name, or all bridges of the app."""
     from mongo_celery.bridge.wiring import BRIDGES
 
     return all_of(ctx, BRIDGES, name)
@@ -113,14 +113,14 @@ def app_of(ctx: click.Context, registry: Registry[Any]) -> Celery:
 
 
 def all_of(ctx: click.Context, registry: Registry[T], name: str | None) -> list[T]:
-    """Return the one with this name, or all of the app that `-A` names. Errors as in `app_of`."""
+    """Return the object with this name, or all objects of the app that `-A` names. Errors as in `app_of`."""
     app = app_of(ctx, registry)
     with one_sentence_errors():
         return registry.select(app, [name] if name else [])
 
 
 def one_of(ctx: click.Context, registry: Registry[T], name: str | None, option: str = "--name") -> T:
-    """Return the one for a command. If the app has several, the command must name one."""
+    """Return the object for a command. If the app has several, the command must name one."""
     found = all_of(ctx, registry, name)
     if len(found) > 1:
         names = ", ".join(sorted(each.name for each in found))

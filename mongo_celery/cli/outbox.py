@@ -42,7 +42,7 @@ def outbox(ctx: click.Context, **_: Any) -> None:
 
 
 @outbox.command(epilog="Example: celery -A shop outbox status --check")
-@click.option("--check", is_flag=True, help="Also check rights, collection, validator and workers. Takes some seconds.")
+@click.option("--check", is_flag=True, help="Also check rights, collection, validator and workers, for some seconds.")
 @NAME
 @JSON
 @click.pass_context

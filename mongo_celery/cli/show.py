@@ -23,7 +23,7 @@ _SHOWN = 3
 @click.command(epilog="Example: celery -A shop changes show orders --key 42")
 @HANDLER
 @PARTITION
-@click.option("--key", metavar="K", help="The document's _id, as text or JSON. With partition_by: its key.")
+@click.option("--key", metavar="K", help="The _id, or the key if the handler uses partition_by, as text or JSON.")
 @SOURCE
 @click.option(
     "--bytes",
@@ -145,7 +145,7 @@ def _where_lines(found: Whereabouts, line: CommandLine) -> Iterator[str]:
 @BRIDGE
 @JSON
 @click.option("--group", "groups", multiple=True, metavar="NAME", help="Only queues of this group. May be repeated.")
-@click.option("--without-group", is_flag=True, help="Queues of handlers without a group. With --group: these also.")
+@click.option("--without-group", is_flag=True, help="Queues of handlers without a group, also together with --group.")
 @click.option("--with-default", is_flag=True, help="Add the app's default queue.")
 @click.pass_context
 def queues(

@@ -64,7 +64,7 @@ class failing_errors:  # noqa: N801 - a context manager that reads as a phrase
 @BRIDGE
 @JSON
 @click.option("--all", "everything", is_flag=True, help="Show all handlers and partitions.")
-@click.option("--ask", is_flag=True, help="Also ask the broker and the workers. Takes some seconds.")
+@click.option("--ask", is_flag=True, help="Also query the broker and the workers, which takes some seconds.")
 @click.option(
     "--watch",
     is_flag=False,

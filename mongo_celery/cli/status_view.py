@@ -37,7 +37,7 @@ def status_view(snapshots: Sequence[BridgeSnapshot], *, everything: bool, folded
     Show snapshots, one after the other.
 
     Args:
-        everything: show all handlers, and all partitions.
+        everything: True to show all handlers, and all partitions.
         folded: as in `findings_view`.
     """
     return Group(*(part for each in snapshots for part in _parts(each, everything=everything, folded=folded)))
@@ -115,7 +115,7 @@ def _handlers(handlers: Sequence[HandlerStatus], *, everything: bool) -> Iterato
 
 
 class _HandlerTable:
-    """A row for each handler. A narrow terminal omits columns, but cuts no name."""
+    """A row for each handler. On a narrow terminal it omits columns, but never truncates names."""
 
     def __init__(self, handlers: Sequence[HandlerStatus]) -> None:
         self._columns = {

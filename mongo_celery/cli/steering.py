@@ -84,7 +84,7 @@ def skip(operations: Operations, **given: Any) -> Plan:
 @click.command(epilog="Example: celery -A shop changes reset orders --to 2026-11-23T06:30")
 @HANDLER
 @click.option("--to", metavar="oldest|now|TIME|TOKEN", required=True, help="The new position, as described above.")
-@click.option("--key", metavar="JSON|TEXT", help="The document's _id. With partition_by: its key.")
+@click.option("--key", metavar="JSON|TEXT", help="The document's _id, or its key if the handler uses partition_by.")
 @SOURCE
 @acting
 def reset(operations: Operations, **given: Any) -> Plan:
@@ -135,7 +135,7 @@ def remove(operations: Operations, **given: Any) -> Plan:
 
 @click.group(epilog="Example: celery -A shop changes snapshot start orders")
 def snapshot() -> None:
-    """Give a handler the existing documents."""
+    """Deliver existing documents to a handler."""
 
 
 @snapshot.command(epilog="Example: celery -A shop changes snapshot start orders --rate 500")

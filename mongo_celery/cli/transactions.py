@@ -102,7 +102,7 @@ def list_transactions(
     "--older-than",
     type=FiniteRange(min=0),
     metavar="SECONDS",
-    help="Seconds since the last step, by the server's clock. Default: that of the TwoPhaseCommit, half an hour.",
+    help="Seconds since the last step, by the server's clock. Default: the option of the TwoPhaseCommit, half an hour.",
 )
 @ALL
 @click.option(
@@ -127,7 +127,7 @@ def recover(chosen: TwoPhaseCommit, id: str | None, older_than: float | None, **
 
 @transactions.command(epilog="Example: celery -A shop transactions cancel order-42 --compensate")
 @click.argument("id", metavar="ID")
-@click.option("--compensate", is_flag=True, help="If the transaction is done, reverse it by a new transaction.")
+@click.option("--compensate", is_flag=True, help="If the transaction is done, reverse it with a new transaction.")
 @ALL
 @click.option("--reason", help="The reason, stored with the transaction that is rolled back.")
 @acting_on("name", NAME, _chosen)

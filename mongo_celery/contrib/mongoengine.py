@@ -85,11 +85,11 @@ class OutboxMixin:
         Save like MongoEngine, in one write with tasks and events.
 
         Args:
-            args: as MongoEngine's.
+            args: arguments of MongoEngine's `save`.
             outbox: the outbox of the document's collection. Needed for tasks or events.
             tasks: signatures. `STORED_ID` among their arguments becomes the document's `_id`.
             events: messages to other consumers.
-            options: as MongoEngine's.
+            options: keyword arguments of MongoEngine's `save`.
 
         Raises:
             ConfigurationError: you gave tasks or events without an outbox, or an outbox of another collection.
@@ -116,7 +116,7 @@ class OutboxMixin:
         mine, its = self._own("_get_collection")().full_name, outbox.collection.full_name
         if mine != its:
             raise ConfigurationError(
-                f"{type(self).__name__} is stored in {mine!r}, but this outbox is on {its!r}. Give the outbox of "
+                f"{type(self).__name__} is stored in {mine!r}, but this outbox is for {its!r}. Pass the outbox of "
                 "that collection."
             )
 

@@ -64,7 +64,7 @@ class Result:
         changes_per_second: the rate without faults.
         handled: the changes that took effect.
         takeover_seconds: the time from the kill of the leading listener to the next term.
-        unfinished: why the run did not end. None if it did.
+        unfinished: reason why the run did not end. None if it did.
     """
 
     written: int = 0

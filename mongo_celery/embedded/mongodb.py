@@ -192,7 +192,7 @@ class MongoReplicaSet:
         Wait until every running member is primary or secondary, and one of them accepts writes.
 
         Raises:
-            EmbeddedServerError: it took longer than a minute.
+            EmbeddedServerError: this took longer than a minute.
         """
         self._await_roles(everyone=True)
 
@@ -211,15 +211,15 @@ class MongoReplicaSet:
         return self.start()
 
     def kill(self) -> None:
-        """End all members by SIGKILL. Ports and data stay for `restart`."""
+        """End all members with SIGKILL. Ports and data stay for `restart`."""
         self._each(MongoServer.kill)
 
     def pause(self) -> None:
-        """Freeze all members by SIGSTOP."""
+        """Freeze all members with SIGSTOP."""
         self._each(MongoServer.pause)
 
     def resume(self) -> None:
-        """Continue paused members by SIGCONT."""
+        """Resume paused members with SIGCONT."""
         self._each(MongoServer.resume)
 
     def __enter__(self) -> Self:

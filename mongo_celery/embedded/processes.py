@@ -68,7 +68,7 @@ def start_tied(
     umask: int = -1,
 ) -> subprocess.Popen[bytes]:
     """
-    Start a child process. It ends at the latest with this process, by SIGKILL.
+    Start a child process. It is killed at the latest when this process ends.
 
     The child leads a new session, so Ctrl-C in the terminal reaches only this process, which can stop its children in
     order. The child's standard input is empty. You can call this from any thread: the child does not end with it. The
@@ -179,14 +179,14 @@ class ChildProcess:
                 os.killpg(self.pid, number)
 
     def kill(self) -> None:
-        """Kill this process alone by SIGKILL, on purpose, and wait for its end."""
+        """Kill only this process with SIGKILL, on purpose, and wait for its end."""
         self.killed = True
         self.send(signal.SIGKILL)
         self.ends_within(GRACE_SECONDS)
 
     def pause(self) -> None:
         """
-        Stop this process alone by SIGSTOP, and wait until all its threads have stopped.
+        Stop only this process with SIGSTOP, and wait until all its threads have stopped.
 
         Without the wait, a process on another CPU may still answer a request sent after the signal. It does nothing if
         the process is paused or has ended.
@@ -197,11 +197,11 @@ class ChildProcess:
             os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """Continue a paused process by SIGCONT."""
+        """Resume a paused process with SIGCONT."""
         self.send(signal.SIGCONT)
 
     def ask_to_end(self) -> None:
-        """Request a regular shutdown by SIGTERM, once. Wake paused processes, so that they can answer."""
+        """Request a regular shutdown with SIGTERM, once. Wake paused processes, so that they can answer."""
         if not self._asked:
             self._asked = True  # a second SIGTERM ends a worker without waiting for its tasks
             self.send(signal.SIGTERM)
@@ -213,7 +213,7 @@ class ChildProcess:
 
     def end(self, grace: float = GRACE_SECONDS) -> None:
         """
-        End the process: by SIGTERM within the grace period, then by SIGKILL. Kill its descendants.
+        End the process: with SIGTERM within the grace period, then with SIGKILL. Kill its descendants.
 
         Afterwards another process may get its pid, so send no more signals.
 

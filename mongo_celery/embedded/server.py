@@ -271,15 +271,15 @@ class Server(ABC):
         return self.start()
 
     def kill(self) -> None:
-        """End the process by SIGKILL, like a crash. Port and data stay for `restart`."""
+        """End the process with SIGKILL, like a crash. Port and data stay for `restart`."""
         self._end_process(0.0)
 
     def pause(self) -> None:
-        """Freeze the process by SIGSTOP. Connections stay open, but get no answers."""
+        """Freeze the process with SIGSTOP. Connections stay open, but get no answers."""
         self.process.pause()
 
     def resume(self) -> None:
-        """Continue a paused process by SIGCONT."""
+        """Resume a paused process with SIGCONT."""
         self.process.resume()
 
     def __enter__(self) -> Self:

@@ -140,7 +140,7 @@ def lock_call(
         or "\0" in field
         or any(not part or part.startswith("$") for part in field.split("."))
     ):
-        raise ConfigurationError(f"field={field!r} cannot be used for locks. Give a plain name such as '_lock'.")
+        raise ConfigurationError(f"field={field!r} cannot be used for locks. Use a plain name such as '_lock'.")
     check_flags(nowait=nowait)
     return LockCall(collection=collection, session=session, filter=filter_, field=field, nowait=nowait)
 

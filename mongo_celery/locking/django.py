@@ -124,8 +124,8 @@ def select_for_update(
     Args:
         queryset: a queryset of instances, on MongoDB, with any filter, order or slice.
         of: the documents to lock: `"self"` and relations, such as `"hall"` or `"hall__city"`. By default the queryset's
-            own documents. An empty one, which means all to Django, is refused. Without `select_related` each costs its
-            own queries. A reference to a missing document, which MongoDB allows, locks nothing.
+            own documents. An empty tuple, which means all to Django, is refused. Without `select_related`, each
+            relation needs separate queries. A reference to a missing document, which MongoDB allows, locks nothing.
         options: see `LockOptions` of `mongo_celery.locking`. `field` must not be a field of the model.
 
     Returns:
@@ -178,7 +178,7 @@ def _documents(instances: Sequence[Any], of: Sequence[str], connection: Any, usi
 def _mongo_connection(using: str) -> Any:
     connection = connections[using]
     if connection.vendor != "mongodb":
-        raise ConfigurationError(f"Django's database {using!r} is not on MongoDB. Give the name of one that is.")
+        raise ConfigurationError(f"Django's database {using!r} is not on MongoDB. Pass the name of one that is.")
     return connection
 
 
@@ -186,7 +186,7 @@ def _check(model: type[Model], of: Sequence[str]) -> None:
     """Before any read, refuse an empty `of`, an unknown path, or a path to an embedded document."""
     if isinstance(of, str) or not of:
         raise ConfigurationError(
-            f"of={of!r} names nothing to lock. Give a tuple of names, such as ('self', 'hall'), or leave it out."
+            f"of={of!r} names nothing to lock. Pass a tuple of names, such as ('self', 'hall'), or leave it out."
         )
     for path in of:
         reached: Any = model
@@ -194,7 +194,7 @@ def _check(model: type[Model], of: Sequence[str]) -> None:
             reached = _related(reached, name)
             if reached is None:
                 raise ConfigurationError(
-                    f"of={path!r} is not a relation of {model.__name__}. Give the name of one of its ForeignKeys."
+                    f"of={path!r} is not a relation of {model.__name__}. Pass the name of one of its ForeignKeys."
                 )
 
 

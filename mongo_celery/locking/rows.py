@@ -39,7 +39,7 @@ def select_for_update(
     **options: Unpack[LockOptions],
 ) -> Any:
     """
-    Read a document and lock it until the transaction ends, by one command.
+    Read a document and lock it until the transaction ends, with one command.
 
     ::
 
@@ -47,9 +47,9 @@ def select_for_update(
         def book(seat, customer, *, session):
             found = select_for_update(client.shop.seats, {"_id": seat}, session=session)
 
-    Afterwards no other transaction can write to it or lock it, and writers outside transactions wait. Others can still
-    read it. Waiting transactions get it in any order. If no document matches, the result is None and nothing is locked:
-    another client may insert a matching document.
+    Afterwards no other transaction can write to the document or lock it, and writers outside transactions wait. Others
+    can still read it. Waiting transactions get the lock in any order. If no document matches, the result is None and
+    nothing is locked: another client may insert a matching document.
 
     The lock is a write. It stays in the document as `{id, at}` by the server's clock, and change streams see it after
     the commit.
@@ -67,8 +67,8 @@ def select_for_update(
 
     Raises:
         TransactionRequiredError: the session has no transaction in progress.
-        DocumentLockedError: with `nowait`, another transaction holds it, or has changed it since this one began. The
-            server has aborted this transaction, so catch the error outside. If the body catches it and returns or
+        DocumentLockedError: with `nowait`, another transaction holds the document, or changed it since this one began.
+            The server has aborted this transaction, so catch the error outside. If the body catches it and returns or
             continues to use the session, `transactional` raises it again. The driver's `with_transaction` repeats such
             a body until its own limit.
         TopologyError: the server is a standalone.

@@ -4,11 +4,10 @@ Identity of values: whether two are the same `_id`, and which `_id` a filter req
 Three questions and their functions:
 
 =====================  ========================================================================================
-are they one `_id`?    `id_key`: equal keys exactly where MongoDB holds the values equal, as far as no collation
-                       of the collection says more
-do they hash alike?    `canonical`: what MongoDB holds equal is one BSON value. Not the other way round: two
-                       decimals may share a float, so it is good for a partition and not for an identity
-are they written       `same_bson`: the same types and bytes, of what must come back as it was
+are they one `_id`?    `id_key`: equal keys exactly if MongoDB considers the values equal, apart from a collation
+do they hash alike?    `canonical`: equal values become one BSON value. Different decimals may also become one,
+                       so it suits a partition, but not an identity
+are they written       `same_bson`: the same types and bytes, for values that must come back unchanged
 alike?
 =====================  ========================================================================================
 """
@@ -55,7 +54,7 @@ def id_key(value: Any, codec: CodecOptions[Any]) -> Hashable:
     equal, only the server knows.
 
     Args:
-        value: as users write it or as it was read.
+        value: the value, as users write it or as it was read.
         codec: the codec of the collection, with which it is sent.
 
     Raises:

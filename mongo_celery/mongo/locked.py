@@ -83,7 +83,7 @@ def update_one_around_lock(
     The update may be made twice.
 
     Args:
-        session: its later reads see the update. None for a new session.
+        session: the session, whose later reads see the update. None for a new one.
 
     Returns:
         False if no document matched.

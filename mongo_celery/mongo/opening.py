@@ -63,7 +63,7 @@ def resolve_collection(source: Source) -> Collection[Any]:
     found: Any = source if isinstance(source, Collection | AsyncCollection) else source()
     if isinstance(found, AsyncCollection):
         raise ConfigurationError(
-            f"{found.full_name} belongs to an AsyncMongoClient, whose methods return coroutines. Give a "
+            f"{found.full_name} belongs to an AsyncMongoClient, whose methods return coroutines. Pass a "
             "collection of a MongoClient.",
         )
     return cast("Collection[Any]", found)
@@ -153,7 +153,7 @@ def ping(client: MongoClient[Any]) -> None:
     Wait until the primary answers once, within `ANSWER_SECONDS`.
 
     Raises:
-        PyMongoError: it did not answer.
+        PyMongoError: the primary did not answer.
     """
     with pymongo.timeout(ANSWER_SECONDS):
         client.admin.command("ping")

@@ -143,7 +143,7 @@ class Table:
             find_duplicates(error)  # raises any other failure
 
     def update_unretried(self, guard: Mapping[str, Any], change: Update, concern: Mapping[str, Any] = MAJORITY) -> bool:
-        """Do the same as `update` by a plain command. The collection's own write concern is ignored."""
+        """Do the same as `update` with a plain command. The collection's own write concern is ignored."""
         return bool(self._run_updates([guard], change, concern)["n"])
 
     def update_timed(self, guard: Mapping[str, Any], change: Update) -> Timestamp | None:
@@ -165,11 +165,11 @@ class Table:
         return time
 
     def update_each_unretried(self, guards: Sequence[Mapping[str, Any]], change: Update) -> int:
-        """Make the same update for each document that a guard selects, by one command. Return the number of matches."""
+        """Make the same update for each document that a guard selects, in one command. Return the number of matches."""
         return int(self._run_updates(guards, change)["n"])
 
     def find_and_update_unretried(self, guard: Mapping[str, Any], change: Update, fields: Mapping[str, Any]) -> Any:
-        """Do the same as `find_and_update`, by a plain command and a majority write. Return only some fields."""
+        """Do the same as `find_and_update`, with a plain command and a majority write. Return only some fields."""
         command = {
             "findAndModify": self._name,
             "query": guard,

@@ -93,7 +93,7 @@ class Addition:
     A feature's write to its own field of a document, in both of MongoDB's languages.
 
     Args:
-        field: its own top-level field.
+        field: the feature's own top-level field.
         operators: the operators for an update document, which cannot read stored values.
         expression: the field's new value, for a pipeline and a replacement, which can read them.
     """

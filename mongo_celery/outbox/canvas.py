@@ -149,7 +149,7 @@ def bind_message(canvas: dict[str, Any], bind: str, document_id: object) -> dict
     Bind a message, which was stored before its document was known, to one document.
 
     Args:
-        canvas: decoded, but not yet a signature. It is changed.
+        canvas: the decoded canvas, which is not yet a signature. It is changed.
         bind: the entry's placeholder for the `_id`.
         document_id: `_id` of the document that contains the entry.
 

@@ -6,9 +6,9 @@ until then. Only relays write the claim. The index key contains `until`, so a re
 claim. Every claim has a unique owner. A claim keeps relays from publishing the same entries concurrently. Order does
 not depend on it: a relay removes its published entries by id.
 
-A relay claims by a majority update with a new owner, and then reads this owner's documents by majority. So it never
-publishes data that a fail-over could take back. All commands need only a document's `_id`, whatever the collection's
-shard key.
+A relay claims with a majority update and a new owner, then reads this owner's documents with a majority read. So it
+never publishes data that a fail-over could take back. All commands need only a document's `_id`, whatever the
+collection's shard key.
 
 Updates are operators if possible, because MongoDB 4.4 logs a pipeline's result as a whole new document. So `until`
 comes from this process's recent reading of the server's clock, and conditions use the server's time. No stored value

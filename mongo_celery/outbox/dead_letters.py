@@ -47,10 +47,10 @@ class DeadLetter:
     One dead letter. A value with another type than relays write counts as missing.
 
     Attributes:
-        id: its entry's id, for commands.
+        id: id of the entry, for commands.
         document: `_id` of the entry's document.
-        at: when it was moved to the dead letters, by the server's clock.
-        entry: as stored.
+        at: time when it was moved to the dead letters, by the server's clock.
+        entry: the entry, as stored.
         error: the last attempt's error.
         traceback: the error's traceback.
     """
@@ -170,7 +170,7 @@ class OutboxDeadLetters:
 
 
 def _list_names(stored: Mapping[str, Any], document_id: object) -> list[str]:
-    """Return the entry's id, then its copy's id in this document. Without an id, a hash of the contents."""
+    """Return the entry's id, then its copy's id in this document. If the entry has no id, hash its contents."""
     if not stored.get("id"):
         return [_name_of_contents(stored, document_id)]
     own = derive_id(str(stored["id"]), document_id)

@@ -38,7 +38,7 @@ class Delivery:
         dead: number of new dead letters.
         left: number of entries that are still pending, as far as known, and cannot be delivered now.
         broker_down: True if it ended because the broker did not answer.
-        error: why it ended early, in words. None if it did not.
+        error: reason why it ended early, in words. None if it did not.
         more: `_id`s of documents with further deliverable entries.
         is_late: True if MongoDB did not answer in time for one document, but did for others.
         is_refused: True if MongoDB refused one document, but not others.
@@ -77,16 +77,16 @@ class HeldDocument:
     A document held by a relay, with its publishing progress.
 
     Attributes:
-        id: its `_id`.
-        count: number of its entries, from a majority read.
-        entries: the first of them.
+        id: `_id` of the document.
+        count: number of entries, from a majority read.
+        entries: the first entries.
         owner: the claim's owner.
         claimed_at: monotonic time before the claim was sent.
         names: ids of published or moved entries, from the head. None for entries without an id.
         dispatched: number of published entries.
         dead: number of new dead letters.
-        verdict: about the next entry, if it could not be published.
-        error: why publishing ended early, in words.
+        verdict: the verdict on the next entry, if it could not be published.
+        error: reason why publishing ended early, in words.
         is_stopped: True if this relay publishes no more of it, and releases it.
         is_expired: True if it stopped because half of the claim's time was over. Then it is claimed again.
     """

@@ -240,7 +240,7 @@ class OutboxDispatcher:
 
     Args:
         thread: the app's thread.
-        outbox: its outbox.
+        outbox: the outbox.
     """
 
     def __init__(self, thread: AppDispatcher, outbox: DispatchedOutbox) -> None:
@@ -259,15 +259,15 @@ class OutboxDispatcher:
 
     @property
     def state(self) -> DispatcherState:
-        """The state for people and metrics."""
+        """The dispatcher's current state, for status and metrics."""
         return DispatcherState(len(self._queue), self._thread.down_until is not None, self._passed_over)
 
     def hint(self, *document_ids: object, expected: bool = False) -> None:
         """
-        Deliver documents that may have pending entries. Without any, poll the index.
+        Deliver documents that may have pending entries. If none is given, poll the index.
 
         Args:
-            document_ids: their `_id`s.
+            document_ids: `_id`s of the documents.
             expected: True for expected writes. If all of them are known, no poll is needed.
         """
         stored = [each for each in document_ids if _may_be_stored(each)]

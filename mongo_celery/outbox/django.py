@@ -16,7 +16,7 @@ _VENDOR = "mongodb"
 @contextmanager
 def transaction(using: str | None) -> Iterator[ClientSession]:
     """
-    Give the session of Django's `atomic`. Inside `transactional` over Django's client, join that transaction.
+    Yield the session of Django's `atomic`. Inside `transactional` over Django's client, join that transaction.
 
     Args:
         using: as in `mongodb_alias`.
@@ -57,13 +57,13 @@ def mongodb_alias(using: str | None = None) -> str:
             which = f"several MongoDB databases, {', '.join(found)}" if found else "no MongoDB database"
             raise ConfigurationError(
                 f"Django's default database is on {connections[DEFAULT_DB_ALIAS].display_name}, and the project has "
-                f"{which}. Give the alias of the right one with using=..."
+                f"{which}. Pass the alias of the right one with using=..."
             )
         return str(found[0])
     alias = using or DEFAULT_DB_ALIAS
     if connections[alias].vendor != _VENDOR:
         raise ConfigurationError(
-            f"The database {alias!r} is on {connections[alias].display_name}. Give the alias of a database of "
+            f"The database {alias!r} is on {connections[alias].display_name}. Pass the alias of a database of "
             "django-mongodb-backend."
         )
     return alias

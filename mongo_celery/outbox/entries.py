@@ -35,7 +35,7 @@ class Entry:
     One pending task or event. It is not frozen, because a frozen one takes three times as long to make.
 
     Attributes:
-        id: identifies it for removal. Also the id of a single task, and of an event.
+        id: id of the entry, for its removal. It is also the id of a single task or an event.
         kind: `task` or `event`.
         at: writing time by the writer's clock, for people. It determines no order.
         name: the name of the task, or the routing key.
@@ -49,7 +49,7 @@ class Entry:
         broker: address of that app's broker. Empty if unknown.
         bind: placeholder of the document's `_id` in the payload, whose ids are then derived from it. Empty if the `_id`
             was known, or is not used.
-        signature: the outbox's, over all published parts. See `signing`.
+        signature: the outbox's signature over all published parts. See `signing`.
     """
 
     id: str
@@ -132,8 +132,8 @@ def make_task_entries(app: Celery, task: object, now: datetime, document_id: Any
     signature = parse_signature(app, task)
     if document_id is NO_ID and find_ids(signature):
         raise OutboxRefusedError(
-            f"{signature.task} has a fixed task id, but this write may go to several documents. Give the _id of "
-            "one document in the filter or by id=, or remove the task id.",
+            f"{signature.task} has a fixed task id, but this write may go to several documents. Pass the _id of "
+            "one document in the filter or as id=, or remove the task id.",
             task=signature.task,
         )
     first_id = str(uuid4())
@@ -212,7 +212,7 @@ def bind_event(entry: Entry, document_id: object) -> Entry:
 
 def decode_canvas(app: Celery, entry: Entry, document_id: object) -> Any:
     """
-    Return the signature or canvas of a task's entry. If it is bound late, for one document.
+    Return the signature or canvas of a task's entry, for one document if the entry is bound late.
 
     Raises:
         Exception: a serializer's error, also for a content type that the app does not accept.

@@ -44,7 +44,7 @@ class OutboxHealth:
 
     Attributes:
         name: the name of the outbox.
-        findings: about its state and its needs.
+        findings: findings about its state and its needs.
         status: counts and ages. None if MongoDB is unreadable, which is a finding.
     """
 

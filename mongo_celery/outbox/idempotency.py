@@ -179,7 +179,7 @@ def renew_claim(
     store: IdempotencyStore, identity: Any, owner: ObjectId, started: float
 ) -> Iterator[Callable[[], None]]:
     """
-    Renew a claim in the block by a thread. The yielded function stops that: a renewal in flight then changes nothing.
+    Let a thread renew a claim in the block. The yielded function stops it: a renewal in flight then changes nothing.
 
     Args:
         store: the record's store.

@@ -175,7 +175,7 @@ def _guard(
             raise ConfigurationError(
                 f"{this.name} is called inside a transaction of another client. If that is aborted, the "
                 "idempotency record would stay and the effect would be lost. Call it after the commit, with "
-                "after_commit. Or give once a collection of the transaction's client: session.client, or "
+                "after_commit. Or give once() a collection of the transaction's client: session.client, or "
                 "bridge.client in a handler."
             )
         if takes_session:
@@ -357,12 +357,12 @@ def _identify(
     if getattr(task, "shares_messages", False):
         raise ConfigurationError(
             f"One message of {task.name} may contain several changes, so its id cannot identify a change. Give "
-            "once a key, such as key=lambda change: change.resume_token.",
+            "once() a key, such as key=lambda change: change.resume_token.",
         )
     if not is_own:
         raise ConfigurationError(
             f"{name} is a step of {task.name}. All its calls have the same task id, so only the first one would "
-            "run. Give once a key made of the step's arguments, such as key=lambda order: order.",
+            "run. Give once() a key made of the step's arguments, such as key=lambda order: order.",
         )
     return _Call(name, task.request.id, is_own=True)
 

@@ -32,8 +32,8 @@ class EntryOrigin:
     The origin of one app's entries in this process.
 
     Attributes:
-        app: its name. Empty if it has none.
-        broker: its address, without credentials. Empty if the URL cannot be read.
+        app: name of the app. Empty if it has none.
+        broker: address of the broker, without credentials. Empty if the URL cannot be read.
     """
 
     app: str

@@ -269,7 +269,7 @@ class Outbox(BaseOutbox):
         transaction of the driver or of Django, call it after the commit.
 
         Args:
-            document_ids: their `_id`s. Without any, the dispatcher reads the index.
+            document_ids: `_id`s of the documents. Without any, the dispatcher reads the index.
         """
         after_commit(lambda: self.runtime.dispatcher.hint(*document_ids, expected=True))
 

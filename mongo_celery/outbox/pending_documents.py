@@ -80,7 +80,7 @@ class PendingDocuments:
 
     def poll_due(self, limit: int) -> Sequence[Any]:
         """
-        Return up to this many `_id`s of documents that may be claimed, by one command.
+        Return up to this many `_id`s of documents that may be claimed, with one command.
 
         Raises:
             PyMongoError: MongoDB did not answer in time, for example without the index.

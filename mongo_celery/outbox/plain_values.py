@@ -68,7 +68,7 @@ class PlainValues:
         if not isinstance(what, Mapping):
             raise OutboxRefusedError(
                 f"{type(what).__name__} cannot carry tasks. Pass a document, update operators, a pipeline or a "
-                "request of a bulk write. Of a model, pass its to_mongo() or model_dump()."
+                "request of a bulk write. For a model, pass its to_mongo() or model_dump()."
             )
         operators = [str(name).startswith("$") for name in what]
         if not any(operators):
@@ -107,9 +107,9 @@ class PlainValues:
         Return operators or a pipeline with entries.
 
         Args:
-            update: the user's.
-            tasks: to follow.
-            events: to follow.
+            update: the user's update.
+            tasks: the tasks to append.
+            events: the events to append.
             document_id: the `_id` of its document. `NO_ID` if unknown.
             upserts: the filter, if the write may create its document.
         """

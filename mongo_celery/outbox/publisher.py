@@ -1,9 +1,9 @@
 """
 The publisher of an app: it publishes entries over its own bounded connections, which are new after a fork.
 
-Entries go one by one, or several by one command. In both cases Celery makes each message. If an error occurs before the
-command, the broker has nothing, and each entry goes alone. If the command itself fails, it is unknown which messages
-the broker accepted, so all are sent again.
+Entries go one by one, or several with one command. In both cases Celery makes each message. If an error occurs before
+the command, the broker has nothing, and each entry goes alone. If the command itself fails, it is unknown which
+messages the broker accepted, so all are sent again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Publisher:
         accepted, and nothing more can be sent in the block.
 
         Raises:
-            BatchAbandonedError: it is impossible now. Publish each entry alone.
+            BatchAbandonedError: a batch is impossible now. Publish each entry alone.
             BrokerUnavailableError: the broker does not answer.
         """
         if _has_listeners(None) or time.monotonic() < self._alone_until:
@@ -277,7 +277,7 @@ def _connect(app: Celery) -> Any:
 
 
 def _can_collect(producer: Any) -> bool:
-    """Return True if kombu (5.7 and later) and the transport can send many messages by one command."""
+    """Return True if kombu (5.7 and later) and the transport can send many messages with one command."""
     try:
         producer.channel  # noqa: B018 - connects: what a transport can do depends on its options, too
     except Exception as error:  # noqa: BLE001 - whatever a transport raises, also for a message that goes by itself

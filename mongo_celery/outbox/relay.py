@@ -10,7 +10,7 @@ overtakes its predecessor for the first time.
 A relay publishes entries from a majority read, after a claim that a majority has. So it never publishes a write that a
 fail-over could take back.
 
-If the broker accepts several messages by one command, documents are published together. A command has one entry per
+If the broker accepts several messages in one command, documents are published together. A command has one entry per
 document, and the next entry follows when the broker has the first one: a broker may refuse one message of a command and
 accept later ones. The rest goes one by one.
 
@@ -150,7 +150,7 @@ class Relay:
         Claim documents, then publish and remove the first entries of each.
 
         Args:
-            document_ids: their `_id`s.
+            document_ids: `_id`s of the documents.
 
         Returns:
             The total. Documents are skipped if another relay holds them, they are held back, or nothing is pending.
@@ -232,7 +232,7 @@ class Relay:
 
     def _claim(self, document_ids: Sequence[object], turn: _Turn) -> Iterator[HeldDocument]:
         """
-        Claim those of some documents that are available, by one majority write, and read them by majority.
+        Claim the available ones of some documents with one majority write, then read them with majority.
 
         Raises:
             PyMongoError: MongoDB did not answer.
@@ -290,7 +290,7 @@ class Relay:
         return claimed
 
     def _ask_mongodb(self) -> None:
-        """Raise a PyMongoError if MongoDB does not answer at all. Otherwise each document would be waited for."""
+        """Raise a PyMongoError if MongoDB does not answer at all. Otherwise the relay would wait for each document."""
         with limit_command():
             self.collection.database.command("ping")
 

@@ -44,14 +44,14 @@ def replay(
     the task again, with the same id.
 
     Args:
-        outbox: the dead letter's.
+        outbox: the outbox of the dead letter.
         id: the id of the dead letter.
         without_document: True to publish it now if its document is gone. Code that needs the document will not find it.
         sign: True to vouch for an entry that the outbox has not signed, or signed with a lost key. Its payload
             determines the task, and its name and arguments are read from there again.
 
     Returns:
-        Its new entry id. None if it was published without its document.
+        The new id of the entry. None if it was published without its document.
 
     Raises:
         CommandRefusedError: the dead letter does not exist, its document is gone, or its entry is still there,
@@ -88,7 +88,7 @@ def next_id(id: str) -> str:  # noqa: A002
 
 def _append(outbox: BaseOutbox, document_id: Any, id: str, again: Entry) -> bool:  # noqa: A002
     """
-    Add the entry by one update. Return False if the document is gone or contains either id.
+    Add the entry with one update. Return False if the document is gone or contains either id.
 
     If a document of the outbox's own collection is gone, it is created again.
     """

@@ -41,15 +41,15 @@ class OutboxStatus:
 
     Attributes:
         outbox: namespace of the collection.
-        documents: number with pending entries.
+        documents: number of documents with pending entries.
         pending: number of pending entries.
-        oldest_seconds: age of the oldest by the server's clock. None if none is pending.
+        oldest_seconds: age of the oldest entry, by the server's clock. None if none is pending.
         failing: number of documents whose next entry has failed through its own fault.
         dead_letters: number of dead letters.
-        unsigned: number of those that the outbox had not signed.
+        unsigned: number of dead letters that the outbox had not signed.
         dispatched: entries of this process since it started.
         failures: failures of this process since it started.
-        stuck: number of failing ones that failed `max_attempts` times. The entries after them wait until a person acts.
+        stuck: number of documents whose next entry failed `max_attempts` times. Later entries wait until a person acts.
         other_brokers: number of documents that wait for another app with another broker.
         dispatcher: this process's queue.
     """
@@ -208,7 +208,7 @@ class OutboxRuntime:
         Pass written documents to the dispatcher, after the commit. It never blocks and never fails.
 
         Args:
-            document_ids: their `_id`s. `NO_ID` for an unknown one, which the index finds.
+            document_ids: `_id`s of the documents. `NO_ID` for an unknown one, which the index finds.
             session: the write's session.
         """
         self.watch.needed()

@@ -48,7 +48,7 @@ _NOT_COVERED = ("at", "attempts", "signature")
 
 
 class UnsignedEntryError(Exception):
-    """An entry without a valid signature, from another program."""
+    """An entry that another program has written: it has no valid signature."""
 
 
 class EntrySigner:

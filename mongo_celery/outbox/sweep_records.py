@@ -47,8 +47,8 @@ class SweepRecords(PeriodicNotes):
         Note that this process sweeps, unless it has done so within these seconds.
 
         Args:
-            every: the seconds.
-            sweep: its id, if no other may run beside it.
+            every: seconds between two notes.
+            sweep: id of the sweep, if no other sweep may run at the same time.
 
         Returns:
             False if another sweep delays this one. Then nothing was noted.

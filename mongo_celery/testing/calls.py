@@ -40,7 +40,7 @@ class PlannedCrash:
 
     Attributes:
         point: the place in the execution.
-        handler: its name; None for any.
+        handler: name of the handler; None for any.
         after: number of executions that pass the point first.
     """
 
@@ -64,8 +64,8 @@ class HandlerCall:
         assert calls[-1].is_done
 
     Attributes:
-        handler: its name.
-        changes: its changes. There is one, unless the handler is a bulk handler.
+        handler: name of the handler.
+        changes: the changes of the call. There is one, unless the handler is a bulk handler.
         error: the error with which it ended. None if it returned, or its process was killed.
         was_killed: True if its process was killed, before or after the function.
         was_stale: True if newer executions ran before the function was called.
@@ -107,7 +107,7 @@ class CallRecorder:
         overtake: delivers all other work while a call hangs.
 
     Attributes:
-        calls: in the order of their ends.
+        calls: the calls, in the order of their ends.
         crashes: the next executions to crash, in order.
         stalls: handlers whose next call hangs until all other work is done. None for any handler.
     """

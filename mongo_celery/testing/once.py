@@ -23,10 +23,10 @@ def assert_once(marks: Source, key: Any, *, task: str | None = None, ran: bool =
         marks: the collection given to `once`, or a callable that returns it.
         key: with `task`, the value that `key=` of `once` returns. Otherwise the task's id.
         task: name of the task, or `module.function` for a step.
-        ran: False asserts that it has no record: it did not run, it failed, or its record has expired.
+        ran: False to assert that there is no record: the function did not run or failed, or its record has expired.
 
     Raises:
-        AssertionError: its record shows the opposite.
+        AssertionError: the record shows the opposite.
     """
     identity = _as_stored(key) if task is None else {"t": task, "k": _as_stored(key)}
     collection = resolve_collection(marks)

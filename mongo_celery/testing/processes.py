@@ -111,7 +111,7 @@ class BridgeWorkers:
 
         Raises:
             ChildProcessError: a worker ended.
-            TimeoutError: it took longer. The notes contain the workers' output.
+            TimeoutError: the time is used up. The notes contain the workers' output.
         """
         try:
             for bridge in self._bridges:
@@ -158,7 +158,7 @@ def drain(bridge: Bridge, timeout: Duration = 30.0) -> None:
         timeout: seconds or `timedelta`.
 
     Raises:
-        TimeoutError: it took longer. The message names the late handlers and their blocked partitions.
+        TimeoutError: the time is used up. The message names the late handlers and their blocked partitions.
     """
     wait_until_handled(bridge, timeout, lambda: None)
 

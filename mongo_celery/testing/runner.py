@@ -156,7 +156,7 @@ class BridgeRunner:
     def __enter__(self) -> Self:
         if not _TURN.acquire(blocking=False):
             raise HandlerUsageError(
-                "A BridgeRunner is already open in this process. Give it both bridges, or close it first."
+                "A BridgeRunner is already open in this process. Pass both bridges to it, or close it first."
             )
         with contextlib.ExitStack() as stack:
             stack.callback(_TURN.release)
@@ -249,7 +249,7 @@ class BridgeRunner:
         its fence is the same as in production.
 
         Args:
-            handler: its name.
+            handler: name of the handler.
             sources: `"db.collection"` of the handler's collections. By default all of them.
             match: deliver only documents whose event fulfils this expression, like a handler's `match=`.
 

@@ -77,7 +77,7 @@ class View:
         participant_version: the condition of `apply`. None if the document was replaced during the look.
         incarnation: the part of its version that lasts until replacement or re-creation. None if it has none.
         id: the `_id` in the server, which may differ in type from the requested one. None if none was found or read.
-        refusal: why it cannot get a version. None if it can.
+        refusal: reason why it cannot get a version. None if it can.
     """
 
     exists: bool

@@ -66,8 +66,8 @@ class JoinedCalls:
 
         Args:
             fields: as for `TransactionLog.insert`.
-            parts: its participants.
-            identity: its id.
+            parts: participants of the transaction.
+            identity: id of the transaction.
             run: True to make its changes.
 
         Returns:
@@ -221,7 +221,7 @@ def find_session(client: MongoClient[Any], given: object) -> ClientSession | Non
         if not isinstance(given, ClientSession) or given.client is not client or not given.in_transaction:
             raise ConfigurationError(
                 "session= needs a session of the transactions' client, with a transaction in progress. Nothing "
-                "was changed. Give the session that transactional(client) passes to its function."
+                "was changed. Pass the session that transactional(client) passes to its function."
             )
         joined: ClientSession | None = given
     else:

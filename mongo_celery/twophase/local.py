@@ -81,8 +81,8 @@ class LocalTransactions:
 
         Args:
             fields: the fields besides id and state.
-            parts: its participants.
-            identity: its id.
+            parts: participants of the transaction.
+            identity: id of the transaction.
             coordinator: the process that stores it. Use the same one after a lost answer, so that it is not done twice.
             until: monotonic time until which attempts are repeated.
 
@@ -166,7 +166,7 @@ class LocalTransactions:
 
     def change(self, parts: Sequence[Part], session: ClientSession) -> None:
         """
-        Change each participant by one statement, with one command per collection.
+        Change each participant with one statement, and one command per collection.
 
         Raises:
             UnmetError: a participant is missing or does not match its rule.

@@ -67,9 +67,9 @@ class StateCount:
     The transactions in one state.
 
     Attributes:
-        count: their number.
+        count: number of transactions.
         oldest_seconds: time since the last step of the oldest one.
-        abandoned: the number that recovery should have taken over by now.
+        abandoned: number of transactions that recovery should have taken over by now.
     """
 
     count: int
@@ -148,8 +148,8 @@ class TransactionLog:
 
         Args:
             fields: the fields besides id, state and time.
-            transaction_id: its id.
-            state: its first state. Every state except initial includes this application's marker.
+            transaction_id: id of the transaction.
+            state: the first state. Every state except initial includes this application's marker.
             session: the session of the MongoDB transaction for the write, if any.
             coordinator: the process that stores it. It identifies a commit that was reported as failed.
             is_queued: True to let recovery begin the transaction, as after `queue`.
@@ -275,7 +275,7 @@ class TransactionLog:
         Args:
             seen: the transaction as read.
             coordinator: the new owner.
-            older_than: only if its last step was at least this many seconds ago. See `find_abandoned`.
+            older_than: take it only if its last step was at least this many seconds ago. See `find_abandoned`.
             is_overdue: True to take it only after its deadline.
             any_application: True to allow another application's transaction.
 
@@ -289,12 +289,12 @@ class TransactionLog:
         )
 
     def expire(self, seen: Transaction) -> Transaction:
-        """Cancel a transaction that has not begun within the retention. OvertakenError if it began or was queued."""
+        """Cancel a transaction not begun within the retention. Raise OvertakenError if it has begun or was queued."""
         reason = "it was not started within its retention"
         return self.move(seen, State.CANCELED, condition={"queuedAt": None}, reason=reason)
 
     def prove(self, mine: Transaction) -> None:
-        """Prove by a majority write that a transaction still has this state and version. Otherwise OvertakenError."""
+        """Prove with a majority write that a transaction still has this state and version, or raise OvertakenError."""
         if not self.collection.update_one(mine.guard, {"$currentDate": {"lastModified": True}}).matched_count:
             raise OvertakenError
 

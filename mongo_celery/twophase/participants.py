@@ -88,13 +88,13 @@ def read_part(document: Mapping[str, Any]) -> Part:
     Read a stored participant.
 
     Raises:
-        Exception: of any kind. It is not a participant.
+        Exception: the document is not a participant. The error may be of any kind.
     """
     cluster, namespace = document["cluster"], document["collection"]
     if not isinstance(namespace, str) or not all(namespace.partition(".")):
         raise TypeError(f"collection {namespace!r} is not of the form 'db.collection'")
     if cluster is not None and not isinstance(cluster, str):
-        raise TypeError(f"cluster {cluster!r} is not an alias")
+        raise TypeError(f"cluster {cluster!r} is not the alias of a cluster, which must be text")
     return Part(
         cluster,
         namespace,
@@ -192,7 +192,7 @@ def _check_path(name: str, path: str) -> None:
     if any(segment == "$" or (segment.startswith("$[") and segment != "$[]") for segment in segments):
         raise ConfigurationError(
             f"{name}: {path!r} would change the element that the transaction's own filter finds. Give the number "
-            "of the element ('items.1.left') and check it by require={'items.1.sku': ...}, or store the "
+            "of the element ('items.1.left') and check it with require={'items.1.sku': ...}, or store the "
             "elements by key ('items.lamp.left').",
         )
 

@@ -62,7 +62,7 @@ class Coordinator:
         any_application: True to begin transactions of other applications too.
 
     Attributes:
-        identity: its id, which its transactions store.
+        identity: id of this object, which its transactions store as `coordinator`.
         any_application: as passed.
     """
 
@@ -115,7 +115,7 @@ class Coordinator:
         Change all participants in order, then move to `applied`. If one refuses, move to `canceling`.
 
         Args:
-            transaction: a pending one.
+            transaction: a pending transaction.
             views: the participants, read before this coordinator made the transaction pending. So they show the state
                 before any change by this transaction.
         """

@@ -41,10 +41,10 @@ class Recovery:
     The recovery of one abandoned transaction.
 
     Attributes:
-        id: its `_id`.
-        before: its state when found.
-        after: its state now. The same if it did not advance.
-        error: why it did not advance. None if it is done, or canceled as planned.
+        id: `_id` of the transaction.
+        before: state when it was found.
+        after: state now, which is the same if it did not advance.
+        error: reason why it did not advance. None if it is done, or canceled as planned.
         stopped: True if it waits for a person.
     """
 

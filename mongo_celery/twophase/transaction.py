@@ -63,15 +63,15 @@ class Transaction:
     A transaction as it was read from its document.
 
     Attributes:
-        id: its `_id`.
-        state: its state.
+        id: `_id` of the transaction.
+        state: state of the transaction.
         application: the owner. None before an application has claimed it, and for code without a marker.
         version: grows with each coordinator. None before the first one.
-        coordinator: id of its current coordinator.
+        coordinator: id of the current coordinator.
         parts: the participants.
         reason: why it is or was canceled.
         last_modified: the server's time of the last step, if it is a date.
-        document: as stored.
+        document: the document, as stored.
         deadline: the server's time after which it is canceled unless applied. None for the tutorial's code.
         incarnations: the incarnations of the participants at `pending`. None if not recorded.
     """
@@ -105,7 +105,7 @@ def read_transaction(document: Mapping[str, Any], accounts: str) -> Transaction:
     Read a stored transaction of this package, or of any code based on MongoDB's tutorial.
 
     Args:
-        document: as stored.
+        document: the document, as stored.
         accounts: namespace of the documents in a transfer, unless it names another one.
 
     Raises:

@@ -139,7 +139,7 @@ class TwoPhaseCommit:
             if self._retention is not None and self._retention < seconds:
                 raise ConfigurationError(
                     f"retention={self._retention:g} is less than the {option} of {seconds:g} s. A caller without "
-                    "an answer may repeat a transaction, and it would run twice. Give a longer retention."
+                    "an answer may repeat a transaction, and it would run twice. Set a longer retention."
                 )
         for option, source in (("transactions", transactions), ("accounts", accounts)):
             if source is not None and not isinstance(source, Collection) and not callable(source):
@@ -170,7 +170,7 @@ class TwoPhaseCommit:
         if accounts.database.client != own.database.client:  # equal: the same hosts and replicaSet=
             raise ConfigurationError(
                 f"The clients of accounts {accounts.full_name} and transactions {own.full_name} differ in hosts or "
-                "replicaSet=. Give a collection of the same client. For documents in other clusters, use begin "
+                "replicaSet=. Pass a collection of the same client. For documents in other clusters, use begin "
                 "with clients={...}."
             )
         return open_collection(accounts)
@@ -608,7 +608,7 @@ def _find_application(app: Celery | None) -> str:
     if name is None:
         raise ConfigurationError(
             "The name of this application is unknown, because no Celery app has a name. Recovery needs it to "
-            "find its transactions. Give the name: TwoPhaseCommit(..., application='shop')."
+            "find its transactions. Pass the name: TwoPhaseCommit(..., application='shop')."
         )
     return name
 

@@ -82,7 +82,7 @@ def from_text(text: str) -> Any:
     Return the value of an Extended JSON text.
 
     Raises:
-        Exception: of any kind. The text is not Extended JSON.
+        Exception: the text is not Extended JSON. The error may be of any kind.
     """
     return json_util.loads(text, json_options=EXTENDED_JSON)
 

@@ -2,8 +2,8 @@
 Pure checks of a run, beside those that every history has (`tests.rig.history`).
 
 Each returns sentences about what is wrong; none means good. Whatever is judged by time is judged with an allowance,
-since a machine may be busy; everything else is judged as it is. `tests/chaos/test_checks.py` gives each of them bad
-histories.
+since a machine may be busy; everything else is judged as it is. `tests/chaos/test_checks.py` gives them bad histories,
+and `--broken all` builds with one rule broken.
 """
 
 from __future__ import annotations

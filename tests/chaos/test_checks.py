@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos import checks
 from tests.chaos.checks import Evidence, Judgement, Stop, judge
-from tests.chaos.facts import Brought, Changed, Charged, Fact, Let, Parked, Waited
+from tests.chaos.facts import Brought, Changed, Charged, Fact, Waited
 from tests.chaos.faults import Fault
 from tests.chaos.plan import healthy_partitions
 from tests.chaos.setting import partition_of
@@ -97,23 +97,6 @@ def test_what_is_spoilt_is_seen(promise: str, change: Callable[[list[Fact]], lis
 def test_a_run_is_not_good_whose_end_is_not(more: dict[str, Any]) -> None:
     """P16 and others: a runner's trouble, a listener that ended, a status that is not so."""
     assert not judged(GOOD, **more).good
-
-
-def parking(*facts: Fact) -> int:
-    """What is wrong with three changes of a key, of which a person has told to discard the second."""
-    written = [Wrote(KEY, n, f"82{n:02}", 0.0, "parking") for n in (1, 2, 3)]
-    return len(checks.parked([*written, *facts], {Due("parking", KEY, 2)}))
-
-
-def test_parked_keys_are_released_in_order_and_by_a_person() -> None:
-    """P1, P2, P12: replayed or discarded, none before another, and none left."""
-    parks = {n: Parked(Due("parking", KEY, n)) for n in (1, 2, 3)}
-    lets = {n: Let(Due("parking", KEY, n)) for n in (1, 2, 3)}
-    acts = {n: Effect(handler="parking", key=KEY, n=n, fence=n) for n in (1, 2, 3)}
-    assert parking(*parks.values(), acts[1], lets[1], lets[2], acts[3], lets[3]) == 0
-    assert parking(parks[1], parks[2], acts[1], lets[1], acts[2], lets[2], acts[3]) == 0
-    assert parking(parks[1], acts[2]) == 2, "it overtakes, and the first one waits for ever"
-    assert parking(parks[1], lets[1]) == 1, "nobody has discarded it"
 
 
 @pytest.mark.parametrize(

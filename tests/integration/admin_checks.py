@@ -402,28 +402,6 @@ def test_a_list_has_pages_and_an_action_leads_back_to_its_own(
     assert link not in user("one", "view_changebridge").get(SHOP).content.decode()
 
 
-def test_lists_and_counts_read_no_more_dead_letters_than_they_show(
-    runner: BridgeRunner, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each may be of megabytes, and there may be many: all else is known from indexes, and nothing is sorted."""
-    monkeypatch.setattr(OperationsAdmin, "list_per_page", 2)
-    for number in range(5):
-        fail(runner, "letters", number)
-    browser = operator()
-    database = project.client[project.bridge.options.database]
-    for address in (BRIDGES, f"{LETTERS}?page=2", f"{LETTERS}?handler=collect"):
-        database.command({"profile": 2})
-        assert browser.get(address).context["page"].problem == ""
-        database.command({"profile": 0})
-        seen = {"ns": {"$regex": "dead_letters$"}, "docsExamined": {"$exists": 1}}
-        read = [*database["system.profile"].find(seen)]
-        database.drop_collection("system.profile")
-        assert read
-        if address != BRIDGES:  # a snapshot groups the newest ones by their errors
-            assert max(each["docsExamined"] for each in read) <= 2, address
-        assert not any(each.get("hasSortStage") for each in read if address != BRIDGES), address
-
-
 # -- texts that anybody may have written -------------------------------------------------------------
 
 

@@ -239,18 +239,6 @@ def test_what_a_worker_would_refuse_is_refused(shop: Shop, run: Run) -> None:
         pass
 
 
-@pytest.mark.parametrize("options", [{"commit": "inline"}, {"run_size": 10}, {"partitions": 1, "run_size": 3}])
-def test_every_way_of_a_bridge_is_its_own(database: Database[Document], run: Run, options: Document) -> None:
-    """Inline commits and runs pass the same code."""
-    shop = Shop(database, **options)
-    shop.handle()
-    with run(shop) as runner:
-        shop.orders.insert_many([{"_id": number} for number in range(20)])
-        runner.crash("called")
-        runner.deliver()
-    assert {key for _, key in shop.seen} == set(range(20))
-
-
 KINDS = ("plain", "list", "transactional", "transactional_list")
 
 
@@ -454,12 +442,3 @@ def test_a_worker_that_ends_is_said_with_its_words(bridge: Bridge, mongo_url: st
             workers.start("nowhere.celery")
         assert "nowhere" in workers.output
     assert bridge.url == NOWHERE
-
-
-def test_what_does_not_come_is_said(bridge: Bridge, mongo_url: str, tmp_path: Path) -> None:
-    """With the handlers that are behind."""
-    with (
-        BridgeWorkers([bridge], mongo_url, "memory://", tmp_path) as workers,
-        pytest.raises(TimeoutError, match="note"),
-    ):
-        workers.drain(timeout=0.1)

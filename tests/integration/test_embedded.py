@@ -10,10 +10,9 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import redis
 from pymongo import MongoClient
-from pymongo.errors import AutoReconnect
 
 from mongo_celery.embedded import MongoReplicaSet
-from tests.fixtures.mongo import MakeClient, MakeReplicaSet
+from tests.fixtures.mongo import MakeReplicaSet
 from tests.fixtures.process import PATIENCE_SECONDS, Processes
 from tests.fixtures.redis import MakeRedis
 
@@ -25,25 +24,6 @@ mongo.start(), cache.start()
 print("pids", mongo.pid, cache.pid, mongo.members[0].directory, cache.directory)
 threading.Event().wait()
 """
-
-
-def test_a_set_keeps_port_and_data_over_a_crash_and_a_regular_restart(
-    make_replica_set: MakeReplicaSet, make_client: MakeClient
-) -> None:
-    """After restart() returns, the set accepts writes at the same address, and nothing is lost."""
-    own = make_replica_set()
-    url = own.url
-    collection = make_client(url).get_database("test").get_collection("kept")
-    collection.insert_one({"_id": 1})
-
-    own.kill()
-    own.restart()
-    collection.insert_one({"_id": 2})
-    own.restart()
-    collection.insert_one({"_id": 3})
-
-    assert own.url == url
-    assert collection.count_documents({}) == 3
 
 
 def test_data_in_a_given_directory_outlives_the_object(tmp_path: Path, mongo_url: str) -> None:
@@ -69,37 +49,6 @@ def test_stop_leaves_no_process_and_no_directory(make_replica_set: MakeReplicaSe
 
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not any(directory.exists() for directory in directories)
-
-
-def test_three_members_elect_another_primary_and_take_the_old_one_back(
-    three_members: MongoReplicaSet,
-) -> None:
-    """`primary` waits for the election; a restarted member becomes a secondary."""
-    before = three_members.primary
-    before.kill()
-    after = three_members.primary
-    assert after is not before
-
-    before.restart()
-    three_members.wait_until_ready()
-
-    assert three_members.primary.running
-    assert len({member.pid for member in three_members.members}) == 3
-
-
-def test_a_paused_set_answers_after_it_is_resumed(make_replica_set: MakeReplicaSet, make_client: MakeClient) -> None:
-    """pause() freezes without cutting connections."""
-    own = make_replica_set()
-    client = make_client(own.url, socketTimeoutMS=300, retryReads=False, directConnection=True)
-    client.admin.command("ping")
-
-    own.pause()
-    own.pause()  # harmless
-    with pytest.raises(AutoReconnect):
-        client.admin.command("ping")
-    own.resume()
-
-    assert client.admin.command("ping")["ok"] == 1
 
 
 @pytest.mark.parametrize("appendonly", [True, False])

@@ -138,6 +138,17 @@ def test_a_newer_upsert_after_a_delete_works_and_keeps_all_stamps(target: Collec
             upsert(stale)
 
 
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_delete_by_another_handler_forgets_no_stamp(target: Collection[Document], is_gone: bool) -> None:
+    """P3: a tombstone holds the stamps of the document and of the tombstone before it."""
+    view(target, 6).replace_one({"_id": 1}, {"a": 1}, upsert=True)
+    if is_gone:
+        view(target, 6).delete_one({"_id": 1})
+    view(target, 2, key="shop/cleanup").delete_one({"_id": 1})
+    with pytest.raises(StaleFencingTokenError):
+        view(target, 5).replace_one({"_id": 1}, {"a": 1}, upsert=True)
+
+
 def test_a_tombstone_expires_by_the_servers_clock(target: Collection[Document]) -> None:
     """P10: seven days after the delete."""
     now = target.database.command("hello")["localTime"]

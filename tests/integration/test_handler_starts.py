@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,9 +12,10 @@ from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery.bridge.listener.starts import Start, find_starts, start_time
+from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.oplog import operation_time, read_oplog
-from tests.fixtures.mongo import MakeClient, MakeReplicaSet
+from tests.fixtures.mongo import MakeClient
 from tests.rig.term import TermRig, advance, begin_term, mark_at
 
 Document = dict[str, Any]
@@ -23,10 +24,18 @@ TOKEN = mark_at(Timestamp(1000, 5))
 SLOWEST = mark_at(Timestamp(2000, 1))
 
 
+@pytest.fixture(scope="module")
+def whole(replica_set: MongoReplicaSet) -> Iterator[MongoReplicaSet]:
+    """Give a set whose oplog is whole: the session's, which shows that there is a mongod, may have rolled over."""
+    del replica_set
+    with MongoReplicaSet() as started:
+        yield started
+
+
 @pytest.fixture
-def mongo_client(make_replica_set: MakeReplicaSet, make_client: MakeClient) -> MongoClient[Document]:
-    """A client of a set of its own, whose oplog is whole: the session's may have rolled over."""
-    return make_client(make_replica_set().url)
+def mongo_client(whole: MongoReplicaSet, make_client: MakeClient) -> MongoClient[Document]:
+    """Give a client of that set."""
+    return make_client(whole.url)
 
 
 def found(rig: TermRig) -> Mapping[str, Start]:

@@ -84,16 +84,6 @@ def stored(documents: Collection[Document]) -> Document:
     return document
 
 
-def test_a_free_lease_is_acquired_once(leases: Leases, documents: Collection[Document]) -> None:
-    """Rule 1: the second attempt finds it held; the document names the holder by the source's field names."""
-    term = acquired(leases)
-    assert leases.acquire(IDENTITY) is None
-    document = stored(documents)
-    assert document["listenerId"] == term.listener_id
-    assert document["term"] == term.number
-    assert document["expiresAt"] > document["renewedAt"]
-
-
 def test_an_expired_lease_can_be_acquired_and_not_a_moment_before(short_leases: Leases) -> None:
     """P10: the server's clock decides: refused while a ttl has not passed since the acquisition was answered."""
     started = time.monotonic()
@@ -165,20 +155,6 @@ def test_an_identity_that_was_not_compared_is_not_replaced(leases: Leases, docum
     assert stored(documents)["identity"] == IDENTITY
     assert leases.acquire(other, IDENTITY) is not None
     assert stored(documents)["identity"] == other
-
-
-def test_a_renewal_extends_the_expiry_and_keeps_the_version(leases: Leases, documents: Collection[Document]) -> None:
-    """Rule 2: the expiry moves, by the server's clock; nothing else of the term does."""
-    term = acquired(leases)
-    before = stored(documents)
-    assert leases.record_report(term, {"inFlight": 3})
-    renewed = leases.renew(term)
-    assert renewed is not None
-    assert (renewed.listener_id, renewed.number) == (term.listener_id, term.number)
-    assert renewed.trusted_until > term.trusted_until
-    after = stored(documents)
-    assert after["expiresAt"] > before["expiresAt"]
-    assert after["report"] == {"inFlight": 3}
 
 
 def test_what_an_old_term_sends_late_changes_nothing(leases: Leases, documents: Collection[Document]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import DocumentLockedError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
@@ -96,20 +96,3 @@ def test_a_lock_error_that_is_caught_inside_ends_the_transaction_all_the_same(
     assert (len(runs), texts(notes)) == (1, ["held"])
     as_block_or_function(client, body, as_block=as_block, timeout=GENEROUS)
     assert texts(notes) == ["held", "before"]
-
-
-@AS_BLOCK
-def test_timeout_bounds_the_wait_for_a_holder(notes: Notes, client: Client, as_block: bool) -> None:
-    """A function is repeated until then, a block is not. Either is aborted, and nothing of it stays."""
-    notes.insert_many([{"_id": number, "text": "old"} for number in (1, 2)])
-    runs: list[int] = []
-
-    def body(session: ClientSession) -> None:
-        runs.append(1)
-        for each in (2, 1):
-            select_for_update(notes, {"_id": each}, session=session)
-
-    with held(notes, 1), pytest.raises(OperationFailure if as_block else TransactionTimeoutError):
-        as_block_or_function(client, body, as_block=as_block, timeout=SHORT)
-    assert "_lock" not in (notes.find_one({"_id": 2}) or {})
-    assert (len(runs) == 1) is as_block

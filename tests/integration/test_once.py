@@ -18,7 +18,7 @@ from pymongo.client_session import ClientSession
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
-from mongo_celery import Bridge, Change, OutboxCollection, once, transactional
+from mongo_celery import Bridge, Change, OutboxCollection, TwoPhaseCommit, once, transactional
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import after_commit
 from mongo_celery.testing import BridgeRunner
@@ -251,40 +251,29 @@ def test_a_result_is_kept_as_json_alone(
     assert [each.__dict__["event"] for each in caplog.records] == ["result_not_kept"]
 
 
-@pytest.mark.parametrize(("by", "of_the_driver"), [("argument", False), ("argument", True), ("session", True)])
-def test_a_record_is_committed_and_aborted_with_the_transaction_around_it(
-    database: Database[Document], by: str, of_the_driver: bool
-) -> None:
+def test_a_record_is_committed_and_aborted_with_a_transaction_of_the_driver(database: Database[Document]) -> None:
     """P18: no record stays of an effect that is gone, whether the transaction is aborted, repeated, or a step fails."""
     effects, done = database.create_collection("effects"), database.create_collection("done")
     fails: list[Exception] = [ValueError("the step"), ValueError("aborted"), conflict()]
 
+    @once(done, key=lambda _session: 1)
     def step(given: Any) -> None:
         effects.insert_one({"what": "step"}, session=given)
         if len(fails) == 3:
             raise fails.pop(0)
 
-    own = once(done, key=lambda: 1)(lambda *, session: step(session))
-    alone = once(done, key=lambda _given: 1)(step)
-
     def body(session: ClientSession) -> None:
-        own(session=session) if by == "session" else alone(session)
+        step(session)
         if fails:
             raise fails.pop(0)
 
-    def run_body() -> None:
-        if not of_the_driver:
-            transactional(database.client).run(body)
-            return
-        with database.client.start_session() as session:
+    with database.client.start_session() as session:
+        for _ in range(2):
+            with pytest.raises(ValueError):  # noqa: PT011
+                session.with_transaction(body)
+            assert (effects.count_documents({}), done.count_documents({})) == (0, 0)
+        for _ in range(2):
             session.with_transaction(body)
-
-    for _ in range(2):
-        with pytest.raises(ValueError):  # noqa: PT011
-            run_body()
-        assert (effects.count_documents({}), done.count_documents({})) == (0, 0)
-    run_body()
-    run_body()
     assert (effects.count_documents({}), done.count_documents({})) == (1, 1)
 
 
@@ -327,3 +316,27 @@ def test_a_record_cannot_be_part_of_an_async_transaction(database: Database[Docu
 
     asyncio.run(run_body())
     assert steps == ["in a thread", "after it"]
+
+
+def test_a_handler_of_a_whole_database_is_not_fed_by_its_own_records(
+    app: Celery, database: Database[Document], mongo_url: str
+) -> None:
+    """P9: each idempotency record and each transfer would start the handler that makes the next one."""
+    bridge, seen = Bridge(app, mongo_url, name="once", autodiscover=False, partitions=1), list[str]()
+    bank = TwoPhaseCommit(app, database["transfers"])
+    database["accounts"].insert_many([{"_id": "A", "balance": 10}, {"_id": "B", "balance": 0}])
+
+    @once(database["done"], key=lambda change: change.document_key["_id"])
+    def pay(_change: Change) -> None:
+        bank.transfer("A", "B", 1)
+
+    @bridge.on_change(f"{database.name}.*")
+    def wide(change: Change) -> None:
+        seen.append(change.ns["coll"])
+        if change.ns["coll"] != "accounts":
+            pay(change)
+
+    with BridgeRunner(bridge, url=mongo_url) as runner:
+        database["orders"].insert_one({"_id": 1})
+        runner.deliver(limit=20)
+    assert seen == ["orders", "accounts", "accounts"]

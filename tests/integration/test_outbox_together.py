@@ -22,7 +22,6 @@ from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.publisher import BatchAbandonedError, Publisher
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
-from tests.fixtures.redis import MakeRedis
 from tests.rig.outbox import Rig, held_up, opened, settled
 
 Document = dict[str, Any]
@@ -242,24 +241,6 @@ def test_a_message_that_the_broker_refuses_is_charged_alone_and_overtaken_by_non
     assert rig.sent() == [[0, 1], [1, 1], [3, 3], [1, 1], [3, 3]]
     with pytest.raises(BatchAbandonedError):
         together(outbox.runtime.publisher, [])
-
-
-def test_whatever_the_broker_refuses_those_beside_it_are_sent_again_once(
-    database: Database[Document], make_redis: MakeRedis
-) -> None:
-    """Else each try sends copies of what was taken, and they fill the memory of a broker that has none left."""
-    server = make_redis()
-    with redis.Redis.from_url(server.url) as broker, opened(database, server.url) as rig:
-        publisher = Publisher(rig.app)
-        given = entries(rig, [rig.add.s(1, 1), rig.add.s(2, 2).set(queue="other")])
-        together(publisher, given)  # which declares the queues
-        broker.config_set("maxmemory", 1)
-        for tried in (given, []):
-            with pytest.raises(BatchAbandonedError):
-                together(publisher, tried)
-        assert broker.llen("celery") == 1
-        assert publisher.answers()
-        publisher.close()
 
 
 def test_what_the_broker_has_is_known_though_mongodb_fails_in_the_middle(

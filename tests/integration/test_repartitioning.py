@@ -179,6 +179,22 @@ def test_a_drain_that_takes_long_is_given_up_and_tried_again(shop: TermsOfShop) 
     shop.check()
 
 
+def test_what_comes_between_a_drain_and_the_next_reading_is_not_passed_over(shop: TermsOfShop) -> None:
+    """P1: the reader is ahead of a handler that has drained, and may wait before it reads again."""
+    term = shop.begin(NEW)
+    term.repartitioning.resume_reading(term.now + 60.0)  # another handler has just drained
+    while not term.led[NAME].is_draining:
+        term.turn()
+        term.work()
+    shop.write(*range(41, 51))
+    while shop.in_force(term).partitions == OLD:
+        term.turn()
+        term.work()
+    shop.write(*range(51, 61))
+    term.finish(is_done=lambda: len(shop.numbers()) == 60)
+    shop.check()
+
+
 def test_one_handler_makes_no_other_wait_and_one_that_is_gone_keeps_its_partitions(shop: TermsOfShop) -> None:
     """P12: each handler for itself."""
     shop.begin(OLD, NAME, "audit", "gone")
@@ -229,6 +245,28 @@ def test_a_key_whose_old_rule_is_unknown_is_refused_while_anything_is_under_way(
     term.finish()
     assert shop.in_force(term).key.endswith(":_id")
     shop.check()
+
+
+def test_a_switch_without_an_answer_at_the_beginning_stops_its_own_handler_alone(
+    shop: TermsOfShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P2, P12: before the switch, which is made again, the handler takes in nothing by the new rule."""
+
+    def lose() -> None:
+        raise AutoReconnect("the answer is lost")
+
+    before = shop.begin(OLD, NAME, "audit", partition_by=region)
+    before.finish()
+    before.watermarks.store(list(before.led.values()), 0.0)
+    shop.write(*range(41, 61))
+    around(monkeypatch, (Partitions, "replace"), lose, behind=True)
+    term = shop.begin(OLD, NAME, "audit")
+    (stopped,) = term.repartitioning.stopped
+    term.turn()
+    assert not term.led[stopped].window.count
+    term.finish()
+    assert shop.in_force(term, stopped).key.endswith(":_id")
+    assert sorted(shop.numbers()) == sorted(shop.numbers("audit")) == list(range(1, 61))
 
 
 @pytest.mark.parametrize("rule", [None, region])

@@ -350,6 +350,16 @@ def test_what_waits_behind_a_failure_of_its_key_is_withdrawn(term: TermRig) -> N
     assert second not in asked.next().values()
 
 
+def test_a_letter_that_was_sent_is_not_sent_again_before_it_has_ended(term: TermRig) -> None:
+    """P17: its attempt is used, so the partition would wait for a message that nobody takes."""
+    asked = Asked(term)
+    first = asked.ask(1, key=1)
+    asked.next()
+    (dispatch,) = asked.subscription.due(1e9)
+    dispatch.partition.note_sent(1e9)
+    assert (dispatch.run.dead_letter, list(asked.subscription.due(1e9)), asked.next()) == (first, [], {})
+
+
 # -- commands ----------------------------------------------------------------------------------------
 
 

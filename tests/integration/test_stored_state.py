@@ -12,17 +12,11 @@ import pytest
 from bson import ObjectId, Timestamp
 from bson.int64 import Int64
 from celery import Celery
-from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
-from mongo_celery.bridge.state.backlog import StoredChange
-from mongo_celery.bridge.state.subscriptions import build_start_move
-from mongo_celery.bridge.window import Refusal
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
-from tests.rig.changes import TERM, token
-from tests.rig.worker import worker_on
 
 Document = dict[str, Any]
 Shape = dict[str, str]
@@ -93,15 +87,6 @@ def shown() -> dict[str, Shape]:
     return {heading: shape_in(iter(block.splitlines())) for heading, block in sections}
 
 
-def list_rare() -> dict[str, set[str]]:
-    """Return the names in the page's table of fields that come and go, by where they are."""
-    table = PAGE.read_text().partition("## Fields that come and go")[2]
-    found: dict[str, set[str]] = {}
-    for where, names in re.findall(r"^\| ([^|]+) \| (`[^|]+) \|", table, re.MULTILINE):
-        found.setdefault(where.replace("`", ""), set()).update(re.findall(r"`(\w+)`", names))
-    return found
-
-
 @pytest.fixture
 def state(database: Database[Document], mongo_url: str) -> Iterator[Database[Document]]:
     """Give the state of a bridge of which one handler has halted, one has parked a key, and one is done."""
@@ -157,44 +142,3 @@ def test_the_page_shows_the_state_as_it_is(state: Database[Document]) -> None:
         assert document is not None, name
         readable = {**document, **{field: [] for field in _FREE & document.keys()}}
         assert shape_of(readable) == page[name], name
-
-
-def test_the_page_names_all_that_is_there_for_a_time(
-    mongo_client: MongoClient[Document], mongo_url: str, state_database: str
-) -> None:
-    """A replay and a change that wait, a change that is refused, and history that was given up."""
-    with worker_on(mongo_client, mongo_url, state_database, failure_policy="park_key") as parking:
-        rig, database = parking.rig, mongo_client[state_database]
-        replays, found = rig.store.replays, dict[str, Document]()
-
-        def read(collection: str) -> Document:
-            document = database[collection].find_one()
-            assert document is not None
-            return document
-
-        parking.bad = {"bad"}
-        parking.flow("bad")
-        (letter,) = parking.find().letters
-        parking.request(letter)
-        for starts in range(2):
-            claim = rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=TERM)
-            assert claim is not None
-            assert replays.start(claim, letter.document_id, starts) is not None
-            if starts == 0:
-                found["dead_letters: replay"] = read("dead_letters")["replay"]
-                assert replays.retry_later(claim, letter.document_id, "ValueError", delay=0.0, not_before=None)
-            else:
-                assert replays.wait(claim, letter.document_id, "primary away", delay=60.0, doubtful=True)
-        found["dead_letters: replay"] |= read("dead_letters")["replay"]
-        assert rig.claims.wait(rig.claim(2), delay=60.0, cause="primary away", doubtful=True)
-        found["partitions: retry.waiting"] = rig.document["retry"]["waiting"]
-        data = token(3)["_data"]
-        refused = StoredChange(data, b"", refusal=Refusal.because("no key"), token={"_data": data})
-        rig.store.backlog.insert(rig.where, [refused], TERM)
-        found["backlog: refusal"] = read("backlog")["refusal"]
-        database["handlers"].update_one({}, {"$set": {"startAtOperationTime": Timestamp(1, 1)}})
-        database["handlers"].update_one({}, build_start_move(Timestamp(2, 1), "now"))
-        (found["handlers: gaps"],) = read("handlers")["gaps"]
-
-        rare = list_rare()
-        assert {where: rare[where] for where in found} == {where: {*each} for where, each in found.items()}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from bson import Timestamp
 from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
@@ -179,6 +180,8 @@ def test_a_marker_comes_only_behind_everything_that_was_read_and_can_be_resumed_
     assert isinstance(mark, Mark)
     places = [_place(item) for item in reading.items]
     assert places == sorted(set(places))
+    assert mark.cluster_time is not None
+    wait_for(lambda: (reading.reader.read_to or Timestamp(0, 0)) >= mark.cluster_time)
     insert(items, 200)
     with StreamReading(mongo_url, scope_on(items.full_name), Position(mark.token, mark.cluster_time)) as again:
         again.wait_for_keys(200)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-import redis
 from bson import ObjectId
-from celery import Celery, chain, group
+from celery import chain, group
 from kombu import Connection, Exchange, Queue
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan
@@ -17,18 +15,10 @@ from opentelemetry.trace import SpanKind
 from pymongo.database import Database
 
 from mongo_celery import Event
-from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.worker.envelope import Carrier, Run
 from mongo_celery.outbox.pending import FIELD
-from tests.fixtures.messages import body_of
-from tests.fixtures.publishing import make_dispatch, make_publisher
-from tests.fixtures.redis import MakeRedis
-from tests.fixtures.samples import verify_run
-from tests.rig.outbox import Message, Rig, pending
+from tests.rig.outbox import Rig, pending
 
 Document = dict[str, Any]
-
-_KEY = b"k" * 32
 
 
 def request() -> Any:
@@ -138,44 +128,3 @@ def test_with_the_instrumentation_of_celery_a_message_has_one_producer(rig: Rig,
     assert (ours.kind, theirs.kind) == (SpanKind.INTERNAL, SpanKind.PRODUCER)
     assert (parent_of(ours), parent_of(theirs)) == (ids(span), ids(ours))
     assert parent(message.headers) == ids(theirs)
-
-
-def dispatched(server: Any, run: Run) -> Message:
-    """What a listener has sent for a run."""
-    app = Celery("shop", broker=server.url, set_as_current=False)
-    options = BridgeOptions(name="shop", partitions=4, queues=1)
-    publisher = make_publisher(app, options, ["shop.0"], _KEY)
-    dispatch = make_dispatch(run, "shop.bill", "shop.0")
-    dispatch.partition.attempt = 2
-    assert publisher.publish([dispatch])
-    publisher.close()
-    app.close()
-    with redis.Redis.from_url(server.url) as client:
-        raw: Any = client.rpop("shop.0")
-    found = json.loads(raw)
-    return Message(found["headers"], body_of(found))
-
-
-def test_a_run_and_the_link_behind_it_carry_the_listeners_span(
-    make_redis: MakeRedis, spans: InMemorySpanExporter
-) -> None:
-    """One producer span a message; of a document it shows nothing, and what is signed covers the link as it is."""
-    run = Run("shop", "bill", 0, 3, 1, 7, 8, [b"secret", b"secret"])
-    message = dispatched(make_redis(), run)
-
-    (span,) = named(spans, "send shop/bill")
-    link = message.body[2]["chain"][0]
-    assert parent(message.headers) == parent(link["options"]["headers"]) == ids(span)
-    assert (span.kind, span.parent) == (SpanKind.PRODUCER, None)
-    assert dict(span.attributes or {}) == {
-        "messaging.system": "celery",
-        "messaging.operation.name": "send",
-        "messaging.operation.type": "send",
-        "messaging.destination.name": "shop.0",
-        "messaging.destination.partition.id": "3",
-        "messaging.message.id": message.id,
-        "mongo_celery.first": 7,
-        "mongo_celery.last": 8,
-        "mongo_celery.attempt": 2,
-    }
-    assert verify_run("run", message.args[0], _KEY).carrier == Carrier.of(message.id, [link])

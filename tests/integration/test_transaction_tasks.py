@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import anyio
@@ -39,7 +39,6 @@ OnLoop = Callable[[Work], None]
 Cancel = Callable[[asyncio.Future[Any], set[asyncio.Task[Any]]], Awaitable[None]]
 
 TRANSIENT = "TransientTransactionError"
-NOWHERE = "mongodb://127.0.0.1:1"
 
 
 @pytest.fixture
@@ -204,29 +203,6 @@ def test_two_tasks_have_a_transaction_each(on_loop: OnLoop, texts: Texts) -> Non
 
     on_loop(work)
     assert texts() == ["good", "good part"]
-
-
-def test_a_dependency_is_joined_by_what_it_serves(on_loop: OnLoop, texts: Texts) -> None:
-    """An async generator that frameworks enter and leave around a call, in one task."""
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        @asynccontextmanager
-        async def dependency() -> AsyncIterator[AsyncClientSession]:
-            async with transactional(notes.database.client) as session:
-                yield session
-
-        async def serve(text: str, error: Exception | None = None) -> None:
-            async with dependency():
-                await write(notes, text)
-                if error is not None:
-                    raise error
-
-        await serve("good")
-        with pytest.raises(ZeroDivisionError):
-            await serve("bad", ZeroDivisionError())
-
-    on_loop(work)
-    assert texts() == ["good"]
 
 
 # -- callbacks and cancels -------------------------------------------------------------------------
@@ -444,6 +420,13 @@ def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
 # -- the two kinds ---------------------------------------------------------------------------------
 
 
+class Box:
+    """Collects what threads send."""
+
+    def collect(self, session: Any) -> AbstractContextManager[object]:
+        raise AssertionError(session)
+
+
 def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: MongoClient[Document]) -> None:
     """A mix-up is told when it is called, before anything is sent."""
 
@@ -462,45 +445,20 @@ def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: Mo
 
         with pytest.raises(ConfigurationError):
             await body()
-        with mongo_client.start_session() as session, pytest.raises(ConfigurationError):
-            await transactional(client).arun(lambda _: pytest.fail("not run"), session=session)  # type: ignore[arg-type]
+        with mongo_client.start_session() as foreign, pytest.raises(ConfigurationError):
+            await transactional(client).arun(lambda _: pytest.fail("not run"), session=foreign)  # type: ignore[arg-type]
         with pytest.raises(TransactionRequiredError):
             await asynchronous.select_for_update(notes, {"_id": 1}, session=None)  # type: ignore[arg-type]
-        async with transactional(client) as ours:
-            with pytest.raises(TransactionRequiredError):  # that of threads would not judge what it is refused
-                select_for_update(notes, {"_id": 1}, session=ours)  # type: ignore[arg-type]
-
-    on_loop(work)
-
-
-def test_the_outbox_of_threads_is_refused_in_async_code(on_loop: OnLoop) -> None:
-    """It writes by a plain client."""
-
-    class Box:
-        def collect(self, session: Any) -> AbstractContextManager[object]:
-            raise AssertionError(session)
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        with pytest.raises(ConfigurationError):
-            async with transactional(notes.database.client, outbox=Box()):
+        with pytest.raises(ConfigurationError):  # it writes by a plain client
+            async with transactional(client, outbox=Box()):
                 pytest.fail("not run")
-
-    on_loop(work)
-
-
-def test_a_collection_of_the_other_kind_is_refused() -> None:
-    """Before anything is sent: its session is of another client, too."""
-    with MongoClient[Any](NOWHERE, connect=False) as client, client.start_session() as session:
-        session.start_transaction()
-        theirs: Any = AsyncMongoClient[Any](NOWHERE, connect=False)["shop"]["seats"]
-        with pytest.raises(ConfigurationError):
-            select_for_update(theirs, {}, session=session)
-
-    async def main() -> None:
-        async with AsyncMongoClient[Any](NOWHERE, connect=False) as client, client.start_session() as session:
-            await session.start_transaction()
-            ours: Any = MongoClient[Any](NOWHERE, connect=False)["shop"]["seats"]
+        ours: Any = mongo_client[notes.database.name]["notes"]
+        async with transactional(client) as session:
             with pytest.raises(ConfigurationError):
                 await asynchronous.select_for_update(ours, {}, session=session)
+            with pytest.raises(TransactionRequiredError):  # that of threads would not judge what it is refused
+                select_for_update(notes, {"_id": 1}, session=session)  # type: ignore[arg-type]
+        with transactional(mongo_client) as plain, pytest.raises(ConfigurationError):
+            select_for_update(notes, {}, session=plain)  # type: ignore[arg-type]
 
-    asyncio.run(main())
+    on_loop(work)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -69,20 +68,6 @@ def test_a_method_can_be_decorated(notes: Collection[Document]) -> None:
     Clerk().write("b")
     assert texts(notes) == ["a", "b"]
     assert len(asked) == 2
-
-
-def test_one_decorated_function_serves_many_threads(notes: Collection[Document]) -> None:
-    """Each call has its own session and attempts."""
-    notes.insert_one({"_id": 0, "text": 0})
-
-    @transactional(notes.database.client)
-    def count(*, session: ClientSession) -> None:
-        found = select_for_update(notes, {"_id": 0}, session=session)
-        notes.update_one({"_id": 0}, {"$set": {"text": found["text"] + 1}}, session=session)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: count(), range(40)))
-    assert texts(notes) == [40]
 
 
 def test_a_session_without_a_transaction_is_used_for_one(notes: Collection[Document]) -> None:

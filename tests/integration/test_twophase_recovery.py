@@ -136,6 +136,19 @@ def test_what_is_owed_beside_a_dead_cluster_comes_back_at_once(
     assert clusters.balances() == {"own": START, "east": START, "west": START}
 
 
+def test_a_take_over_whose_answer_is_lost_is_finished_by_the_same_recovery(
+    bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
+) -> None:
+    """P17, P18: otherwise its money would wait until it counts as abandoned once more."""
+    advance(bank, bank.transfer("A", "B", 10, run=False))
+    bank.transactions.update_many({}, {"$set": {"lastModified": LONG_AGO}})
+    lost = {"writeConcernError": {"code": 262, "errmsg": "it took too long"}}
+    with failpoint(mode={"times": 1}, failCommands=["findAndModify"], **lost):
+        report = bank.recover(60)
+    assert [each.after for each in report] == ["done"]
+    assert balances(database) == {"A": 990, "B": 1010}
+
+
 def test_many_steps_of_one_moment_are_all_read(bank: TwoPhaseCommit) -> None:
     """More than a page of them, some without a time, and behind them the next moment; what is no good is passed by."""
     many = [{"_id": number, "state": "pending", "lastModified": LONG_AGO} for number in range(205)]

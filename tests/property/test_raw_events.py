@@ -71,18 +71,6 @@ places_of_changes = st.fixed_dictionaries(
 )
 
 
-@given(
-    places_of_changes | values,
-    st.binary(min_size=12, max_size=12).map(ObjectId) | values,
-    st.dictionaries(st.just("region"), names, max_size=1),
-)
-def test_the_partition_of_a_key_is_that_of_its_hash(ns: Any, key: Any, more: dict[str, Any]) -> None:
-    """P1, P2: stored positions depend on it; an ObjectId takes a shorter way to the same number."""
-    raw = bson.encode({"ns": ns, "documentKey": {"_id": key, **more}})
-    for _ in range(2):
-        assert document_hash(RawEvent(raw)) == document_hash(RawBSONDocument(raw, EVENT_TYPES))
-
-
 looked_at = st.fixed_dictionaries(
     {},
     optional={
@@ -242,15 +230,3 @@ def test_the_usual_form_is_recognised(left_out: tuple[str, ...], more: list[tupl
     looks_decoded(raw)
     assert read_plain(longer) is None
     looks_decoded(longer)
-
-
-@pytest.mark.parametrize("operation", ["insert", "update"])
-def test_an_event_that_is_cut_or_has_another_byte_looks_as_if_it_were_decoded_whole(operation: str) -> None:
-    """At whatever byte, also where its length is that of what is left."""
-    whole = document(make_usual(operation, (LAST,), []))
-    for at in range(len(whole)):
-        cut = whole[:at]
-        assert read_plain(cut) is None
-        assert read_plain(len(cut).to_bytes(4, "little") + cut[4:]) is None
-        for by in (1, 255):
-            looks_decoded(whole[:at] + bytes([(whole[at] + by) % 256]) + whole[at + 1 :])

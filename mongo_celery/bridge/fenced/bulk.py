@@ -75,7 +75,7 @@ class BulkWrite:
         documents: the target.
         command: arguments of each command as a whole.
         session: the session for the writes.
-        ordered: True if the first error ends it.
+        ordered: True to stop at the first error.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class BulkWrite:
     # -- results -----------------------------------------------------------------------------------
 
     def _add(self, step: BulkStep, result: UpdateResult | DeleteResult | None) -> None:
-        """Count the result of one step. None if it matched nothing."""
+        """Count the result of one step. The result is None if the step matched nothing."""
         if result is None:
             return
         raw: Any = result.raw_result or {}

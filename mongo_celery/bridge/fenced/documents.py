@@ -122,7 +122,7 @@ class Documents:
     The documents of one collection under one fence.
 
     Args:
-        collection: the target. Written with majority and read from the primary, whatever its settings.
+        collection: the target. Writes use majority and reads use the primary, whatever its settings.
         fence: the execution's right to write.
         pending: the outbox entries in the documents.
         origin_of: returns the change that a document is written for, if the execution has several.

@@ -25,7 +25,7 @@ An operator update becomes two statements, because its operators cannot read the
 equal term (sets one slot), the other an older or missing stamp (replaces the map). After the first matches, the second
 cannot. Pipelines and replacements need one statement, because an expression can read ``g``.
 
-Pure: no client, no threads. Users' values never become expressions: ``$literal`` contains them.
+The module is pure: no client, no threads. Users' values never become expressions: ``$literal`` contains them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Origin:
 
     Attributes:
         document: stable hash of the changed document, from 0 to 2^63 - 1.
-        place: in the stream. Bytes of fixed length that sort in stream order.
+        place: place in the stream, as bytes of fixed length that sort in stream order.
         since: earlier tokens do not count.
     """
 

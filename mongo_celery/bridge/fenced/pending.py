@@ -116,7 +116,7 @@ class PendingTasks:
         )
 
     def _waiting(self, where: Mapping[str, Any], session: ClientSession | None) -> tuple[Any] | None:
-        """Return the `_id` of a document with pending entries. In a tuple, because it may be null."""
+        """Return the `_id` of a document with pending entries, in a tuple because an `_id` may be null."""
         pending = {**where, "$and": [*where.get("$and", ()), {COUNT: {"$gt": 0}}]}
         found = self._collection.find_one(pending, {"_id": 1}, session=session)
         return None if found is None else (found["_id"],)

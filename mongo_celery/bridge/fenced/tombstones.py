@@ -6,8 +6,8 @@ document and the deleter's::
 
     {_id: <the target's _id>, _fence: {...}, expireAt: <server's time + ttl>, writes: <number>}
 
-Reason for a sibling: a stub in the target's place would be atomic, but every reader would see it, a unique index would
-take its missing field for a null (two deletes, E11000), and a validator would refuse it.
+Reason for a separate collection: a stub in the target's place would be atomic, but every reader would see it, a unique
+index would take its missing field for a null (two deletes, E11000), and a validator would refuse it.
 
 Reason for transactions: two documents cannot be checked and written atomically without one. "Tombstone first, then
 delete" leaves a gap for the upsert: it finds no tombstone, and inserts after the delete. Reading the tombstone in a

@@ -78,7 +78,7 @@ LATENCIES = {
 
 
 def read_others(app: Celery) -> list[Metric]:
-    """Read the metrics of an app's outboxes and transactions. An outer `pymongo.timeout` does not cut them short."""
+    """Read the metrics of an app's outboxes and transactions. An outer `pymongo.timeout` does not apply."""
     found = call_all([
         lambda: [*OutboxCollector(app, answer_seconds=ANSWER_SECONDS).collect()],
         lambda: [*TransactionCollector(app, answer_seconds=ANSWER_SECONDS).collect()],

@@ -9,8 +9,8 @@ The routes of one process's HTTP service. All are read-only.
 | `/metrics` | for Prometheus |
 | `/`, `/status` | the page, and the snapshots as JSON |
 
-The server's threads read MongoDB, each value at most once a second, and less often if that takes long. The listeners do
-not wait for them.
+The server's threads read MongoDB: each value at most once a second, and less often if reading takes long. The listeners
+do not wait for them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """
-The activity of one process's listener of a bridge: whether its loop runs, whether it leads, and its counters.
+The activity of a bridge's listener in one process: the state of its loop, its role, and its counters.
 
 The listener's own threads write it, and any thread reads it. No thread waits, and a reader may see one number that is
-newer than another. Counters begin at 0 with the process, continue over all its terms, and never decrease. The worker
-knows the times of claim, handler and commit. They come with the partition's image, which the listener reads anyway
-before it sends the next run. So they need no additional writes or reads.
+newer than another. Counters start at 0 with the process, continue when the listener leads again, and never decrease.
+Workers store the times of claim, handler and commit in the partition, which the listener reads anyway before it sends
+the next run. So measuring needs no additional writes or reads.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HandlerActivity:
 
     Attributes:
         dispatched: changes in sent runs, including repeated ones.
-        dispatched_again: changes in runs that were sent again, because no effect was seen.
+        dispatched_again: changes in runs that were sent again because they had no visible effect.
         committed: changes that positions have passed, whatever their outcome.
         retries: attempts after which a handler requested another.
         crashes: attempts that ended without an outcome.
@@ -129,7 +129,7 @@ class HandlerActivity:
         counted[:] = 0, 0
 
     def _measure(self, image: Image, sent: float | None, seen: float) -> None:
-        """Measure each duration by one clock: claim to commit by the server's, sending to reading by this process's."""
+        """Measure each duration with one clock: the server's from claim to commit, ours from sending to reading."""
         ran: Mapping[str, Any] = image.ran or {}
         took, claimed, ended, read = ran.get("took"), ran.get("claimed"), ran.get("at"), image.read_at
         if ran.get("last") != image.committed:  # it was skipped
@@ -156,15 +156,15 @@ class Activity:
     The activity of the listener of one bridge in this process.
 
     Attributes:
-        bridge: its name.
+        bridge: name of the bridge.
         role: `starting`, `standing by`, `leading`, or `failed` until it is started again.
-        takeovers: how often this process has begun to lead.
-        sweeps: how often all partitions were compared with the runs in flight.
-        reopenings: how often the stream had to be opened again.
+        takeovers: number of terms that this process has begun.
+        sweeps: number of comparisons of all partitions with the runs in flight.
+        reopenings: number of times that the stream was opened again.
         handlers: the handlers by name.
 
     Args:
-        bridge: its name.
+        bridge: name of the bridge.
         handlers: names of its handlers.
         lease_ttl: seconds.
     """
@@ -215,7 +215,7 @@ class Activity:
         self._reopenings_of_term = 0
 
     def note_sweep(self, reopenings: int) -> None:
-        """Note that all partitions were read, and how often the stream was opened again in this term."""
+        """Count a sweep of all partitions. Store the number of times that the stream was opened again in this term."""
         self.sweeps += 1
         self.reopenings += _growth(self._reopenings_of_term, reopenings)
         self._reopenings_of_term = reopenings

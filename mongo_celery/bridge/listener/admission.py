@@ -53,8 +53,8 @@ class Admission:
     The gate of one subscription in one term.
 
     Args:
-        selector: selects its events.
-        partitioner: its partition rule.
+        selector: selects the events of the subscription.
+        partitioner: the partition rule of the subscription.
         layout: the partitioning in force.
         undeliverable: partitions of the stored undeliverable changes of earlier terms that will be read again, by their
             places.

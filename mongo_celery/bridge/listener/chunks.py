@@ -11,8 +11,8 @@ The snapshot ends at the largest `_id` that exists at the first recorded chunk.
 The order is that of the collection's index on `_id`, with all types mixed. Comparisons are expressions with literals,
 because those of a query compare within one type, and treat a document as operators.
 
-If a user's condition fails on one document, this must not stop the others. A failed range is read again with half as
-many. A single document that fails is refused, and its handler's failure policy applies.
+If a user's condition fails on one document, this must not stop the others. A failed range is read again with half
+as many documents. A single document that fails is refused, and its handler's failure policy applies.
 
 The leading thread uses nothing here except the arguments.
 """
@@ -84,25 +84,25 @@ class Chunk:
     A chunk in progress. The reading thread writes it up to `high`, the leading one afterwards.
 
     Attributes:
-        subscription: the one that gets the documents. After repartitioning it is another one.
+        subscription: the subscription that gets the documents. Repartitioning replaces it.
         rows: largest number of documents.
-        sent_at: monotonic time of its begin.
-        begun: its number. 0 until it has begun.
+        sent_at: monotonic time when the chunk was begun.
+        begun: number of the chunk. 0 until it has begun.
         low: L, a cluster time before the reading. None until known.
         high: H, the cluster time of a write after the reading. None until it is read.
-        place: its documents are appended after this place. Empty until H is known.
+        place: the place after which the documents are appended. Empty until H is known.
         items: the events to append, in order, by key.
         count: number of scanned documents.
-        end: the last scanned `_id`. None if nothing was left.
+        end: the last scanned `_id`. None if no document was left.
         until: the largest `_id` of the snapshot. None if the collection was empty.
-        changes: the subscription's changes since its begin, by key.
-        objection: a sentence why it must not be appended: a change's key is unreadable, or the collection was moved.
-            Empty for none.
+        changes: the subscription's changes since the chunk began, by key.
+        objection: a sentence why the chunk must not be appended: a change's key is unreadable, or the collection was
+            moved. Empty if it may be.
         again: `_id`s to read again, because a change without its document came in between.
-        rounds: how often that happened.
+        rounds: number of times that documents were read again.
         ends: the last token of each partition that is not known to be committed or stored.
         passed_at: time of the last write to move the stream.
-        error: why it was dropped.
+        error: reason why it was dropped.
     """
 
     snapshot: Snapshot
@@ -191,7 +191,7 @@ class CollectionFacts:
 
     Attributes:
         uuid: identifies the collection of its name. None for a view and for time series.
-        objection: why it cannot have a snapshot, as the rest of a sentence. None if it can.
+        objection: reason why it cannot have a snapshot, as the rest of a sentence. None if it can.
     """
 
     uuid: bytes | None
@@ -203,7 +203,7 @@ def read_facts(client: MongoClient[Any], source: str) -> CollectionFacts | None:
     Return the current facts of a collection. None if it does not exist.
 
     Raises:
-        PyMongoError: also without the right to list collections.
+        PyMongoError: MongoDB did not answer, or the right to list collections is missing.
     """
     database, _, name = source.partition(".")
     with pymongo.timeout(_CHECK_SECONDS):
@@ -295,7 +295,7 @@ class ChunkReader:
     Args:
         client: the client of the watched data.
         room: largest number of bytes in a chunk, except for a single larger document.
-        version: the term's.
+        version: number of the term.
     """
 
     def __init__(self, client: MongoClient[Any], room: int, version: int) -> None:
@@ -311,8 +311,8 @@ class ChunkReader:
         This sets `items`, and the first time also `count`, `end` and `until`.
 
         Raises:
-            PyMongoError: use nothing of it.
-            SnapshotFailedError: the same, because of the snapshot itself.
+            PyMongoError: the chunk must not be used.
+            SnapshotFailedError: the chunk must not be used, because of the snapshot itself.
         """
         with pymongo.timeout(READ_SECONDS):
             if chunk.again:
@@ -326,7 +326,7 @@ class ChunkReader:
                 ids = ids[: len(ids) // 2]
 
     def _read_rows(self, chunk: Chunk, ids: list[DocumentId]) -> bool:
-        """Read the range up to the last of these. Return False if it must be smaller."""
+        """Read the range that ends with the last of these `_id`s. Return False if the range is too large to read."""
         read = self._read_range(chunk, _behind(chunk.snapshot.last, ids[-1]), len(ids))
         if read is None:
             return False
@@ -337,7 +337,7 @@ class ChunkReader:
         return True
 
     def _read_range(self, chunk: Chunk, bounds: Mapping[str, Any], rows: int) -> bool | None:
-        """Read the events of a range. Return False if its rest has no room, None if it fails as a whole."""
+        """Read the events of a range. Return False if only a part has room, None if the whole range fails."""
         assert chunk.low is not None, "a chunk is read when L is known"
         conditions = list_conditions(chunk.subscription.plan.handler.filter.match, chunk.snapshot)
         shape = build_shape(chunk.snapshot.source, chunk.low, conditions)
@@ -366,7 +366,7 @@ class ChunkReader:
         return DocumentId.of(bytes(found[0].raw)) if found else None
 
     def _list_ids(self, chunk: Chunk) -> list[DocumentId]:
-        """Return the next `_id`s in order, fewer if fewer are left or fit into an answer."""
+        """Return the next `_id`s in order, as many as are left and fit into an answer."""
         found = (DocumentId.of(bytes(each.raw)) for each in self._find(chunk, {"limit": chunk.rows}))
         return [each for each in found if each is not None]
 

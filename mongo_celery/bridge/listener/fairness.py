@@ -1,8 +1,8 @@
 """
 Fair dispatch between the handlers of a group, which share workers.
 
-Workers take runs roughly in the order of sending, and do not interrupt a run. If a slow handler of one second had a run
-of each partition in the queue, it would slow down a fast one beside it to its own speed.
+Workers take runs roughly in the order of sending, and do not interrupt a run. If the queue had a run of each partition
+of a slow handler, a fast handler in the same group would be as slow.
 
 A handler is **long** if its runs take `LONG_SECONDS` or more on average. One rule applies to all long handlers of a
 shared group together:
@@ -10,7 +10,7 @@ shared group together:
     They may have only a few unclaimed runs: half as many as they have running, and at least `LEAST_UNCLAIMED`. While
     quick runs wait for a worker, they may have in flight only half as many as the group has running, and at least one.
 
-Among long handlers, the one with the fewest runs in flight is next. Quick handlers never wait.
+Among long handlers, the handler with the fewest runs in flight is next. Quick handlers never wait.
 
 A run that no worker takes counts only for `PATIENCE_SECONDS`, so a queue without a worker delays no other.
 """
@@ -36,7 +36,7 @@ _WEIGHT = 0.125
 
 class Fairness:
     """
-    The fairness of one term. Pure. The leading thread uses it.
+    The fairness of one term, used by the leading thread. The class is pure.
 
     Args:
         groups: the groups of every handler, by name.
@@ -85,7 +85,7 @@ class Group:
     The handlers of one group, two or more.
 
     Attributes:
-        names: the handlers of the group. Those served last are last.
+        names: the handlers of the group, the most recently served ones last.
         held: long handlers whose due runs were not all sent.
     """
 

@@ -2,9 +2,9 @@
 Detection of handlers that trigger themselves: each of their writes is the next change that they get.
 
 If a change was written while the change before it, of the same key, was being handled, it may come from the handler
-itself. By chance this happens a few times in a row. Users' writes come before the run begins or after it ends, as soon
-as they are faster or slower than the handler. Both times are the server's. Before MongoDB 6.0 the time of a change is
-unknown, and nothing is reported.
+itself. By chance this happens a few times in a row. Users who write faster or slower than the handler soon write before
+the run begins or after it ends. Both times are the server's. Before MongoDB 6.0 the time of a change is unknown, and
+nothing is reported.
 """
 
 from __future__ import annotations

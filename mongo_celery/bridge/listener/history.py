@@ -1,13 +1,13 @@
 """
 Oplog gaps: the oplog no longer reaches a subscription's position.
 
-This concerns each handler separately. If its place is in the oplog, it continues, whatever happens to others. For the
-rest, in this order:
+This concerns each handler separately. If its place is in the oplog, it continues, whatever happens to others. For
+other handlers, in this order:
 
 1. If `on_history_lost`, by option or for this process, is `oldest` or `now`, the handler moves there. Its `gaps` record
    the skipped part.
 2. If `start_from="oldest"` chose a place that fell off the oplog before anything was stored or claimed there, it
-   chooses once more.
+   chooses a place once more.
 3. Otherwise the handler is blocked, with an error in the log, and `lost` in its document records time and place. The
    stream is opened without it. Its watermark and its partitions do not change. `changes reset` moves its position. A
    leading listener notices that within a second, and reads from there. It keeps its buffer, which the oplog may no
@@ -96,7 +96,7 @@ class LostHistory:
         Judge every place before the stream is opened.
 
         Returns:
-            The position to open it at: the smallest readable place. None if there is none.
+            The position at which to open the stream: the smallest readable place. None if there is none.
 
         Raises:
             LeaseLostError: the term has ended.
@@ -327,7 +327,7 @@ class LostHistory:
         return read_starts(self._store, list(subscriptions), self._renewal.term.number)
 
     def _find_reached(self, subscriptions: Subscriptions, starts: Mapping[str, Start]) -> dict[str, Start]:
-        """Return each readable handler's reading progress. Before its start it misses nothing."""
+        """Return each readable handler's reading progress, at least its start: no earlier change is missing."""
         return {
             name: max(starts[name], _find_read_end(subscription, starts[name]), key=lambda each: each.place)
             for name, subscription in subscriptions.items()
@@ -336,7 +336,7 @@ class LostHistory:
 
 
 def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError) -> str:
-    """Return the reason why a place cannot be read, as part of a sentence. After a query, with the server's answer."""
+    """Return the reason why a place cannot be read, as part of a sentence. It includes the server's answer, if any."""
     reason = "MongoDB refuses to read from there"
     if oldest is not None and place < oldest:
         reason = f"the oplog begins at {moment(oldest.as_datetime().isoformat())}"
@@ -345,7 +345,7 @@ def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError)
 
 
 def _quote(error: HistoryLostError) -> str:
-    """Return the server's own words. Empty without an answer."""
+    """Return the server's own words, or an empty string without an answer."""
     return str(error).partition("The server said: ")[2]
 
 
@@ -353,7 +353,7 @@ def _is_of_another_set(start: Start, oplog: Oplog) -> bool:
     """
     Return True if a place is older than the replica set, so that its state was restored from another set.
 
-    The server would begin at its first entry, and so with the restore. A given start may be as early.
+    The server would begin at its first entry, which is of the restore. A configured start may also be that early.
     """
     read = None if start.watermark is None else start.watermark.cluster_time
     return oplog.is_whole and read is not None and start.time < read < oplog.first

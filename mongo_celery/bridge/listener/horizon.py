@@ -3,7 +3,7 @@ The position of each subscription in the oplog. A warning precedes each oplog ga
 
 The housekeeping thread reads the oldest and the latest entry every few seconds. So a slow MongoDB delays a warning, but
 never the listener. The leading thread compares the last reading with each subscription's position. Only an oplog that
-removes entries is a risk: one that is whole, or has room, only grows.
+removes entries is a risk: one that is complete, or has room, only grows.
 
 Usually one blocked partition is the reason: the one with the oldest unfinished change. It holds the place from which
 its subscription must be read again. The log record names it, and the command that frees it.
@@ -54,8 +54,8 @@ class Risk:
         share: share of the oplog's window after its position. From 1 a restart loses changes.
         partition: the partition that holds the position. None if no partition does, because the reader itself is
             behind.
-        state: the state of that partition. If blocked, as in `status` (`halted`, `paused`, `retrying`, or `waiting` for
-            MongoDB or the broker). Otherwise `running`, or `unclaimed` while no worker has taken its run.
+        state: the state of that partition. A blocked one has its state in `status` (`halted`, `paused`, `retrying`, or
+            `waiting` for MongoDB or the broker). Otherwise `running`, or `unclaimed` while no worker has taken its run.
         cause: the server that it waits for, if `waiting`.
     """
 
@@ -175,13 +175,13 @@ def _sentence(risk: Risk, line: CommandLine) -> str:
 
 
 def _place(subscription: Subscription) -> Timestamp:
-    """Return the place from which it would be read again. Before its start it misses nothing."""
+    """Return the time from which a new listener would read: the watermark, but not before the handler's start."""
     mark = subscription.window.watermark
     start = subscription.plan.start
     return max(mark.cluster_time, start) if mark is not None and mark.cluster_time is not None else start
 
 
 def _pause(oplog: Oplog | None) -> float:
-    """Return the seconds until the next reading: several in a window, but not too often."""
+    """Return the seconds until the next reading. Each oplog window has several readings."""
     window = oplog.window_seconds if oplog is not None else _LONGEST_PAUSE * _READINGS_A_WINDOW
     return min(max(window / _READINGS_A_WINDOW, _SHORTEST_PAUSE), _LONGEST_PAUSE)

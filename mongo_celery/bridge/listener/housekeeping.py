@@ -23,7 +23,7 @@ class Job:
     A repeated job.
 
     Args:
-        run: does it in bounded time. Returns the seconds until the next run, or infinity for none.
+        run: does the job in bounded time. Returns the seconds until the next run, or infinity for none.
         close: called in the thread at the end.
         changed: notified when the job becomes due.
 

@@ -1,8 +1,8 @@
 """
 A listener inside a worker, like Celery's embedded beat.
 
-No other process watches it. So if it ends without `stop`, this is logged as critical, and it is started again after a
-pause. A worker that is about to end starts nothing.
+No other process watches this listener. So if it ends without `stop`, the worker logs this as critical, and starts the
+listener again after a pause. A worker that is about to end starts nothing.
 
 `worker --listener` embeds a listener as `-B` embeds beat: in its own process with the prefork pool, otherwise in a
 thread. It is a worker step, not a consumer step: a consumer restarts with every broker reconnect, and the lease must
@@ -53,7 +53,7 @@ class ListenerProcess:
     Args:
         app: the worker's app.
         is_ending: returns True if the worker is shutting down. Then an ended process is not replaced.
-        beside: runs in their process as long as the listeners.
+        beside: runs in the same process, as long as the listeners.
     """
 
     def __init__(self, app: Celery, is_ending: Callable[[], bool], beside: Beside | None) -> None:
@@ -124,7 +124,7 @@ class ListenerProcess:
 
 
 def _main(app: Celery, worker: int, beside: Beside | None) -> None:
-    """Listen until the worker ends this process, or was killed itself."""
+    """Listen until the worker ends this process, or the worker itself was killed."""
     for number in (signal.SIGQUIT, *_ENDING_SIGNALS):
         signal.signal(number, signal.SIG_DFL)  # not the worker's inherited handlers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)

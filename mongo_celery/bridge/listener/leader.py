@@ -55,11 +55,11 @@ class Leader:
         stopping: set when the process must end.
         on_history_lost: `halt`, `oldest` or `now`.
         activity: counts the work.
-        refused: the server's message for a refused `match`, by handler. These handlers are not led and keep their
-            positions. `beginning` and `scope` do not include them.
+        refused: the server's message for a refused `match`, by handler. These handlers get no changes and keep
+            their positions. `beginning` and `scope` do not include them.
 
     Attributes:
-        subscriptions: the led ones, by name.
+        subscriptions: the subscriptions that this listener leads, by name.
         intake: the intake of the stream.
         poller: the poller of the partitions.
         snapshots: the snapshots of this term.

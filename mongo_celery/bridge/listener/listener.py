@@ -67,8 +67,9 @@ class Listener:
         reason: the reason of a take-over, for the audit record.
 
     Attributes:
-        activity: its activity, for observers in any thread.
-        has_lease: True if it may hold the lease. Otherwise the process may end in the middle of a call without loss.
+        activity: the activity of the listener, for observers in any thread.
+        has_lease: True if this listener may hold the lease. Otherwise the process may end in the middle of a call
+            without loss.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Listener:
         return self._wiring.stream()
 
     def _wait_for_servers(self) -> None:
-        """Wait until both servers have answered once, within `start_timeout`. Later outages are waited out."""
+        """Wait until both servers have answered once, within `start_timeout`. Later outages have no time limit."""
         until = time.monotonic() + self._options.start_timeout
         while not self._stopping.is_set():
             self.activity.note_turn()
@@ -353,7 +354,7 @@ class Listener:
 
 
 def _sentence(error: Exception | None) -> str | None:
-    """Return the text that the lease stores for the exception that ended a term. An unexpected one appears by class."""
+    """Return the text that the lease stores for the exception that ended a term: the class of an unexpected one."""
     if error is None:
         return None
     return str(error) if isinstance(error, MongoCeleryError) else f"{type(error).__name__}: {short(error)}"

@@ -56,7 +56,7 @@ class RetryGate:
 
 class LogThrottle:
     """
-    The log records about a lasting state, limited to one from time to time.
+    Limits the repeated log records about a lasting state.
 
     Attributes:
         left_out: number of records omitted since the last one.
@@ -67,7 +67,7 @@ class LogThrottle:
         self._logged_at = -math.inf
 
     def may_log(self) -> bool:
-        """Return True if a log record is due. After that, none is due for a while."""
+        """Return True if a log record is due. Then the next one is not due for a while."""
         now = time.monotonic()
         if now - self._logged_at < _LOG_SECONDS:
             self.left_out += 1

@@ -1,8 +1,8 @@
 """
 The listener's view of one partition, and its next step.
 
-Pure: its input is images of the partition's document and the monotonic times of reading them. At most one run per
-partition is in flight (window 1), which is kept here. The sweep is the protocol's only liveness rule:
+The class is pure: its input is images of the partition's document and the monotonic times of reading them. At most one
+run per partition is in flight (window 1), which is kept here. The sweep is the protocol's only liveness rule:
 
 1. handled: commit it after `commit_grace`, whatever the claim says.
 2. a live claim of any owner: wait, so that handlers of an earlier term finish undisturbed.
@@ -59,8 +59,8 @@ class InFlight:
     A run that was dispatched, or was found running at take-over, without its recorded part.
 
     Attributes:
-        taken_at: when its claim was first seen. None before.
-        left_at: when it was first seen to have left its worker, handled or not. None before.
+        taken_at: time when its claim was first seen. None before.
+        left_at: time when it was first seen to have left its worker, handled or not. None before.
     """
 
     first: int
@@ -86,7 +86,7 @@ class Rejection:
     A partition's next run cannot be sent: the broker rejects its message but accepts others.
 
     Attributes:
-        label: names the change, without its document's contents.
+        label: text that names the change, without the contents of its document.
         size: bytes of the run's changes.
         error: the broker's reason.
         since: time of the first rejection.
@@ -123,28 +123,28 @@ class Partition:
     One partition in one term.
 
     Attributes:
-        index: its number.
-        image: the last one that was read.
+        index: index of the partition.
+        image: the last image that was read.
         in_flight: the run in flight, or None.
         ready_at: monotonic time from which the next run may be dispatched. Infinite while a run is in flight or the
             partition is blocked.
         attempt: number of dispatches of the first change, for the task id.
         is_repeated: True if the next dispatch repeats a run without any visible effect.
         repeats: number of repeated dispatches since its last claim, or the broker's last return.
-        unclaimed_since: time of the first sending of the run in flight, even if it was sent again. Or the time when it
-            was given up after a claim.
-        taken_at: when the claim of a run was last seen for the first time.
-        taken_sent_at: when that run was sent.
+        unclaimed_since: time of the first sending of the run in flight, even if it was sent again. After a claim, the
+            time when the claim was given up.
+        taken_at: time when the claim of the latest claimed run was first seen.
+        taken_sent_at: time when that run was sent.
         token_seconds: time that an unclaimed run may wait for a token of its handler's rate limit.
-        rejection: why the next run cannot be sent. None if it can.
+        rejection: reason why the next run cannot be sent. None if it can.
         won: True if the take-over has raised the partition's term to this one. Otherwise an open transaction has
             locked it, and an older term may still act there.
         queue: changes that were read but are neither committed nor stored.
-        backlog: its stored changes. None if it runs from the queue.
+        backlog: the stored changes of the partition. None if it runs from the queue.
         stored_to: the place up to which this term has stored and marked the queue.
         undeliverable: places of undeliverable changes that may not be stored yet.
         blocked_since: the committed position and the time when it was first seen blocked.
-        not_stored: why its changes are not stored. None without a failure.
+        not_stored: reason why changes of the partition are not stored. None without a failure.
         replay: the next dead letter to replay.
         is_replaying: True if a dead letter was sent since the requests were read.
         has_replayed: True if the last sent run was a dead letter.
@@ -334,7 +334,7 @@ class Partition:
 
     def _under_another_term(self, image: Image, now: float) -> Step:
         """
-        Wait for an older term's work in a locked partition like for a run of this term, until the partition is won.
+        Wait for an older term's work in a locked partition, as for a run of this term, until the partition is won.
 
         Otherwise this term is over. A smaller term means that the won partition was removed and written again.
         """

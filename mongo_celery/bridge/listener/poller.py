@@ -8,11 +8,11 @@ two kinds of reading:
 - A **poll** reads those with a run in flight, more often. The server omits partitions without relevant news: an
   unclaimed run with an unchanged fencing token (every claim, and every command that moves a position, raises it), and a
   running one with an unchanged claim and nothing handled. That needs no clock, no order of writes, and no extra data in
-  a write: each partition is compared with its last observed state. So nothing is missed, even if the majority has it
+  a write: each partition is compared with its last observed state. So no news is missed, even if a majority has it
   late.
 
-Some news comes without a write, or by a write that is not compared: a claim lapses, a list moves its position under its
-claim, a person pauses unclaimed runs. The sweep sees it at most a second later.
+Some news comes without a write, or with a write that is not compared: a claim lapses, a list moves its position under
+its claim, a person pauses unclaimed runs. The sweep sees it at most a second later.
 
 While many runs are in flight, their queues keep workers busy, and an immediate answer gains nothing. So the pause
 between polls is then a share of the time from dispatch to end of the fastest runs, within bounds.
@@ -20,7 +20,7 @@ between polls is then a share of the time from dispatch to end of the fastest ru
 Positions are written with w:1. On a set of one member, a majority read shows such a write when the journal is flushed:
 by the next majority write, which is frequent under load, otherwise up to a tenth of a second later. So if a poll found
 nothing and a claimed run may have ended, the next poll flushes the journal first. After a second without news it does
-not, because a tenth is then little.
+not, because a tenth of a second is then short.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _LOCKED_PAUSE = 0.5  # tried with each sweep, unless a slow server has used most
 
 class PollTimes:
     """
-    The poll times of a term. Pure.
+    The poll times of a term. The class is pure.
 
     Attributes:
         moved_at: monotonic time when a run was last sent, or seen to have ended.
@@ -308,7 +308,7 @@ class PartitionPoller:
         return step
 
     def _commit_late(self, images: Sequence[Image]) -> None:
-        """Commit handled runs with late commit messages, by one command for all."""
+        """Commit handled runs with late commit messages, with one command for all."""
         heads = {
             self._led[image.subscription].partitions[image.index].partition_id: image.committed + 1 for image in images
         }

@@ -1,11 +1,11 @@
 """
-Detection of partitions that are idle because the buffer is full of changes of others.
+Detection of partitions that are idle because the buffer is full of changes of other partitions.
 
-Pure: its input is measurements and the time. A normal backlog stays in memory, and the stream waits: storing it would
-cost the state database twice the cost of the changes. But while the buffer is full of some partitions' changes, an idle
-partition waits for changes that are not read. When one has been idle for two seconds, the largest partitions are stored
-until the buffer is half empty, at most the buffer's size twice a minute. So most of a backlog of a few busy keys
-bypasses the state database.
+The module is pure: its input is measurements and the time. A normal backlog stays in memory, and the stream waits:
+storing it would cost the state database twice the cost of the changes. But while the buffer is full of some partitions'
+changes, an idle partition waits for changes that are not read. When one has been idle for two seconds, the largest
+partitions are stored until the buffer is half empty, at most the buffer's size twice a minute. So most of a backlog of
+a few busy keys bypasses the state database.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Pressure:
         return self._is_storing and self._credit > 0
 
     def note_stored(self, size: int, left: int) -> None:
-        """Note how many bytes were stored from the buffer, and how many are left."""
+        """Note the number of bytes that were stored from the buffer, and of those that are left."""
         self._credit -= size
         if left < self._bound / 2:
             self.is_full = self._is_storing = False

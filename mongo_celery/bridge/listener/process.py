@@ -48,7 +48,7 @@ class ListenerThreads:
         listeners: the listeners of the bridges.
         pauses: the pauses before the restart of a failed listener.
         beside: runs as long as the listeners.
-        ends_with_all: True to set `ended`, and restart nothing, when every bridge has failed.
+        ends_with_all: True to end when every bridge has failed: then `ended` is set, and nothing is restarted.
         is_ending: returns True if the process is ending, so that nothing is started any more.
     """
 
@@ -88,7 +88,7 @@ class ListenerThreads:
             thread.start()
 
     def stop(self) -> None:
-        """Step down, and restart nothing. If MongoDB does not answer, abandon a hand-over after some seconds."""
+        """Step down, and restart no listener. If MongoDB does not answer, abandon the hand-over after some seconds."""
         self._stopping.set()
         for listener in self._listeners:
             listener.stop()
@@ -144,7 +144,7 @@ def run_listeners(
         names: the bridges' names. None for all.
         on_history_lost: overrides the option of this name.
         take_over: lead once, even if a bridge belongs to another environment or app.
-        reason: the reason of that, for the audit record.
+        reason: the reason of the take-over, for the audit record.
         pauses: the pauses before the restart of a failed bridge.
         beside: runs as long as the listeners.
 

@@ -1,8 +1,8 @@
 """
 Find the next stored changes of each partition that runs from them, in batches, without their bytes.
 
-All reads use the session that has read the partitions' images, so that its marked changes are visible on any primary. A
-blocked partition's knowledge is dropped, and read again when it runs.
+All reads use the session that has read the partitions' images, so that its marked changes are visible on any primary.
+The reader forgets a blocked partition's changes, and reads them again when the partition runs.
 """
 
 from __future__ import annotations

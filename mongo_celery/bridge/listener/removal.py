@@ -1,10 +1,10 @@
 """
 Removing finished stored changes, and measuring the stored ones.
 
-Nothing waits for either. A removal takes changes that a majority image showed as committed, and none that a later term
-has stored, so it is always harmless. Partitions with stored changes are known from this term's writes, and from a walk
-over all stored changes at the beginning and from time to time: a listener that ended between storing and marking leaves
-changes without a mark. A partition is forgotten only when all its changes are removed.
+Nothing waits for either of them. A removal takes only changes that a majority image showed as committed, and none that
+a later term has stored, so it is always harmless. Partitions with stored changes are known from this term's writes, and
+from a walk over all stored changes at the beginning and from time to time: a listener that ended between storing and
+marking leaves changes without a mark. A partition is forgotten only when all its changes are removed.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class Repartitioning:
     Args:
         wiring: the wiring of the bridge.
         watermarks: the watermarks of this term.
-        storing: its session reads the images.
+        storing: the storing of this term, whose session reads the images.
         snapshots: the snapshots of this term. A switch in the middle of a chunk would run all of it again.
 
     Attributes:
@@ -116,7 +116,7 @@ class Repartitioning:
         Take in this term's handlers before anything is read, and switch those with an unknown old rule.
 
         The new rule must not put anything into an old partition. So a handler that cannot be switched yet is stopped:
-        nothing is read for it until it is.
+        nothing is read for it until the switch.
 
         Returns:
             Handlers under their new partitionings, which replace the old ones.
@@ -262,7 +262,7 @@ class Repartitioning:
         return subscription.stored is window.watermark
 
     def _obstacle(self, subscription: Subscription) -> str:
-        """Describe the work that must end before a drain. Empty if there is none."""
+        """Describe the work that must end before a drain, or return an empty string if there is none."""
         images = [partition.image for partition in subscription.partitions.values()]
         marks = [backlog.to for _, backlog in subscription.backlogs]
         token = self._token(subscription)

@@ -71,7 +71,7 @@ class Attempts:
         gate: the gate of the next attempt.
         errors: failures that no outage can explain.
         error: the reason of the last failure, in words. None without one.
-        rows: largest number in the next attempt: halved after each failure, a quarter more after each success.
+        rows: largest number of rows in the next attempt. A failure halves it, and a success adds a quarter.
     """
 
     gate: RetryGate = field(default_factory=lambda: RetryGate(PAUSES))
@@ -112,7 +112,7 @@ class SnapshotThread:
 
     Attributes:
         records: running snapshots of this term's handlers, by id.
-        attempts: their attempts, by id.
+        attempts: the attempts at the next chunk of each snapshot, by id.
         reading: the chunk that is being read, or waits to be appended.
         appended: appended chunks, by snapshot id.
         allowed: names of the subscriptions for which chunks may begin.
@@ -159,7 +159,7 @@ class SnapshotThread:
         threading.Thread(target=self._run, name="mongo_celery-snapshot", daemon=True).start()
 
     def close(self) -> None:
-        """Begin nothing more, without waiting. A running call has a time limit."""
+        """Begin no more chunks, without waiting. A running call has a time limit."""
         self._is_closed = True
         self.notify()
 

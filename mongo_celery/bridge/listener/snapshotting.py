@@ -9,14 +9,15 @@ Snapshots of one term: existing documents, each at its place between the changes
                                            appended to the buffers     all other changes
 
 1. A chunk begins with one majority write on the snapshot's record, at the time L. The stream is read meanwhile, so no
-   handler waits for a chunk. Another thread reads chunks, from here to H and again (`snapshot_thread`).
-2. Its documents are read after L, each as of any time. Then comes another majority write, at the time H.
+   handler waits for a chunk. Another thread reads the chunks and makes these writes (`snapshot_thread`).
+2. The documents of the chunk are read after L, possibly at different times. Then comes another majority write, at the
+   time H.
 3. T is the time before H, or the time that the stream has reached by then. The documents are appended when the stream
    passes T: after every change up to T, before all later ones. Their tokens show this place (`existing`).
 4. A document is omitted if its key got a change of the handler between L and T, because the change is newer. If that
    change has no document, the document is read again in its own window, from T on.
 5. Documents hold no watermark. The record advances (`state/snapshots.py`) only when each is committed by a majority, or
-   stored and marked by this term. Then the next chunk may begin. So after a fault each may start once more.
+   stored and marked by this term. Then the next chunk may begin. So after a fault, a document may arrive once more.
 6. A dropped or renamed collection reads as empty. So a chunk counts only if the collection has its UUID before and
    after the reading, and the stream has passed no move of it up to T. Otherwise that is logged, and the chunk begins
    anew after a pause. Moves of other collections do not matter. If the collection does not exist with its UUID before a
@@ -26,9 +27,9 @@ Snapshots of one term: existing documents, each at its place between the changes
 8. With lookup, an update before L may show its document as it was after T. The existing document would be older, so it
    is omitted if the handler gets all changes of documents.
 
-A begin waits until all partitions are won, so no older term runs changes after T. It also waits for room for a chunk,
-and while most partitions are blocked. Unreadable documents are tried again, less and less often, with a reason. A
-permanent failure ends only that snapshot, without harm to its handler.
+A chunk begins only when all partitions are won, so no older term runs changes after T. It also waits for room in
+memory, and while most partitions are blocked. Unreadable documents are tried again, less and less often, with a reason.
+A permanent failure ends only that snapshot, without harm to its handler.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Snapshotting:
         return self.reads_again(name) or any(each.subscription.name == name for each in appended)
 
     def reads_again(self, name: str | None = None) -> bool:
-        """Return True if this subscription (or any) got part of a chunk, and the rest is being read again."""
+        """Return True if this subscription (by default any) got part of a chunk, and the rest is being read again."""
         chunk = self.thread.reading
         return chunk is not None and name in (None, chunk.subscription.name) and chunk.rounds > 0
 

@@ -55,8 +55,8 @@ class Start:
 
     Attributes:
         is_first: True if it is the pinned time of `start_from`, and no place was ever stored.
-        lost: the record of its lost history, if it is lost there.
-        owed_from: the pinned start, if it begins with existing documents that are not requested yet. Otherwise None.
+        lost: the record of an oplog gap at this position, if there is one.
+        owed_from: the pinned start, if the handler begins with existing documents that are not requested yet, or None.
     """
 
     time: Timestamp
@@ -177,13 +177,13 @@ class _Pinning:
 
     @staticmethod
     def _warn_of_unserved(fresh: Sequence[str], stored: Sequence[Mapping[str, Any]], served: Iterable[str]) -> None:
-        """Log new handlers beside positions without a handler: a function may have been renamed since the last term."""
+        """Log new handlers if positions have no handler: a function may have been renamed since the last term."""
         begun = {parse_name(each) for each in stored if "startAtOperationTime" in each}
         unserved = sorted(begun - {*served})
         if unserved:
             logger.warning(
-                "the bridge has positions of %s but no such handler, and %s is new. If you renamed a function, write "
-                "name=%r in its decorator to keep the position. Deploy that, then run `%s`",
+                "the bridge has stored positions for %s but no handler of that name, and %s is new. If you renamed a "
+                "function, write name=%r in its decorator to keep the position. Deploy that, then run `%s`",
                 ", ".join(unserved),
                 ", ".join(fresh),
                 unserved[0],
@@ -219,7 +219,7 @@ def _describe_start(start_from: StartFrom) -> str:
 
 
 def _find_oldest(client: MongoClient[dict[str, Any]], place: Timestamp) -> Timestamp | None:
-    """Return the oldest oplog entry if it is later than a place. None if it is not, or the oplog is unreadable."""
+    """Return the time of the oldest oplog entry if the oplog no longer reaches a place, otherwise None."""
     try:
         with pymongo.timeout(ANSWER_SECONDS):
             oplog = read_oplog(client)
@@ -232,9 +232,9 @@ def find_given_position(pinned: Timestamp, start_from: object) -> Mapping[str, A
     """
     Return the position of a resume token in `start_from`, for a bridge or handler without a position.
 
-    It applies only while the pinned start is the token's: a later option changes nothing, as for other starts. The
-    token may come from any stream. So the stream is opened at its cluster time, and changes before the token are
-    skipped.
+    It applies only while the pinned start is the token's time: a later option changes nothing, as for other starts. The
+    token may come from any stream. So the stream is opened at the token's cluster time, and changes before the token
+    are skipped.
     """
     if not isinstance(start_from, Mapping) or time_of_token(start_from, None) != pinned:
         return None

@@ -1,7 +1,8 @@
 """
 One term's knowledge of a partition's stored changes: the next ones, and the place up to which they may run.
 
-Pure: no client, no clock. Stored changes run like buffered ones, in order and one run at a time. They must be
+The module is pure: no client, no clock. Stored changes run like buffered ones, in order and one run at a time. Two
+limits apply. They must be
 
 1. after the committed position, and up to `to`, the mark on the partition: nothing is promised after it;
 2. within this term's reading of the stream, or stored by this term. An earlier term may have stored less than this one
@@ -27,7 +28,7 @@ class StoredRange:
     Attributes:
         to: comparable part of the last one's token, from the partition's mark.
         read_to: the place up to which they are in memory or committed.
-        ahead: those in memory, in order.
+        ahead: the changes in memory, in order.
         read_at: monotonic time before which nothing more is read.
         missing: True if nothing was found although the mark promises it.
     """

@@ -8,7 +8,7 @@ The order of writes prevents losses:
 3. only then they are complete for the window, and a watermark after them may be stored.
 
 A crash between 1 and 2 leaves changes that nobody reads. A crash between 2 and 3 leaves changes that are read and
-stored again. After any error nothing is complete, and it is tried again after a pause. While the mark is after the
+stored again. After any error nothing is complete, and storing is tried again after a pause. While the mark is after the
 committed position, the partition runs from stored changes, by reference (`stored_range`, `read_back`). When that is
 done, the mark is cleared, and committed changes are removed (`removal`).
 
@@ -24,7 +24,7 @@ done, the mark is cleared, and committed changes are removed (`removal`).
 `spill_bytes` limits this bridge's stored changes, which the server measures every five seconds. At the limit only
 changes that cannot run otherwise are stored, and the stream waits, with log records, until there is room. Bridges that
 share a state database share the collection. Up to half of the limit the whole collection counts. Above, this bridge's
-part is read about once a minute. Only if a bridge has too much to read within a call, the others' changes count too.
+part is read about once a minute. If a bridge has too many to read within one call, the whole collection counts.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Storing:
 
     Attributes:
         session: the session for all reads that decide what may run: images and stored changes.
-        waits: why a change that should be stored is not, as a sentence. Empty if none waits.
+        waits: reason why a change that should be stored is not, as a sentence. Empty if none waits.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class StoringReport:
     One term's report of stored changes.
 
     Args:
-        bound: limit of their bytes.
+        bound: limit of the stored bytes.
     """
 
     def __init__(self, bound: int, line: CommandLine) -> None:
@@ -93,8 +93,8 @@ class StoringReport:
         Return the stored changes for `status`.
 
         Args:
-            size: their bytes.
-            waits: why a change that should be stored is not. Empty if none waits.
+            size: size of the stored changes in bytes.
+            waits: reason why a change that should be stored is not. Empty if none waits.
         """
         partitions = [
             (f"{subscription.name}/{index}", partition)

@@ -78,15 +78,15 @@ class StreamIntake:
         wiring: the wiring of the bridge.
         scope: the stream.
         led: the subscriptions of this term.
-        storing: knows if the buffer is full.
-        snapshots: their documents come between the items.
+        storing: reports whether the buffer is full.
+        snapshots: the snapshots, whose documents come between the items.
         note_progress: called regularly, so that a long backlog does not look like a hanging thread.
 
     Attributes:
         at_end: True if the stream had no more changes at the last item.
         is_held_up: True if the last turn left items because the buffer is full.
         is_hurried: True if the stream reports its place soon, even without a change, because a thread waits for it.
-        full: why nothing is taken in. Empty while items are taken in.
+        full: reason why nothing is taken in. Empty while items are taken in.
     """
 
     def __init__(

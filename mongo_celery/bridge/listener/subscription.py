@@ -38,7 +38,7 @@ class TermFacts:
 
     Attributes:
         undeliverable: partitions of stored undeliverable changes that are read again, by place.
-        token_seconds: seconds that a worker waits between two of its messages, by their rate limit. 0 without one.
+        token_seconds: seconds that a worker waits between two messages under their rate limit. 0 without one.
     """
 
     handler: Handler
@@ -58,9 +58,9 @@ class Dispatch:
     A run to be sent to its partition's queue.
 
     Attributes:
-        partition: its partition, which is notified of the message's outcome.
+        partition: the partition, which is notified of the message's outcome.
         task_name: the handler's task.
-        label: the label for logs and monitors, in place of the arguments. Without document contents.
+        label: the label for logs and monitors, in place of the arguments. It contains no document.
         queue: the queue of its partition.
         commits: True if the commit task follows. Otherwise the execution writes everything.
         size: bytes of its changes. The encoded message is larger.
@@ -85,7 +85,7 @@ class Subscription:
     Args:
         options: the bridge's options.
         plan: the facts that this term fixes.
-        partitions: its partitions, by index.
+        partitions: the partitions, by index.
 
     Attributes:
         admission: selects its changes among those read.
@@ -94,8 +94,8 @@ class Subscription:
         lost: True if its history is lost: nothing more is read for it, and its watermark does not move. Buffered
             changes run, because they were read before.
         has_gap: True if its history is lost or was given up in this term. Buffered changes are then older.
-        candidates: partitions that may have a run to dispatch. Those sent last are last.
-        stored_partitions: those that run from stored changes.
+        candidates: partitions that may have a run to dispatch, the most recently served ones last.
+        stored_partitions: partitions that run from stored changes.
         undeliverable: partitions that may have an undeliverable, unstored change.
         too_large: partitions whose next change is too large for a message, and not stored yet.
         run_size: largest number of changes in a run.
@@ -135,8 +135,8 @@ class Subscription:
 
     def move(self, start: Timestamp) -> None:
         """
-        Continue at another start. Buffered changes still run, and no change between them and the start
-        is missing.
+        Continue at another start. Buffered changes still run, and no change between them and the start is
+        missing.
         """
         self.plan = replace(self.plan, start=start, watermark=None)
         self.stored = None
@@ -312,8 +312,8 @@ class Subscription:
         """
         Return the comparable part of the first undeliverable, unstored change's token. None if there is none.
 
-        Nothing from there on is dispatched. If the cause is fixed and the change is read again, its new partition must
-        not have passed it.
+        No change from there on is dispatched: if the cause is fixed and the change is read again, its new partition
+        must not have passed it.
         """
         if not self.undeliverable:
             return None

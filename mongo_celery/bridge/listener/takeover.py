@@ -55,7 +55,7 @@ class Takeover:
 
     Attributes:
         layouts: the partitionings with which this term begins, by subscription.
-        wanted: the partitionings of the options, with their future term. If equivalent, the one in force.
+        wanted: the partitionings of the options, with their future term, or the present ones if these are equivalent.
         documents: the subscriptions' documents by name.
         images: the partitions' images by subscription.
     """
@@ -148,8 +148,8 @@ class Beginning:
     The handlers, starts and take-over at the beginning of a term.
 
     Attributes:
-        takeover: the result of its take-over.
-        subscriptions: the led ones, by name.
+        takeover: the result of the take-over.
+        subscriptions: the subscriptions that the term leads, by name.
         starts: the places to read from, by name.
     """
 
@@ -172,7 +172,7 @@ def begin_term(
 
     Args:
         led: the handlers in the stream, each with its source and filter.
-        handlers: all of the bridge.
+        handlers: all handlers of the bridge.
 
     Raises:
         LeaseLostError: the term has ended.

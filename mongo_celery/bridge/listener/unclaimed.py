@@ -77,7 +77,7 @@ class BrokerWatch:
     Queries the broker about queues once a second, while needed.
 
     Attributes:
-        answer: the last one. None if the last query failed.
+        answer: the last answer. None if the last query failed.
         returned_at: monotonic time of the last answer that followed a failure, or that showed another consumer.
     """
 
@@ -177,7 +177,7 @@ class UnclaimedRuns:
         Apply the rule to all unclaimed runs, after their partitions were read.
 
         Args:
-            subscriptions: all of the term.
+            subscriptions: all subscriptions of the term.
             read_at: monotonic time at which reading the partitions began.
             now: monotonic time.
             is_broker_down: True if publishing fails, so that the broker's return matters in itself.
@@ -266,7 +266,7 @@ class UnclaimedRuns:
         try:
             consumed: Mapping[str, set[str]] | None = ask_for_queues(self._app, _WORKERS_ANSWER_SECONDS)
         except Exception as error:  # noqa: BLE001 - every transport raises its own; some have no remote control
-            logger.debug("workers cannot be asked for their queues: %s", short(error))
+            logger.debug("workers cannot be queried for their queues: %s", short(error))
             consumed = None
         before, self._finding = self._finding, self._judge_answer(consumed)
         if before is None and self._finding is not None:

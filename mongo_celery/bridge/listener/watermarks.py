@@ -37,7 +37,7 @@ class Watermarks:
         store: the collection of the watermarks. The term guards each write.
         renewal: the term.
         fingerprint: the fingerprint of the stream of the tokens.
-        report: returns the listener's facts for `status`.
+        report: returns the listener's report for `status`.
 
     Attributes:
         due_at: monotonic time of the next flush.

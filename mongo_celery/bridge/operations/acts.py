@@ -69,10 +69,10 @@ class Act:
     Attributes:
         line: the beginning of displayed commands.
         name: the name of the command.
-        words: its arguments, as typed. None is omitted.
-        options: its command line options. None and False are omitted.
-        by: the person or program that acts.
-        effect: its changes so far, in numbers.
+        words: the arguments, as typed. None is omitted.
+        options: the command line options. None and False are omitted.
+        by: the person or program that runs the command.
+        effect: the numbers of changes so far, by kind.
     """
 
     wiring: Wiring
@@ -247,7 +247,7 @@ def read_history(wiring: Wiring, handler: str | None = None, limit: int = HISTOR
     Return the last audit records of a bridge in JSON form, the latest last.
 
     Args:
-        handler: only records about this one.
+        handler: only records about this handler.
 
     Raises:
         CommandRefusedError: the name is unknown to the app, the state and the records.

@@ -65,7 +65,7 @@ class Facts:
         lease: the lease with the server's verdict `live`, or None before the first start.
         subscriptions: all stored handlers, registered or not.
         images: the partitions of the partitionings in force.
-        dead_letters: their number by handler.
+        dead_letters: number of dead letters by handler.
         now: the cluster's latest operation time.
         oplog: the times of its oldest and latest entry. None if unreadable.
         oplog_rolls: True if its oldest entries are being removed.
@@ -115,7 +115,7 @@ class Facts:
 
 def read_facts(wiring: Wiring, counting: float) -> Facts:
     """
-    Read a bridge. The reads are not of a single moment. They follow each other within milliseconds.
+    Read a bridge. The reads do not show one moment, but follow each other within milliseconds.
 
     Args:
         counting: time limit in seconds for counting stored changes, and again for the newest dead letters.

@@ -125,7 +125,7 @@ class PartitionStatus:
         error: error of the last attempt.
         retries: attempts that ended with a retry.
         crashes: attempts that ended without a result.
-        waits: attempts that failed because MongoDB or the broker was away.
+        waits: attempts that failed because MongoDB or the broker was unavailable.
         due_seconds: time until the blocked change runs again.
         oldest_seconds: age of the blocked or first stored change.
         stored: stored changes.
@@ -352,7 +352,7 @@ class DeadLetterGroup:
     Dead letters of one handler with the same error.
 
     Attributes:
-        count: their number among the newest 1000 of the bridge.
+        count: number of these among the newest 1000 dead letters of the bridge.
         newest_at: time of the newest dead letter.
         newest_id: id of the newest dead letter.
     """
@@ -425,7 +425,7 @@ class BridgeSnapshot:
         standbys: listeners that wait for the lease.
         unled_seconds: time without a running listener.
         term: number of the last leading listener.
-        difference: why this bridge belongs to another app or environment.
+        difference: reason why this bridge belongs to another app or environment.
         lag_seconds: age of the oldest unhandled change.
         per_second: committed changes a second, of all handlers.
         oplog_seconds: the oplog's window. None if it cannot be read.
@@ -452,7 +452,7 @@ class BridgeSnapshot:
         oversized: error of the newest dead letter that was too large to read.
         handlers: all handlers, by name.
         snapshots: running, failed, stopped and recently ended snapshots.
-        workers: the workers that answered. None if no worker was asked.
+        workers: the workers that answered. None if workers were not queried.
         note: checks that were omitted, and the command for them.
         findings: problems, the worst first.
     """

@@ -68,7 +68,7 @@ def judge_confirms(quorum: Sequence[str], names: Collection[str], transport_opti
     Args:
         quorum: the quorum queues, at least one.
         names: the bridge's queues.
-        transport_options: the app's, for all publishing.
+        transport_options: the app's options for all publishing.
     """
     missing = [name for name in _CONFIRMED if not transport_options.get(name)]
     if not missing:

@@ -1,8 +1,8 @@
 """
 An operator's commands on partitions: pause, resume, retry, skip.
 
-Each reads its partitions for the plan, and writes only if they have not changed. So a command never acts on a change
-that its operator has not seen, and two operators cannot undo each other's work unnoticed.
+Each command reads its partitions for the plan, and writes only if they have not changed. So a command never acts on a
+change that its operator has not seen, and two operators cannot undo each other's work unnoticed.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class _Command:
     A command on partitions.
 
     Attributes:
-        done: its participle, for messages.
-        after: the partition's state afterwards.
-        fits: returns True if it fits a partition.
-        write: performs it. Returns False if the partition has moved since it was read.
-        idle: why it does not fit a flowing partition. Only for commands on a blocking change.
+        done: participle of the command, for messages.
+        after: state of the partition afterwards.
+        fits: returns True if the command fits a partition.
+        write: performs the command. Returns False if the partition has moved since it was read.
+        idle: reason why it does not fit a flowing partition. Only for commands on a blocking change.
         undo: the command that reverses it.
     """
 
@@ -187,7 +187,7 @@ def _choose_partitions(act: Act, store: Store, handler: str | None, partition: i
     if not layouts or (handler is not None and handler not in layouts):
         raise refuse_unknown(act.wiring, handler or "", layouts)
     if partition is not None and handler is None and len(layouts) != 1:
-        raise CommandRefusedError(f"Give the handler of partition {partition} too. Handlers: {', '.join(layouts)}.")
+        raise CommandRefusedError(f"Name the handler of partition {partition} too. Handlers: {', '.join(layouts)}.")
     chosen = [handler] if handler is not None else list(layouts)
     found = store.partitions.of({name: layouts[name].term for name in chosen})
     images = [each for each in found if partition in (None, each.index)]

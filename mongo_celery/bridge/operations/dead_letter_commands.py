@@ -72,7 +72,7 @@ class Found:
         count: number in the selection.
         letters: the first dead letters.
         leads: True if a listener leads. Without one nothing is replayed.
-        parked: their parked keys, by subscription and hash.
+        parked: parked keys of these dead letters, by subscription and hash.
     """
 
     count: int

@@ -4,8 +4,8 @@ The minimal MongoDB rights of a bridge, by role, on its own databases and collec
 There are four roles: the listener, workers (an embedded listener needs both), operators of `changes`, and viewers. None
 includes the handlers' access to their own data.
 
-A right belongs to a role if some work of the role fails without it. If the role can do all its work without it, with a
-warning or less to see, it is optional, and `without` names the loss.
+A right belongs to a role if some work of the role fails without it. If the role can do all its work without it, but
+logs a warning or shows less, the right is optional, and `without` names the loss.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def judge(
     snapshot: BridgeSnapshot, line: CommandLine = ANY_APP, asked: Sequence[Finding] | None = None
 ) -> BridgeSnapshot:
     """
-    Return a snapshot with its findings. Pure.
+    Return a snapshot with its findings. This function is pure.
 
     Args:
         line: the beginning of commands in findings.
@@ -464,7 +464,7 @@ def _judge_leftovers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Findin
         stored = [each.name for each in gone if each.stored != 0]
         first, new = gone[0].name, [each.name for each in served if each.state == "new"]
         text = (
-            f"The bridge has positions of {list_some([each.name for each in gone])}, but this app has no such handler"
+            f"The bridge has positions for {list_some([each.name for each in gone])}, but this app has no such handler"
         )
         text += f" ({number(halted, 'partition', 'partitions')} halted). " if halted else ". "
         text += "Its changes are not handled. "

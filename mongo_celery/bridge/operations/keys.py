@@ -40,7 +40,7 @@ def keys_of(text: str) -> list[Any]:
         bson.encode({"_id": value}, codec_options=_CODEC)  # otherwise no document has it, and no query could name it
         found.append(value)
     if isinstance(found[-1], Regex | re.Pattern):
-        raise CommandRefusedError(f"--key {text} is a regular expression. Give the whole _id of one document.")
+        raise CommandRefusedError(f"--key {text} is a regular expression. Use the whole _id of one document.")
     if ObjectId.is_valid(text):
         found.append(ObjectId(text))
     return found

@@ -45,15 +45,15 @@ class BlockedChange:
     The first uncommitted change of a partition, as far as known.
 
     Attributes:
-        status: its partition.
+        status: status of the partition.
         key: namespace, operation and document key. None if unknown.
-        token: its resume token's `_data`, for a `skip` of this change only. None if unknown.
-        error: the reason of its halt, last failure or wait, or why it cannot be delivered.
+        token: `_data` of the resume token, for a `skip` of this change only. None if unknown.
+        error: the reason of the halt, the last failure or the wait, or the reason why it cannot be delivered.
         attempts: number of attempts.
         traceback: the traceback of the error that halted it. Empty if none is stored.
-        since: when it halted, began to wait for MongoDB or the broker, or was stored.
+        since: time when it halted, began to wait for MongoDB or the broker, or was stored.
         bytes: size of the event. None if it is not stored.
-        event: as relaxed extended JSON. None if it is not stored or unreadable.
+        event: the event as relaxed extended JSON. None if it is not stored or unreadable.
         raw: the bytes of an unreadable event in base64. Otherwise None.
     """
 
@@ -76,15 +76,15 @@ class Whereabouts:
     The changes of one key for one handler.
 
     Attributes:
-        key: in Python's form, because a number and an equal-looking text are different keys.
-        status: the partition of its changes.
+        key: the key in Python's form, because a number and an equal-looking text are different keys.
+        status: the partition of the key's changes.
         handled_until: all changes of the key before this time are handled, except those below.
         lasts: True if nothing is left to do for the key. Then each report of the listener advances `handled_until`.
         blocked: True if the partition is blocked at a change of this key.
         running: True if a worker runs changes of the key now, or of the partition if the keys are unknown.
         stored: number of further stored changes of the key. None if there are too many to search.
         parked: True if the key is parked, so that later changes become dead letters until its release.
-        dead_letters: ids of its dead letters, for `changes dead-letters`.
+        dead_letters: ids of the key's dead letters, for `changes dead-letters`.
     """
 
     handler: str

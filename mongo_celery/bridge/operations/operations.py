@@ -67,8 +67,8 @@ class Operations:
         `spill_bytes`.
 
         Args:
-            handler: its name. None for all handlers of the bridge.
-            partition: its index. None for all partitions.
+            handler: name of the handler. None for all handlers of the bridge.
+            partition: index of the partition. None for all partitions.
             reason: the reason for the audit record.
         """
         return commands.plan_command(self._act("pause", handler, partition, reason=reason), handler, partition)
@@ -95,8 +95,8 @@ class Operations:
         Only the changes in the plan are moved. If a partition halts at another change meanwhile, that one stays.
 
         Args:
-            handler: its name.
-            partition: its index. None for all halted partitions of the handler.
+            handler: name of the handler.
+            partition: index of the partition. None for all halted partitions of the handler.
             discard: True to store nothing of the changes.
             reason: the reason for the audit record.
         """
@@ -121,7 +121,7 @@ class Operations:
         listeners may run.
 
         Args:
-            handler: its name.
+            handler: name of the handler.
             to: `oldest`, `now`, a time (UTC without an offset), or a resume token, which means its time.
             key: move only the partition of this key: a document's `_id`, or the value of `partition_by`.
             source: the collection of the key, as `db.collection`, if the handler has several.
@@ -138,7 +138,7 @@ class Operations:
         Remove all stored state of a deleted handler. You can repeat it after any error.
 
         Args:
-            handler: its name.
+            handler: name of the handler.
             dead_letters: True to also remove its dead letters. Otherwise there must be none.
             stamps: collections, as `db.collection`, whose documents lose the handler's stamps.
             reason: the reason for the audit record.
@@ -158,10 +158,10 @@ class Operations:
         reason: str | None = None,
     ) -> Plan:
         """
-        Give a handler the existing documents, with one snapshot for each collection. A listener delivers them.
+        Start snapshots of existing documents for a handler, one for each collection. A listener delivers them.
 
         Args:
-            handler: its name. None if only one is possible.
+            handler: name of the handler. None if only one is possible.
             sources: collections that it watches. By default all.
             match: a condition on events, as extended JSON.
             rate: most documents per second.
@@ -200,7 +200,7 @@ class Operations:
         For a parked key it replays all waiting dead letters, from the first one. Without a choice, it replays all.
 
         Args:
-            handler: only those of this handler.
+            handler: only dead letters of this handler.
             over_newer: True to let them overwrite data of newer changes in `fenced()` targets.
             reason: the reason for the audit record.
             choice: `ids`, `key`, `since`, `until`, `limit`: see `DeadLetterChoice`.
@@ -294,7 +294,7 @@ class Operations:
         Return the last audit records, the latest last.
 
         Args:
-            handler: only records about this one.
+            handler: only records about this handler.
             limit: largest number.
         """
         return read_history(self._wiring, handler, limit)

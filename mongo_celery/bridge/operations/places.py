@@ -25,7 +25,7 @@ OLDEST, NOW = "oldest", "now"
 _LATEST = 2**32 - 1
 _HEX = re.compile(r"[0-9A-Fa-f]{18}[0-9A-Fa-f~]*")  # the tilde is for snapshot rows
 _SHOWN_CHARS = 36
-_FORMS = "Give a time such as '2030-12-31T12:00:00' (UTC if it has no offset), a resume token, 'oldest' or 'now'"
+_FORMS = "Use a time such as '2030-12-31T12:00:00' (UTC if it has no offset), a resume token, 'oldest' or 'now'"
 
 
 def find_place(wiring: Wiring, text: str) -> Timestamp:
@@ -53,25 +53,25 @@ def _limit_time(wiring: Wiring, text: str, time: Timestamp | None, now: Timestam
     except DeploymentError:  # a mongos has no oplog
         if time is None:
             raise CommandRefusedError(
-                "'oldest' cannot be used, because this server has no readable oplog, like every mongos. Give a time."
+                "'oldest' cannot be used, because this server has no readable oplog, like every mongos. Use a time."
             ) from None
         first = time
     if time is None:
         return first
     if time > now:
         raise CommandRefusedError(
-            f"{_short(text)} is in the future: the cluster's time is {iso(now)}. Give an earlier time, or 'now'.",
+            f"{_short(text)} is in the future: the cluster's time is {iso(now)}. Use an earlier time, or 'now'.",
         )
     if time.time < first.time:
         raise CommandRefusedError(
             f"{_short(text)} is before the oldest entry of the oplog, {iso(first)}. Earlier changes cannot be read "
-            "again. Give a later time, or 'oldest'.",
+            "again. Use a later time, or 'oldest'.",
         )
     return max(time, first)  # of that second nothing lies before it
 
 
 def _parse_time(text: str) -> Timestamp:
-    """Return the first cluster time of a second in ISO 8601. Without an offset it is UTC."""
+    """Return the first cluster time of a second in ISO 8601. A time without an offset is in UTC."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

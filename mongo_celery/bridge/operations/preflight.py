@@ -30,7 +30,7 @@ def check(wiring: Wiring, line: CommandLine | None = None) -> list[Finding]:
     Afterwards MongoDB and the broker are unchanged. The result is valid only for this moment.
 
     Args:
-        line: beginning of the commands of findings.
+        line: the beginning of commands in findings.
 
     Returns:
         Findings, the worst first.

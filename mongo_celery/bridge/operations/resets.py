@@ -1,7 +1,7 @@
 """
 The reset of a handler: back to a place in the stream, forward to now, or over an oplog gap.
 
-First the effect is read, for the person who decides. Then one transaction performs it, with its audit record.
+First the effect is computed, for the person who decides. Then one transaction performs the move, with its audit record.
 `state/positions.py` explains its safety.
 
 Backwards: everything after the place is read and handled again, in order. Fenced targets accept it, because its fencing
@@ -9,8 +9,8 @@ tokens are newer than all before. A target passes through its older states up to
 cannot overwrite it. Forward: changes in between are skipped, and recorded as a gap. Both need a bridge without a
 leading listener.
 
-Past lost history: the handler continues, and gives up unread changes. Read changes are stored or buffered, and run. A
-leading listener reads the position again within a second. Otherwise the next one begins there.
+Over an oplog gap: the handler continues, and gives up unread changes. Changes that were read are stored or buffered,
+and run. A leading listener reads the position again within a second. Without one, the next listener begins there.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def _choose_handler(wiring: Wiring, name: str | None) -> Handler:
     if name is None:
         taking = [each for each in handlers.values() if each.filter.takes_documents]
         if len(taking) != 1:
-            raise CommandRefusedError(f"Give the handler of the snapshot. Handlers: {names or 'none'}.")
+            raise CommandRefusedError(f"Name the handler of the snapshot. Handlers: {names or 'none'}.")
         return taking[0]
     if name not in handlers:
         raise refuse_unknown(wiring, name, handlers)

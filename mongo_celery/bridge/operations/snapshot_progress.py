@@ -1,8 +1,8 @@
 """
 The progress of a snapshot, and the reason if it does not advance. A blocked handler also blocks its snapshot.
 
-Pure. The rate is the average so far: scanned documents over the time since the start. The listener begins a chunk by
-the same rules (`listener/snapshotting.py`).
+The function is pure. The rate is the average so far: scanned documents over the time since the start. The listener
+begins a chunk by the same rules (`listener/snapshotting.py`).
 """
 
 from __future__ import annotations

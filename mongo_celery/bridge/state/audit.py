@@ -1,7 +1,7 @@
 """
 Audit records of changes of a bridge's state: person, time, command, effect and reason.
 
-Each is a separate document that never changes. The server removes it after `KEPT_SECONDS`.
+Each record is a separate document that never changes. The server removes it after `KEPT_SECONDS`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class AuditRecords(StateCollection):
             create_indexes(self._table.collection, [IndexModel("at", expireAfterSeconds=KEPT_SECONDS)])
 
     def add(self, record: Mapping[str, Any], session: ClientSession | None = None) -> None:
-        """Store a record with the server's time. With a session, as part of its transaction."""
+        """Store a record with the server's time, as part of the session's transaction if there is one."""
         collection = self._table.collection
         with self._table.limit():
             at = collection.database.client.admin.command("hello")["localTime"]

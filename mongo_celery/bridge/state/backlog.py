@@ -16,9 +16,9 @@ range of the stream. No write here checks the term:
 |---|---|
 | `term` | the term that inserted it, or last found it |
 | `hash` | of the partition key, as a signed number of 64 bits |
-| `raw`, `zip` | the event as the server sent it; whether it is compressed |
+| `raw`, `zip` | the event as the server sent it. `zip` is true if it is compressed |
 | `token` | the resume token, if `_id` and bytes do not contain it: they are unreadable, or it is long |
-| `refusal` | why its handler must not get it, and whether that halts, and lasts |
+| `refusal` | the reason why its handler must not get it, as a `Refusal` |
 | `refused` | set if it was ever refused: it stays until no term reads it again, and names where it is done |
 | `size` | bytes of the event |
 
@@ -128,7 +128,7 @@ class Backlog(StateCollection):
             committed: comparable part of the committed token in a majority image. Empty if nothing is committed.
                 `EVERYTHING` for a partition that is no longer in force.
             passed: the smaller of `committed` and the stored watermark. Changes before this place are never read again.
-            term: the current one.
+            term: the current term.
         """
         over: list[dict[str, Any]] = [{"refused": None}]
         if passed:
@@ -181,7 +181,7 @@ class Backlog(StateCollection):
             return {ids[document["_id"]]: parse_change(document) for document in found}
 
     def undeliverable(self, partition_id: str, after: str, until: str) -> Iterator[list[str]]:
-        """Yield the places of once refused changes after one place and up to another, call by call."""
+        """Yield the places of changes that were ever refused, after one place and up to another, call by call."""
         for some in self._slices(backlog_range(partition_id, after, until)):
             query = {"_id": some, "$or": [{"refused": True}, {"refusal": {"$ne": None}}]}
             yield [parse_place(partition_id, each["_id"]) for each in self._table.find(query, {"_id": 1})]
@@ -258,7 +258,7 @@ class StoredChange:
         data: comparable part of its resume token.
         raw: the event's bytes. Empty if they were not read, or are damaged (then there is a refusal).
         hash: the hash of its partition key, from 0 to 2^64 - 1.
-        refusal: why its handler does not get it. None for all others.
+        refusal: reason why its handler does not get it. None for all others.
         token: the whole resume token, if `raw` may lack it or it is long. None for all others.
         size: bytes of the event according to its document. 0 before it is stored.
     """
@@ -377,7 +377,7 @@ def holds_token(raw: bytes, data: str) -> bool:
 
 
 def parse_outline(head: Mapping[str, Any]) -> StoredChange:
-    """Return the change of a document without its bytes."""
+    """Return a stored change from its document, without reading the bytes of the event."""
     place = head["_id"].rpartition("/")[2]
     try:
         token, refusal = head.get("token"), head.get("refusal")

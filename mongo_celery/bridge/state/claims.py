@@ -126,8 +126,8 @@ class Claim:
         fencing_token: the fencing token of this execution.
         retries: attempts of the first change that requested a retry.
         crashes: attempts of the run that ended without an outcome.
-        waits: how many times in a row its first change has waited for MongoDB or the broker.
-        doubts: how many of the latest waits in a row were doubtful, because the handler may have caused them.
+        waits: number of consecutive waits of its first change for MongoDB or the broker.
+        doubts: number of the latest consecutive waits that were doubtful: the handler may have caused them.
         parked: hashes of its partition's parked keys, from 0 to 2^64 - 1.
         at: time of the claim, by the server's clock. Only for metrics.
         error: the last recorded failure of its first change, or the reason why a process ended under it.
@@ -204,7 +204,7 @@ class Claims:
 
         Args:
             owner: unique to this execution, from `new_owner`.
-            term: that of the message.
+            term: the term in the message.
             token: comparable part of the first change's resume token.
             ttl: seconds. The bridge's `claim_ttl` by default.
             session: the server session in which a transactional handler will write. See `end_transactions`.
@@ -290,7 +290,7 @@ class Claims:
         claim of a run, that lapse is counted as usual. Arguments and answer as in `take`.
 
         Args:
-            letter: its `_id`.
+            letter: `_id` of the dead letter.
         """
         claim = {
             **self._claim(owner, ttl, session),
@@ -365,7 +365,7 @@ class Claims:
 
     def withdraw(self, partition_id: str, owner: str) -> bool:
         """
-        Withdraw the crash that was counted for an owner whose process lives. Only once, and never below 0.
+        Withdraw the crash that was counted for an owner whose process lives. The count never falls below 0.
 
         Returns:
             False if none is counted: its claim was not replaced, the crash was withdrawn, or the change is done.
@@ -377,7 +377,7 @@ class Claims:
 
     def extend(self, claims: Sequence[Claim], *, leaving: bool = False) -> list[Claim]:
         """
-        Renew several claims by one write. A second call is needed only if one was refused.
+        Renew several claims with one write. A second call is needed only if one claim was refused.
 
         Args:
             claims: the claims to renew.
@@ -410,7 +410,7 @@ class Claims:
         changes start once more, after a crash that did not happen.
 
         Args:
-            claim: under which the handler ran.
+            claim: the claim under which the handler ran.
             last: number of the last finished change. `token` is its resume token.
             session: the session of a transactional handler.
         """
@@ -455,7 +455,7 @@ class Claims:
         Args:
             first: the number that must be next, according to the commit task or to the document that the listener has
                 just read.
-            lasting: True to wait for a majority. Nothing depends on it.
+            lasting: True to wait for a majority, which is never needed for correctness.
 
         Returns:
             False if there was nothing to commit: it is already done, or a newer run is in progress.
@@ -466,7 +466,7 @@ class Claims:
         return self._table.update_unretried(guard, [{"$set": COMMIT}], MAJORITY if lasting else ACKNOWLEDGED)
 
     def commit_all(self, heads: Mapping[str, int]) -> None:
-        """Commit several partitions by one command, like `commit`, each from the number that must be next."""
+        """Commit several partitions with one command, like `commit`, each from the number that must be next."""
         guards = [
             {"_id": partition_id, "handled": {"$ne": None}, "committed": first - 1}
             for partition_id, first in heads.items()
@@ -538,7 +538,7 @@ class Claims:
         parked. The claim names the session first, so `end_transactions` frees the partition if the process dies inside.
 
         Args:
-            parks: True to park its key.
+            parks: True to park the key of the change.
         """
 
         def both(session: ClientSession) -> bool:

@@ -18,7 +18,7 @@ one. So a target orders them after all earlier attempts, and before every change
 | `parked` | hash of its key, while it waits for the key: later changes of the key wait after it |
 | `kept` | `event`: `change` is the whole event. `bytes`: it is in `raw`, as the server sent it, since it is too |
 |        | large or no client can decode it, and `change` names it. `name`: only `change`, which names it |
-| `replays` | how often it was started again |
+| `replays` | number of times that it was started again |
 | `replay` | only while a replay is requested: its progress (see `ReplayRequest`) |
 | `passedOver` | earlier changes of its document that it replaces (its handler coalesces): `count`, last `tokens` |
 """
@@ -114,7 +114,7 @@ class Place:
     Attributes:
         term: the term of the partitioning.
         seq: number of the change in its partition.
-        fencing_token: that of the last attempt.
+        fencing_token: the fencing token of the last attempt.
         hash: the hash of its partition key, from 0 to 2^64 - 1.
     """
 
@@ -131,17 +131,17 @@ class ReplayRequest:
     A dead letter to replay: its sub-document `replay`, and the fields that name its change.
 
     Attributes:
-        letter: its `_id`.
+        letter: `_id` of the dead letter.
         state: `requested`, or `started` until this start has an outcome.
         term: the term of the partitioning for the replay. `partition` is its partition there.
         hash: the hash of its partition key there, from 0 to 2^64 - 1.
-        key: names its change in logs.
+        key: text that names its change in logs.
         over_newer: True if it may overwrite data of newer changes.
-        starts: how often the dead letter was started, in all its replays.
-        crashes: how many starts of this replay ended without an outcome.
-        fencing_token: that of the claim for this start. None after an outcome.
+        starts: number of times that the dead letter was started, in all its replays.
+        crashes: number of starts of this replay that ended without an outcome.
+        fencing_token: the fencing token of the claim for this start. None after an outcome.
         retries: attempts of this replay that requested a retry.
-        waits: how many times in a row it has waited for MongoDB or the broker. `doubts` of these were doubtful.
+        waits: number of consecutive waits for MongoDB or the broker. `doubts` is the number of doubtful ones.
         due_in: seconds until it may run again. 0 or less if it may run now.
         parked: True if it waits for a parked key, whose other dead letters follow.
         order: sorts dead letters like their changes in the stream, also those of snapshot rows.
@@ -173,14 +173,14 @@ class DeadChange:
     One dead letter, without its change.
 
     Attributes:
-        document_id: its `_id`.
-        id: comparable part of its token. Commands accept its beginning.
+        document_id: `_id` of the dead letter.
+        id: comparable part of the token. Commands accept its beginning.
         token: the token of its change. None if the stored one is damaged.
-        place: None if the stored one is damaged.
+        place: the place of its change. None if the stored one is damaged.
         bytes: size of the stored change. None if nothing is stored.
         kept: `event`, `bytes` or `name`.
-        replays: how often it was started again.
-        replay: its request. None if no replay is requested.
+        replays: number of times that it was started again.
+        replay: the request for its replay. None if no replay is requested.
         parked: hash of its parked key, from 0 to 2^64 - 1. None for all others.
         passed_over: ids of earlier changes of its document that it replaces, the last ones. `passed` is their number.
     """
@@ -234,11 +234,11 @@ class Selection:
 
     Attributes:
         subscription: the only subscription. None for all.
-        ids: only these, by beginnings of tokens. Empty for all.
-        keys: only of these documents, by all possible meanings of `_id`. Empty for all.
+        ids: only dead letters with these beginnings of tokens. Empty for all.
+        keys: only those of these documents, by all possible meanings of `_id`. Empty for all.
         hash: only changes of one key, from `find_key`. None for all.
-        since: moved to the dead letters at this time or later.
-        until: moved to the dead letters before this time.
+        since: only those that became dead letters at this time or later.
+        until: only those that became dead letters before this time.
     """
 
     subscription: str | None = None
@@ -269,7 +269,7 @@ class DeadLetters(StateCollection):
         Return the first dead letters of a selection, by subscription, then in stream order.
 
         Args:
-            subscriptions: all known ones, for finding an id.
+            subscriptions: all known subscriptions, for finding an id.
             limit: the largest number of dead letters. 0 for all.
             skip: number of the first ones to leave out.
         """
@@ -401,7 +401,7 @@ def _letter(document: Mapping[str, Any]) -> DeadChange:
 
 
 def read_starts(document: Mapping[str, Any]) -> int:
-    """Return how often a dead letter was started. 0 if the field is damaged."""
+    """Return the number of starts of a dead letter. 0 if the field is damaged."""
     starts = document.get("replays")
     return int(starts) if isinstance(starts, (int, float)) else 0
 
@@ -520,7 +520,7 @@ def dead_letter(
     With the cause `parked` or `parked_behind` it waits for its key.
 
     Args:
-        name: its name from `dead_letter_name`. By default the place of the token.
+        name: the result of `dead_letter_name`. By default the place of the token.
         passed_over: changes that it replaces, in the claim's form.
     """
     hash_ = Int64(to_signed(place.hash))

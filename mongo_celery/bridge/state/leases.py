@@ -146,7 +146,7 @@ class Leases(StateCollection):
         return Term(term.listener_id, term.number, started + self._ttl * _TRUST, document)
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
-        """Release the lease. Return False if this term no longer held it. Term and identity stay in the document."""
+        """Release the lease. Return False if this term no longer held it. The document keeps term and identity."""
         change = {
             "listenerId": REMOVED,
             "expiresAt": REMOVED,

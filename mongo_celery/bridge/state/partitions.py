@@ -82,14 +82,14 @@ class Image:
         data: comparable part of the committed token. Empty before the first commit.
         live: True if there is a claim that has not lapsed.
         due_in: seconds until a parked change may run. 0 or less if it may run now.
-        stored: `to`, `since`, `reason`: up to where changes of this partition are stored and not all committed. None if
+        stored: the mark of stored changes that are not all committed: `to` (the last one), `since`, `reason`. None if
             none are stored.
         retry: the counts of the first change, as stored. None if they belong to another change.
         waiting: start (`since`), `cause` and `count` of the first change's waits for infrastructure. None after any
             other outcome.
         ran: the last committed run: its `last` change, the times when it was `claimed` and committed (`at`), and the
             milliseconds that its handler `took`. None before the first.
-        read_at: when it was read, by the server's clock.
+        read_at: time of the read, by the server's clock.
         head: for a halted partition, the time `at` which it halted, and its change by `key` and `resumeToken`.
             None for all others.
         parked_keys: number of parked keys. Their changes become dead letters until a person releases them.
@@ -213,10 +213,10 @@ class Partitions(StateCollection):
 
     def win(self, ids: Iterable[str], term: int) -> list[Image]:
         """
-        Take over partitions that were locked and are now free. Bounded, without waiting for any of them.
+        Take over partitions that were locked and are now free, in bounded time, without waiting for locks.
 
         Returns:
-            Their images afterwards, like `take_over`.
+            The images of these partitions afterwards, like `take_over`.
         """
         locked = list(ids)
         update_unlocked(self._table, locked, _older(term), _winning(term), seconds=_WINNING_SECONDS)
@@ -239,7 +239,7 @@ class Partitions(StateCollection):
 
     def flush(self) -> None:
         """
-        Make the primary journal all writes so far, by a write that matches nothing.
+        Make the primary journal all writes so far, with a write that matches nothing.
 
         On a set of one member, only then do majority reads show a write with w:1. Other sets replicate it anyway.
         """
@@ -270,7 +270,7 @@ class Partitions(StateCollection):
         return found
 
     def read_traceback(self, partition_id: str) -> str:
-        """Return the traceback of a halted partition's error. Empty if none is stored."""
+        """Return the traceback of a halted partition's error, or an empty string if none is stored."""
         found = self._table.find_one({"_id": partition_id}, {"halted.traceback": 1}) or {}
         return str((found.get("halted") or {}).get("traceback", ""))
 
@@ -407,7 +407,7 @@ class Partitions(StateCollection):
         other changes.
 
         Args:
-            letters: the collection for it.
+            letters: the collection of dead letters.
         """
         guard, change = self._guard(image, "halted"), _build_skip(image)
         change["fencingToken"] = {"$max": [Int64(image.fencing_token + REPLAYS_MAX), next_number("fencingToken")]}

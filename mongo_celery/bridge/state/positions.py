@@ -6,8 +6,8 @@ everything that it moves. So no earlier listener can undo it, no earlier message
 refused by its fencing token. `pass_gap` takes no term, because a listener may lead meanwhile. The transaction of a move
 includes its audit record.
 
-A rewind is one transaction, so a kill leaves no intermediate state. A search of schedules found its rules
-(`tests/property/spill_model.py`, `snapshot_model.py`). It has a broken variant for each of them:
+A rewind is one transaction, so a kill leaves no intermediate state. A search of schedules found the following rules.
+For each rule it has a broken variant (`tests/property/spill_model.py`, `snapshot_model.py`):
 
 1. Backwards, partitions and watermark move to the smaller of the place and their own position. Positions before the
    place do not move. With two writes instead of a transaction, either order loses changes.
@@ -66,7 +66,7 @@ class Move:
 
     Attributes:
         token: the place. It sorts among tokens, but opens no stream.
-        time: its cluster time.
+        time: cluster time of the place.
         forward: True to move partitions before the place, False for those after it.
         partitioning: the term of the partitioning, as read.
         term: the term of the lease, as read.
@@ -90,7 +90,7 @@ class Moved:
     The effect of a move.
 
     Attributes:
-        partitions: indexes of the moved ones.
+        partitions: indexes of the moved partitions.
         withdrawn: number of withdrawn replay requests.
     """
 
@@ -127,8 +127,8 @@ class Positions:
 
     Args:
         database: the state database, with majority writes and majority reads.
-        bridge: its name.
-        audit: its audit records.
+        bridge: name of the bridge.
+        audit: the audit records of the bridge.
     """
 
     def __init__(self, database: Database[dict[str, Any]], bridge: str, audit: AuditRecords) -> None:
@@ -284,8 +284,8 @@ class Positions:
         Remove the other documents of a removed handler, step by step. Yield the number of each step.
 
         Args:
-            term: the lease's when the name was given up. Documents of later terms are kept, because the name is in use
-                again.
+            term: the lease's term when the name was given up. Documents of later terms are kept, because the name is in
+                use again.
             letters: True to also remove the dead letters.
         """
         for each in ["backlog", "dead_letters"] if letters else ["backlog"]:

@@ -117,8 +117,8 @@ class Replays:
         Request the replay of a dead letter.
 
         Args:
-            letter: its `_id`.
-            partitioning: term of the one in force. `partition` is its key's partition there.
+            letter: `_id` of the dead letter.
+            partitioning: term of the partitioning in force. `partition` is the key's partition there.
             hash_: the hash of its partition key.
 
         Returns:
@@ -142,7 +142,8 @@ class Replays:
         released.
 
         Args:
-            layout: the one in force for its subscription. Without it the key's others continue to wait.
+            layout: the partitioning in force for the subscription. Without it, other dead letters of the key still
+                wait.
         """
         found = self._letters.header(letter)
         if found is None:

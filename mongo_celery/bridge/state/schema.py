@@ -1,9 +1,9 @@
 """
 The schema version of a bridge's state, and the steps that migrate an older state.
 
-The lease stores it as `schemaVersion`. A process that finds a newer version, or an older one without a step, changes
-nothing. A listener runs the steps before it acquires the lease (`migrate`). Each step is one transaction that holds the
-lease alone: while another listener leads, nothing changes.
+The lease stores the version as `schemaVersion`. A process that finds a newer version, or an older one without a step,
+changes nothing. A listener runs the steps before it acquires the lease (`migrate`). Each step is one transaction that
+holds the lease alone: while another listener leads, nothing changes.
 """
 
 from __future__ import annotations

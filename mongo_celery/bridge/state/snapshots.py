@@ -75,7 +75,7 @@ class Snapshot:
     A stored snapshot.
 
     Attributes:
-        id: its `_id`.
+        id: `_id` of the snapshot.
         subscription: the handler that gets the documents.
         last: the end of the scanned range. None before the first chunk.
         until: the end of the range to scan. None before the first chunk.

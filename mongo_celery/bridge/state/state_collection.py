@@ -17,7 +17,7 @@ class StateCollection:
 
     Args:
         collection: a collection with majority writes and majority reads.
-        bridge: its name.
+        bridge: name of the bridge.
         ttl: seconds of the right that calls must not outlive.
     """
 

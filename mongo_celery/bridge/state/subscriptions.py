@@ -40,8 +40,8 @@ class Layout:
     The partitioning of a handler.
 
     Attributes:
-        term: the one that put it in force. A later term is larger.
-        partitions: their number.
+        term: the term that put it in force. A later term is larger.
+        partitions: number of partitions.
         key: hash and name of the partition rule.
     """
 

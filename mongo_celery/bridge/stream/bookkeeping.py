@@ -89,7 +89,7 @@ class Bookkeeping:
 
     Args:
         outboxes: the fields of outboxes, by the full names of their collections.
-        collections: full names of those that contain only bookkeeping.
+        collections: full names of collections that contain only bookkeeping.
     """
 
     outboxes: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Bookkeeping:
 
     @cached_property
     def _names(self) -> Sequence[bytes]:
-        """Return names of which every bookkeeping update contains at least one."""
+        """Return names. Every bookkeeping update contains at least one of them."""
         return [name.encode() for name in set(_FORMS).union(*self.outboxes.values())]
 
     def covers_event(self, event: Mapping[str, Any]) -> bool:
@@ -187,7 +187,7 @@ def hide_fields(event: Mapping[str, Any], name: str, outboxes: Collection[str], 
     Return one of an event's `DOCUMENTS` without the fields of this package. It never raises.
 
     Args:
-        event: plain, as the server sent it. It does not change.
+        event: the event as plain values, as the server sent it. It does not change.
         name: one of `DOCUMENTS`.
         outboxes: fields of the outboxes in its collection.
         asks_for: returns True for a field to keep.

@@ -109,7 +109,7 @@ def find_objection(condition: Any) -> str | None:
         The end of the error sentence, with the fix. None for a valid condition.
     """
     if not _is_expression(condition):
-        return f"is not a condition. Give an aggregation expression over the event, such as {_EXAMPLE}."
+        return f"is not a condition. Pass an aggregation expression over the event, such as {_EXAMPLE}."
     for each in _operands(condition):
         if isinstance(each, Mapping) and each and not _is_expression(each):
             return f"contains {dict(each)!r}, which is true for every change. Use an expression, such as {_EXAMPLE}."

@@ -1,8 +1,8 @@
 """
-The isolator reads events one by one. If the server cannot send a complete event, it requests less of it.
+The isolator reads events one by one. If the server cannot send a complete event, the isolator requests less of it.
 
-It requests this event alone, with ever narrower streams, until the server can send it. So no error needs
-interpretation, and all other events stay complete.
+It opens ever narrower streams with only this event, until the server can send the event. So the isolator need not
+interpret errors, and all other events stay complete.
 
 | attempt, in this order | if | read error |
 |---|---|---|
@@ -13,8 +13,8 @@ interpretation, and all other events stay complete.
 | without lookup, images and flags | | the same |
 | with our own filters only, without its documents | | the same |
 
-An event whose token is too large arrives as a stand-in (`oversized`). The stream excludes such events, so it reaches
-the place of the next event or its end, which is after them.
+An event whose token is too large arrives as a stand-in (`oversized`). The stream itself excludes such events, so its
+next place is already after them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Reread:
 
     Attributes:
         document: everything that the server could send.
-        error: why it is less than requested. None if it is complete.
+        error: reason why it is less than requested. None if it is complete.
     """
 
     document: RawBSONDocument
@@ -99,7 +99,7 @@ class EventIsolator:
             last_stand_in: comparable part of the last stand-in's token. Empty for none.
 
         Raises:
-            PyMongoError: this fails too, so no single event is the reason.
+            PyMongoError: reading event by event fails too, so no single event is the reason.
         """
         last, time_ = token_data(start.token) if start.token is not None else "", start.time
         follows_stand_in, last = last_stand_in > last, max(last_stand_in, last)
@@ -172,7 +172,7 @@ class EventIsolator:
         return Reread(candidate, explained)
 
     def _find_failed(self, candidate: RawBSONDocument, names: Sequence[str]) -> set[str]:
-        """Return the handlers whose `match` fails on the event. Halving finds one of many cheaply."""
+        """Return the handlers whose `match` fails on the event. It halves the list, which is cheap if few fail."""
         if self._try(candidate, self._scope.with_flags(names)) is not None:
             return set()
         if len(names) == 1:

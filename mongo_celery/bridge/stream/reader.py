@@ -126,7 +126,7 @@ class StreamReader:
         make_client: makes a client with a socket timeout in seconds that returns documents as RawBSONDocument and does
             not repeat reads.
         scope: the stream to read.
-        position: where to begin.
+        position: the position from which to read.
         deliver: called in the reader's thread with the next items, at least one, in stream order. Returns when there is
             room for them.
         comment: the comment of all commands, for the server's log.
@@ -212,7 +212,7 @@ class StreamReader:
 
     def _handle_error(self, error: Exception) -> float | None:
         """
-        Decide after an error: open again (maybe by time, with smaller batches or event by event), or end.
+        Decide after an error: open again (perhaps by time, with smaller batches or event by event), or end.
 
         A first read may scan much of the oplog. Each timeout doubles its time limit until a read succeeds.
 

@@ -188,7 +188,7 @@ class Selector:
 
     def _covers(self, event: Mapping[str, Any]) -> bool:
         """
-        Return True if an event is of one of the sources. A wide source excludes bookkeeping collections.
+        Return True if an event belongs to one of the sources. A wide source excludes bookkeeping collections.
 
         A rename concerns both the old and the new collection.
         """

@@ -49,7 +49,7 @@ class WaitReason:
 
     Attributes:
         cause: a text that can be shown.
-        doubts_max: how many times in a row it may wait, if its handler may be the cause. None for no limit.
+        doubts_max: limit of consecutive waits that the handler may have caused. None for no limit.
     """
 
     cause: str
@@ -157,7 +157,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_answer(error: BaseException) -> bool:
-    """Return True if MongoDB has answered. Errors before that do not count."""
+    """Return True if MongoDB has answered. Earlier errors do not count."""
     return isinstance(error, PyMongoError) and not isinstance(error, EncryptionError) and not error.timeout
 
 

@@ -5,7 +5,7 @@ An execution does not wait for the end of an outage: its process must end the ta
 process continues with the unfinished writes. The owner of the claim guards each write, so a late one is refused and
 changes nothing.
 
-Best effort: if the process ends first, the claim lapses, as after any other end.
+This is best effort: if the process ends first, the claim lapses, as after any other end.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class DeferredWrite:
     One unfinished write.
 
     Attributes:
-        what: its name in the log.
-        write: makes it. Returns True if it was accepted.
-        answers: how often to repeat it after a refusal, because an earlier command may still take effect.
+        what: name of the write in the log.
+        write: makes the write, and returns True if MongoDB accepted it.
+        answers: number of repetitions after a refusal, because an earlier command may still take effect.
         ended: called when the write is finished or abandoned.
     """
 

@@ -69,7 +69,7 @@ class Repetitions:
         self._lock = threading.Lock()
 
     def add(self, kind: str) -> int:
-        """Count one more message. If a log record is due, return its number of messages. Otherwise return 0."""
+        """Count one more message. Return the number of messages for a log record if one is due, otherwise 0."""
         now = time.monotonic()
         with self._lock:
             self._counts[kind] += 1

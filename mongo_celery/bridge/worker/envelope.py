@@ -52,7 +52,7 @@ class Carrier:
     The signed part of the message around an envelope.
 
     Attributes:
-        task_id: the message's own.
+        task_id: id of the message.
         links: digest of the tasks that follow. Empty if none do.
     """
 
@@ -77,12 +77,12 @@ class Run:
         first: sequence number of the first change.
         last: sequence number of the last change.
         carrier: the message that contains it. None before signing.
-        refusal: why its only change is not given to the handler. None for all others.
+        refusal: reason why its only change is not given to the handler. None for all others.
         token: the resume token of a refused change, whose bytes may be unreadable.
         hash: the hash of the first change's partition key, from 0 to 2^64 - 1; 0 if no change travels.
         stored: comparable parts of the tokens of stored changes, which do not travel. Empty for all others.
         dead_letter: `_id` of the dead letter to replay. None for a run of changes.
-        starts: how often that dead letter was already started.
+        starts: number of earlier starts of that dead letter.
         hashes: partition key hashes of all its changes. Empty for one change of a partition without parked keys.
     """
 

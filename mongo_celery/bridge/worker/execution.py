@@ -485,7 +485,7 @@ class Execution:
         return session
 
     def note_commit(self) -> None:
-        """Note that the handler's transaction has committed. Not earlier, because its body may run again and fail."""
+        """Note that the handler's transaction has committed. Before that, the body may still run again and fail."""
         self.attempt.is_committed = True
 
     # -- failures ----------------------------------------------------------------------------------
@@ -540,7 +540,7 @@ class Execution:
         return None
 
     def _needs_time(self, error: Exception, given: Sequence[int]) -> bool:
-        """Return True if a change ran out of the time that the run shares. In a separate message it has all of it."""
+        """Return True if a change used up the time that the run shares. In a separate message it gets its full time."""
         cause = error.exc if isinstance(error, Retry) else error
         had_all = self._calls == 1 and (self.handler.batch_size is None or len(given) == 1)
         if had_all or not self.handler.is_parted or not isinstance(cause, SoftTimeLimitExceeded):
@@ -715,7 +715,7 @@ class Execution:
         row.
 
         Args:
-            error: not an `Exception`.
+            error: the error that ends the process, which is not an `Exception`.
             given: the changes of the current part.
         """
         if self.handler.batch_size is None:
@@ -752,7 +752,7 @@ class Execution:
 
 def persist(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
     """
-    Write to the state. Repeat it for a bounded time without an answer. Return True if it was accepted.
+    Write to the state, for a bounded time until MongoDB answers. Return True if the write was accepted.
 
     Raises:
         PyMongoError: the last attempt's error, or one that a repetition cannot fix.

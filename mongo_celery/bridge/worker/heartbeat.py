@@ -58,7 +58,7 @@ class Heartbeat:
     Attributes:
         due: monotonic time of the next renewal. Infinite for a claim that is not renewed.
         renewed: monotonic start of the last call known to have renewed it.
-        ttl: seconds for which it then lives.
+        ttl: seconds for which the claim lives after that.
         leaving: True if the claim is marked as belonging to a worker that is shutting down.
         charged: True if the handler itself would cause its lapse.
         lost: True if the claim belongs to another execution.
@@ -176,7 +176,7 @@ class Heartbeats:
             failures += not self._renew_some(chosen, leaving=leaving)
 
     def _renew_some(self, beats: list[Heartbeat], *, leaving: bool) -> bool:
-        """Renew some claims by one write. Return False if it got no answer."""
+        """Renew some claims with one write. Return False if it got no answer."""
         started = time.monotonic()
         try:
             lost = set(self._claims.extend([beat.claim for beat in beats], leaving=leaving))

@@ -65,7 +65,7 @@ def describe_end(error: BaseException, seconds: float) -> str:
     Return the reason why a process ends under a handler, for people.
 
     Args:
-        error: the error by which it ends.
+        error: the error that ends the process.
         seconds: the seconds since the handler's task was called.
     """
     number = _read_signal(error)

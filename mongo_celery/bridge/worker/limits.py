@@ -4,7 +4,7 @@ Limits of a handler for a run of several changes. Users set limits for one call,
 - `rate_limit`: the listener sends runs of one change. If a worker gets a limit later (`celery control rate_limit`), it
   begins no second change of a run.
 - `time_limit`, `soft_time_limit`: no change of a run begins later than `seconds` after the message, and the message's
-  limits are longer by that. So each change has all its time, and at most a tenth more. (Coalescing may begin one more
+  limits are that much longer. So each change has all its time, and at most a tenth more. (Coalescing may begin one more
   change if nothing could be recorded without it. Without any limit, it may begin all that are due.)
 
 A list is one call, and so is a run of a transactional handler: Celery's own limits apply. The worker's parent process

@@ -19,7 +19,7 @@ the claim and guarded by its fencing token. If an outcome is refused, a newer ex
 quietly (`SupersededError`). A decision is a sequence of outcomes, each simpler than the one before. The first one that
 can be stored is the outcome. Without an answer the process writes it later (`deferred`), so an outage counts no change.
 
-Pure.
+These functions are pure.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Outcome:
     One way to end an execution.
 
     Attributes:
-        name: its name in logs.
+        name: name of the outcome in logs.
         write: records it under the claim. With `session=` it joins that session's transaction. Returns False if a newer
             execution decides.
         raises: the exception for Celery. None for success.

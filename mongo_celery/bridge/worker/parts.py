@@ -8,7 +8,7 @@ With **coalescing** the handler gets only the last of several changes of one doc
 This applies within a part: at its end the last change of each document was given, so a finished part leaves nothing
 open. An event without a document (a drop, a rename) replaces nothing, and no change replaces one before such an event.
 
-Pure. Changes are known by their offsets in the run.
+The class is pure. It identifies changes by their offsets in the run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Parts:
     The parts of one run.
 
     Args:
-        count: number of changes that may be given.
-        documents: each change's document identity. None for an event without one. None in all if nothing is coalesced.
+        count: number of changes that the handler may get.
+        documents: each change's document identity, or None for an event without one. By default nothing is coalesced.
         most: the largest number of changes in a part. By default all.
         head_alone: True if the first change is its own part, because it was tried before.
 
     Attributes:
-        begin: everything before this offset is done.
+        begin: offset of the first change that is not done.
         failed: the failed change, once it is known.
         is_closing: True if only changes before the end of the run are left.
     """
@@ -87,12 +87,12 @@ class Parts:
         self._finished.update(given)
 
     def fail(self, offset: int) -> None:
-        """Note that this change fails. Only earlier ones are given now."""
+        """Note that this change fails. Afterwards the handler gets only earlier ones."""
         self.failed = offset
         self.stop(offset)
 
     def stop(self, offset: int) -> None:
-        """End the run before this change. Only earlier ones are given now."""
+        """End the run before this change. Afterwards the handler gets only earlier ones."""
         self.is_closing = True
         self._ends = [offset] if offset > self.begin else []
 

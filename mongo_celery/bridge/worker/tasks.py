@@ -1,8 +1,8 @@
 """
 The classes of handler tasks, and the commit task.
 
-`__call__` does the work. The worker calls it with the message's arguments, it replaces them by a change, and calls the
-app's own `__call__` (Flask's application context, Django's task).
+`__call__` does the work. The worker calls it with the message's arguments. It replaces them with a change, and calls
+the app's own `__call__` (Flask's application context, Django's task).
 
 `self.retry()` uses Celery's limits, backoff and jitter, but its signature publishes nothing: MongoDB stores the retry.
 So a long countdown holds no message, survives restarts, and never lets a later change overtake.

@@ -68,16 +68,16 @@ def _find_home(model: Any) -> tuple[Any, Any]:
     name = getattr(model, "__name__", repr(model))
     concrete = getattr(getattr(model, "_meta", None), "concrete_model", None)
     if concrete is None:
-        raise ConfigurationError(f"{name} is not a Django model with a collection. Give a model class, such as Order.")
+        raise ConfigurationError(f"{name} is not a Django model with a collection. Pass a model class, such as Order.")
     if concrete._meta.get_parent_list():  # noqa: SLF001
         raise ConfigurationError(
             f"{name} inherits from a model with a separate collection, so each instance is stored in two "
-            "collections. A change has only one of them. Give a model without such a parent."
+            "collections. A change has only one of them. Pass a model without such a parent."
         )
     connection = connections[router.db_for_write(model)]
     if connection.vendor != "mongodb":
         raise ConfigurationError(
-            f"{name} is stored in {connection.alias!r}, a {connection.display_name} database. Give a model of "
+            f"{name} is stored in {connection.alias!r}, a {connection.display_name} database. Pass a model of "
             "django-mongodb-backend."
         )
     return concrete, connection
@@ -87,7 +87,7 @@ def _check_namespace(change: Change, model: Any, database: str, table: str) -> N
     ns = change.ns
     if (ns.get("db"), ns.get("coll")) != (database, table):
         raise HandlerUsageError(
-            f"{model.__name__} is stored in {database}.{table}, but this change is of {change.namespace}. If the "
+            f"{model.__name__} is stored in {database}.{table}, but this change is from {change.namespace}. If the "
             "handler watches several collections, check change.ns first."
         )
 

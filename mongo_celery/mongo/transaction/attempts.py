@@ -152,7 +152,7 @@ async def _run_shielded(
     Run a call in its own task, and return a cancel that came meanwhile.
 
     Raises:
-        CancelledError: it came meanwhile, and the call failed.
+        CancelledError: a cancel came meanwhile, and the call failed.
     """
     canceled = None
     while True:

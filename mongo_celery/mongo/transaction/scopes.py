@@ -395,7 +395,7 @@ def after_commit(callback: Callback, session: Session | None = None) -> bool:
 
 _CALLBACK = (
     "This callback of after_commit is a coroutine function, or has returned a coroutine. Only async "
-    "transactions await coroutines. Give a plain function."
+    "transactions await coroutines. Pass a plain function."
 )
 
 

@@ -303,7 +303,7 @@ class transactional:  # noqa: N801 - a decorator and context manager, used like 
     def _enter(
         self, given: ClientSession | None, *, is_limited: bool
     ) -> Iterator[tuple[ClientSession, TransactionScope | None]]:
-        """Give the session of the joined transaction, or of a new scope, and then run the new scope's callbacks."""
+        """Yield the session of the joined transaction, or of a new scope, and then run the new scope's callbacks."""
         session, is_joined = self._choose_session(given, ClientSession)
         if is_joined:
             with join_transaction(session), self._limit_calls(self._is_limited), self._collecting(session):

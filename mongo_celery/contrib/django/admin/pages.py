@@ -72,7 +72,7 @@ class AdminTable:
 
     Attributes:
         title: the heading.
-        rows: in order.
+        rows: the rows, in order.
         none: text for a table without rows. Without this text, an empty table is omitted.
         choices: name of the checkboxes. The buttons below the table act on checked rows.
         actions: buttons below the table, by action name.
@@ -109,7 +109,7 @@ class AdminPage:
 
     Attributes:
         lines: sentences above the tables.
-        problem: why the page can show nothing.
+        problem: reason why the page can show nothing.
         part: the displayed part of a list, in the page's last table.
         contents: documents and tracebacks, by heading.
     """
