@@ -68,7 +68,7 @@ _CLIENT_DEFAULTS: dict[str, Any] = {
 
 BRIDGES: Registry[Wiring] = Registry(
     "bridge",
-    create="mongo_celery.Bridge(app, 'mongodb://...') where the app is made",
+    create="mongo_celery.Bridge(app, 'mongodb://...') where the app is made, or call your bridge's init_app(app)",
     rename="give this one another name",
 )
 """The bridges of all apps."""

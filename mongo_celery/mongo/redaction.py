@@ -32,6 +32,12 @@ _AUTHORIZATION = re.compile(
     re.IGNORECASE,
 )
 
+_NO_MEMBER = ("No replica set members available", "No replica set members found yet")
+"""The driver's texts if the servers of a URL with `replicaSet=` answer, but are no members of this set."""
+_JOIN = (
+    "It may be a standalone server, a set before `rs.initiate()`, or a set with another name than the URL's replicaSet="
+)
+
 _TAILS = (" (configured timeouts:", ", Timeout:", ", full error:")
 _LINE_TAIL = re.compile(r"(?: \(configured timeouts:|, Timeout:|, full error:).*")
 _COMMAND = re.compile(r"(to execute command \{ \w{1,64}: [^,\n]{0,300}),.*")
@@ -49,13 +55,15 @@ def without_credentials(text: str) -> str:
 
 
 def short(error: BaseException) -> str:
-    """Return an error's message without drivers' additions and without credentials."""
+    """Return an error's message without drivers' additions and without credentials, and with a hint if it needs one."""
     text = _beginning(str(error) or type(error).__name__)
     for tail in _TAILS:
         text = text.split(tail, 1)[0]
     command = _COMMAND.search(text)
     if command is not None:
         text = f"{text[: command.start()]}{command[1]}, ... }}"
+    if text.startswith(_NO_MEMBER):
+        text = f"{text}. {_JOIN}"
     return without_credentials(text.rstrip("."))
 
 

@@ -19,6 +19,8 @@ from mongo_celery.outbox.relay import Relay
 
 OPERATIONS = ("insert", "update", "replace")
 
+TASK_PREFIX = "mongo_celery.outbox"
+"""The beginning of a delivery's task name. The user cannot set options of such a task."""
 
 WATCHED_FIELDS = (COUNT,)
 """A claim changes other fields, so a delivery does not cause the next one."""
@@ -53,7 +55,7 @@ def delivery_handler(relay: Callable[[], Relay], namespace: str) -> Callable[[An
             raise task.retry(countdown=_BUSY.nth(task.request.retries), max_retries=_RETRIES_MAX)
 
     deliver.__name__ = deliver.__qualname__ = "deliver_" + re.sub(r"\W", "_", namespace)
-    deliver.__module__ = "mongo_celery.outbox"
+    deliver.__module__ = TASK_PREFIX
     return deliver
 
 

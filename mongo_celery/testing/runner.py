@@ -478,7 +478,8 @@ def _begin_here(own: BridgeOptions) -> Callable[[BridgeOptions, Handler], Handle
 def _raise_failures(delivered: DeliveredChanges, standing: Sequence[str]) -> None:
     for call in delivered.failures:
         assert call.error is not None, "a failure has an error"
-        call.error.add_note(f"In {call!r}. Blocked: {'; '.join(standing) or 'no partition'}.")
+        blocked = "; ".join(standing) or "no partition"
+        call.error.add_note(f"In {call!r}. Blocked: {blocked.rstrip('.')}.")
         raise handlers_part(call.error)
     if standing:
         raise AssertionError("; ".join(standing))

@@ -10,10 +10,12 @@ from bson import Timestamp
 from celery import Celery
 from kombu import Queue
 
+from mongo_celery import Bridge, Change
 from mongo_celery.bridge.operations import broker_check, mongodb_check
 from mongo_celery.bridge.operations.broker_check import judge_workers
 from mongo_celery.bridge.operations.mongodb_check import judge_sources
 from mongo_celery.bridge.stream.source import Source
+from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.broker import server_check
 from mongo_celery.broker.workers import WorkerReplies
 from mongo_celery.command_line import CommandLine
@@ -27,6 +29,14 @@ NEEDED = ["shop.changes.summarise", "mongo_celery.commit"]
 
 
 Judged = Callable[[Any], Finding | Iterable[Finding]]
+
+
+def handle(change: Change) -> None:
+    """A handler with a limit."""
+
+
+def wait(change: Change) -> None:
+    """A handler without one."""
 
 
 def window(hours_and_fill: tuple[int, float | None]) -> Finding:
@@ -189,3 +199,17 @@ def test_quorum_queues_need_confirmations_and_an_end_of_the_wait_for_them(
     found = broker_check.judge_confirms(["shop.0", "mails"], QUEUES, given)
     assert found.severity == ("degraded" if missing else "ok")
     assert f"Set {', '.join(missing)} in" in found.sentence or not missing
+
+
+def test_time_limits_names_the_handlers_of_users_only() -> None:
+    """The deliveries of an outbox are no function of the user, and take no option."""
+    app = Celery("shop", broker="memory://")
+    bridge = Bridge(app, "mongodb://localhost/?replicaSet=rs0")
+    bridge.outbox("shop.orders")
+    bridge.on_change("shop.orders", name="quick", time_limit=5)(handle)
+    app.finalize()
+    (wiring,) = BRIDGES.of(app)
+    assert broker_check.check_time_limits(wiring).severity == "ok"
+
+    bridge.on_change("shop.orders", name="endless")(wait)
+    assert broker_check.check_time_limits(wiring).sentence.startswith("endless has no time limit.")

@@ -17,6 +17,7 @@ from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import Finding, degraded, failing, list_some, ok
 from mongo_celery.mongo.opening import collect_findings
 from mongo_celery.mongo.redaction import short
+from mongo_celery.outbox.watching import TASK_PREFIX
 from mongo_celery.quantities import number
 
 if TYPE_CHECKING:
@@ -130,9 +131,10 @@ def ask_servers(wiring: Wiring, line: CommandLine) -> tuple[Workers | None, list
 
 
 def check_time_limits(wiring: Wiring) -> Finding:
-    """Name the handlers without a time limit. A worker's own limit from its start is unknown here."""
+    """Name the user's handlers without a time limit. A worker's own limit from its start is unknown here."""
     tasks = wiring.app.tasks
-    names = [each.name for each in wiring.handlers if time_limit(tasks.get(each.task_name)) is None]
+    handlers = [each for each in wiring.handlers if not each.task_name.startswith(f"{TASK_PREFIX}.")]
+    names = [each.name for each in handlers if time_limit(tasks.get(each.task_name)) is None]
     if not names:
         return ok("time_limits", "Every handler has a time limit.")
     return degraded(

@@ -289,7 +289,7 @@ def _judge_broker(seen: BridgeSnapshot, _line: CommandLine) -> Iterator[Finding]
             "The listener cannot send messages: the broker does not answer, or its memory or disk is full. No change "
         )
         text += "reaches a worker, and none is lost. Restore the broker. "
-        yield failing("broker_down", f"{text}The error is in the listener's log, under publish_failed.")
+        yield failing("broker_down", f"{text}The listener logs the error (`could not send messages`).")
     if seen.undeliverable:
         first, others = seen.undeliverable[0], seen.undeliverable_count - 1
         more, waits = (f", and {others} more", "Their partitions wait") if others else ("", "Its partition waits")
