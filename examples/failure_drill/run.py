@@ -120,8 +120,9 @@ def kill_a_worker(shop: Shop) -> None:
 
 def kill_the_listener(shop: Shop) -> None:
     """The one that leads, with orders behind it that nobody has read."""
-    while (victim := shop.leader()) is None:
-        time.sleep(0.1)
+    shop.wait("a listener leads", lambda: shop.leader() is not None)
+    victim = shop.leader()
+    assert victim is not None
     victim.kill()
     shop.listeners.remove(victim)
     print(f"the listener that led ended by {signal.Signals(-victim.wait()).name}")
@@ -136,9 +137,8 @@ def poison_a_change(shop: Shop) -> None:
     shop.order(3)
     shop.wait("all others are booked", lambda: shop.booked() == shop.orders - 1)
     shop.wait("it has had all attempts", lambda: len(shop.starts(poisoned)) == ATTEMPTS)
-    while not (letters := shop.changes("dead-letters", "list").get("letters")):
-        time.sleep(0.1)
-    (letter,) = letters
+    shop.wait("it is a dead letter", lambda: shop.changes("dead-letters", "list").get("count") == 1)
+    (letter,) = shop.changes("dead-letters", "list")["dead_letters"]
     print(f"order {poisoned} is a dead letter after {len(shop.starts(poisoned))} attempts: {letter['error']}")
     print(f"those behind it went on; {shop.booked()} of {shop.orders} are booked")
 
@@ -147,7 +147,7 @@ def deploy_and_replay(shop: Shop) -> None:
     """Workers with a handler that is mended, and the dead letter once more."""
     shop.end(shop.workers)
     shop.workers = [shop.start("worker", "--pool", "solo", RELEASE="2")]
-    asked = shop.changes("dead-letters", "replay", "book", "--yes")["requested"]
+    asked = shop.changes("dead-letters", "replay", "book", "--yes")["done"]
     shop.wait("it is booked", lambda: shop.booked() == shop.orders)
     shop.wait("it is a dead letter no more", lambda: shop.changes("dead-letters", "list").get("count") == 0)
     print(
