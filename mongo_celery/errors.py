@@ -107,9 +107,9 @@ class StreamError(MongoCeleryError):
 
 class HistoryLostError(StreamError):
     """
-    The oplog no longer reaches the stored position, so changes after it are lost. For each handler that lost them, run
-    `celery -A APP changes reset HANDLER --to oldest` (continue at the oldest oplog entry) or `--to now`. Or start the
-    listener once with `--on-history-lost oldest` or `now` for all handlers. Then enlarge the oplog.
+    The oplog no longer reaches the stored position, so changes between it and the oldest oplog entry are lost. For each
+    handler that lost them, run `celery -A APP changes reset HANDLER --to oldest` (continue at that entry) or `--to
+    now`. Or start the listener once with `--on-history-lost oldest` or `now` for all handlers. Then enlarge the oplog.
     """
 
 

@@ -161,7 +161,7 @@ def _current(api: _Api, begin: Callable[[], Begun | None]) -> Iterator[None]:
 
 
 def _note_error(api: _Api, span: Any, error: BaseException) -> None:
-    """Record how a block ended. A task's own decision is not an error. A retry has its cause."""
+    """Record the error of a block in its span. A task's own decision is not an error. For a retry, record its cause."""
     if not span.is_recording():
         return
     span.set_attribute("mongo_celery.ended_by", type(error).__name__)

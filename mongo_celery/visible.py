@@ -21,7 +21,7 @@ class Lines(str):
 
 def visible(text: object) -> str:
     r"""
-    Return text as one line. A terminal shows all of it and obeys none of it.
+    Return text as one line that a terminal shows completely, without obeying any control character in it.
 
     Control characters, line breaks, direction changes and invisible characters appear as their numbers: `"a\x1b[2J"`
     becomes `"a\\u001b[2J"`. Other text stays the same.

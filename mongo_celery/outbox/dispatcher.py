@@ -332,7 +332,7 @@ class OutboxDispatcher:
                 self._plan(_POLLS_AFTER[-1])
 
     def _plan(self, *seconds: float) -> None:
-        """Poll the index after these seconds. The first and the last planned poll stay."""
+        """Plan polls of the index after these seconds. Of the earlier plans, keep the first and the last."""
         now = time.monotonic()
         self._polls = sorted({*self._polls[:1], *(now + each for each in seconds), *self._polls[-1:]})
 

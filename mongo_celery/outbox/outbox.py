@@ -305,5 +305,5 @@ def _find_id(filter: Mapping[str, Any], options: Mapping[str, Any]) -> Any:  # n
 
 
 def _finding(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a write that also affect which document it selects."""
+    """Return the options of a write that affect the selection of its document."""
     return {name: options[name] for name in ("collation", "hint", "let") if name in options}

@@ -142,8 +142,8 @@ def _read_signed_entry(outbox: BaseOutbox, found: DeadLetter, *, sign: bool) -> 
         line = CommandLine.of(outbox.app)
         raise CommandRefusedError(
             f"Dead letter {found.id} is not signed by the outbox, so it was not replayed. See what it would run: "
-            f"{line.celery('outbox', 'dead-letters', 'list', str(found.id), '--payload')}. If that is right: "
-            f"{line.celery('outbox', 'dead-letters', 'replay', str(found.id), '--sign')}."
+            f"`{line.celery('outbox', 'dead-letters', 'list', str(found.id), '--payload')}`. If that is right: "
+            f"`{line.celery('outbox', 'dead-letters', 'replay', str(found.id), '--sign')}`."
         )
     if entry.kind != "task":
         return entry

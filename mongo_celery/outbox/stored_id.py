@@ -3,7 +3,7 @@
 
 A task for many documents, or for one whose `_id` is unknown before the write, cannot have the `_id` in its arguments.
 `STORED_ID` is its placeholder. The stored entry contains a unique text instead, and the publishing process replaces it
-by the `_id`. So many documents contain the same entry. To keep their tasks apart, every id in it is derived from the
+with the `_id`. So many documents contain the same entry. To keep their tasks apart, every id in it is derived from the
 stored id and the document's `_id`: the same at each dispatch, but different for each document.
 """
 

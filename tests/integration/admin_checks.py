@@ -311,6 +311,8 @@ def test_dead_letters_are_replayed_and_discarded(runner: BridgeRunner) -> None:
     assert "--over-newer" in read_history(project.bridge.wiring)[-1]["command"]
     deliver(runner, [1, 3])
     assert letters() == [second]
+    confirm(browser, f"{LETTERS}act/", action="replay", bridge="shop", letter=[second])
+    assert "--over-newer" not in read_history(project.bridge.wiring)[-1]["command"], "nobody asked for it"
 
     form = ask(browser, f"{LETTERS}act/", action="discard", bridge="shop", letter=[second])
     browser.post(f"{LETTERS}act/", form, follow=True)

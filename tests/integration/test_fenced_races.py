@@ -14,9 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from pymongo import (
-    ReplaceOne,
-)
+from pymongo import DeleteOne, ReplaceOne
 from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
@@ -139,12 +137,15 @@ def test_a_newer_upsert_after_a_delete_works_and_keeps_all_stamps(target: Collec
 
 
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_a_delete_by_another_handler_forgets_no_stamp(target: Collection[Document], is_gone: bool) -> None:
+@pytest.mark.parametrize("ids", [[1], [1, 2]], ids=["one", "many"])
+def test_a_delete_by_another_handler_forgets_no_stamp(
+    target: Collection[Document], ids: list[int], is_gone: bool
+) -> None:
     """P3: a tombstone holds the stamps of the document and of the tombstone before it."""
     view(target, 6).replace_one({"_id": 1}, {"a": 1}, upsert=True)
     if is_gone:
         view(target, 6).delete_one({"_id": 1})
-    view(target, 2, key="shop/cleanup").delete_one({"_id": 1})
+    view(target, 2, key="shop/cleanup").bulk_write([DeleteOne({"_id": each}) for each in ids])
     with pytest.raises(StaleFencingTokenError):
         view(target, 5).replace_one({"_id": 1}, {"a": 1}, upsert=True)
 

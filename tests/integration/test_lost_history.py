@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from bson import Timestamp
 from pymongo import MongoClient
-from pymongo.errors import PyMongoError
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.listener import history, starts
 from mongo_celery.bridge.listener.history import LostHistory
@@ -26,11 +26,13 @@ from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.audit import make_record
 from mongo_celery.bridge.stream.cursor import Position
+from mongo_celery.bridge.stream.verdicts import final_error
 from mongo_celery.bridge.window import Mark, PendingChange
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
+from mongo_celery.mongo.verdicts import Verdict
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient, sparse
 from tests.rig.term import TermRig, advance, begin_term, mark_at
@@ -152,6 +154,20 @@ def test_without_the_right_to_read_the_oplog_the_smallest_position_is_moved(
     assert bridge.go_on("now") == Position(tip.token, tip.cluster_time)
     with pytest.raises(AccessError):
         bridge.go_on("oldest")
+
+
+@pytest.mark.parametrize("decision", ["halt", "now"])
+def test_the_record_of_a_gap_has_the_servers_own_words(
+    make: Make, tip: Mark, caplog: pytest.LogCaptureFixture, decision: str
+) -> None:
+    """P9: of a person, or of the policy; and without our advice, which is that of another place."""
+    bridge = make(record=ROLLED, audit=tip)
+    error = final_error(Verdict.HISTORY_LOST, OperationFailure("the resume point is gone", 286), "shop.orders")
+    assert isinstance(error, HistoryLostError)
+    bridge.history(decision).settle_refusal(error, bridge.led, bridge.watermarks)
+    (told,) = [each.getMessage() for each in caplog.records if vars(each).get("subscription") == "record"]
+    assert "ChangeStreamHistoryLost, code 286: the resume point is gone" in told
+    assert "--on-history-lost" not in told
 
 
 @pytest.mark.parametrize("skip", range(7))

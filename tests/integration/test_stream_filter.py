@@ -193,7 +193,7 @@ def test_every_event_that_passes_can_be_resumed_from(world: World, kind: str) ->
     ]
     scope = make_scope(selectors, state_database=world.names["STATE"])
     found = world.read(scope.find_target(world.client), scope.pipeline, expanded=False)
-
+    assert found
     for place, event in enumerate(found, 1):
         rest = world.read(scope.find_target(world.client), scope.pipeline, expanded=False, after=event["_id"])
         assert _places(rest) == _places(found[place:])

@@ -150,6 +150,17 @@ def test_markers_that_are_no_list_are_not_settled_in_silence(accounts: Database[
         documents.settle(accounts["accounts"], [part], "ours")
 
 
+def test_a_participant_that_has_lost_its_version_is_not_changed(accounts: Database[Document]) -> None:
+    """P17: whoever saw none of it would apply twice, since nothing that is settled there renews it."""
+    part = Part(None, accounts["accounts"].full_name, "A", {"$inc": {"balance": -100}}, {}, {}, {})
+    write_back(accounts, "A")
+    seen = documents.look(accounts["accounts"], part, "late", give=False)
+    assert seen.exists
+    assert not documents.apply(accounts["accounts"], part, "late", seen.participant_version)
+    assert balances(accounts) == {"A": 1000, "B": 1000}
+    assert markers(accounts) == []
+
+
 def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
     rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
 ) -> None:

@@ -13,6 +13,7 @@ from celery import Celery
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.operations.grants import ROLES, Right, find_gaps, find_roles, list_rights
 from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.cli.grants import _ROLES
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed, missing_right
 
@@ -93,6 +94,11 @@ def test_no_role_reads_more_than_it_needs() -> None:
 
 def _actions(rights: Sequence[Right], collection: str) -> set[str]:
     return {name for each in rights if each.collection == collection for name in each.actions}
+
+
+def test_the_command_offers_all_roles() -> None:
+    """Its list is written without importing what knows them."""
+    assert tuple(ROLES) == _ROLES
 
 
 def test_what_a_user_lacks_is_named_by_role() -> None:

@@ -182,3 +182,22 @@ def test_a_private_name_has_few_homes() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("_"):
                 homes[node.name].add(path)
     assert len({name for name, paths in homes.items() if len(paths) >= 3}) <= HOMES_MAX
+
+
+def test_the_check_finds_bad_prose() -> None:
+    """A check that accepts everything would prove nothing."""
+    bad = {
+        "a clause in place of a noun": "What was sent has the fate of the writes.",
+        "stands": "The partition stands until then.",
+        "is told": "The listener is told of it.",
+        "goes on": "The other partitions go on.",
+        "nobody": "Nobody leads.",
+        ", too": "The worker ends, too.",
+        "so does": "So does the listener.",
+        "of its own": "It has a queue of its own.",
+        "where for if": "Where a handler fails, it halts.",
+        "for good": "It is gone for good.",
+    }
+    assert [name for name, text in bad.items() if not re.search(PATTERNS[name], text, re.IGNORECASE)] == []
+    good = "The listener stores changes of a blocked partition. If the handler fails, its partition halts."
+    assert [name for name, pattern in PATTERNS.items() if re.search(pattern, good, re.IGNORECASE)] == []

@@ -60,7 +60,7 @@ COUNTERS = {
     "sweeps": ("Process: how often it compared all partitions with the runs in flight.", ""),
     "reopenings": ("Process: how often it opened the stream again after an error.", ""),
     "dispatched": ("Process: changes that it sent to workers, including repetitions.", "handler"),
-    "dispatched_again": ("Process: changes that it sent again, because no worker claimed them.", "handler"),
+    "dispatched_again": ("Process: changes that it sent again, because it saw no result of them.", "handler"),
     "committed": ("Process: changes that are finished: handled, skipped, or dead letters.", "handler"),
     "retries": ("Process: attempts that ended with a request for a retry.", "handler"),
     "crashes": ("Process: attempts that ended without a result.", "handler"),

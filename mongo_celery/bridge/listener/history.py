@@ -346,7 +346,7 @@ def _reason(place: Timestamp, oldest: Timestamp | None, error: HistoryLostError)
 
 def _quote(error: HistoryLostError) -> str:
     """Return the server's own words, or an empty string without an answer."""
-    return str(error).partition("The server said: ")[2]
+    return str(error).partition("The server said (")[2].replace("): ", ": ", 1)
 
 
 def _is_of_another_set(start: Start, oplog: Oplog) -> bool:

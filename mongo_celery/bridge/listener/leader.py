@@ -231,7 +231,7 @@ class Leader:
             self._watermarks.flush(self.subscriptions.values(), now, self.poller.times.moved_at)
 
     def _note_progress(self) -> None:
-        """Let the lease be renewed, unless partitions or the stream cannot be read."""
+        """Allow renewals of the lease, unless partitions or the stream cannot be read."""
         if self._is_reading and not self._history.is_unread and not self.poller.is_blind:
             self._renewal.alive()
 

@@ -56,7 +56,7 @@ class Step(Enum):
 @dataclass(slots=True)
 class InFlight:
     """
-    A run that was dispatched, or was found running at take-over, without its recorded part.
+    A run that was dispatched, or that a take-over found running. It excludes changes that are already recorded.
 
     Attributes:
         taken_at: time when its claim was first seen. None before.

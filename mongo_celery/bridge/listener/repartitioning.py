@@ -238,7 +238,7 @@ class Repartitioning:
                 _drain(subscription, move, now)
             return self._switch(subscription, move)
         if subscription.lost and not move.waits:
-            ways = (self._line.changes("reset", subscription.name, "--to", place) for place in ("oldest", "now"))
+            ways = (f"`{self._line.changes('reset', subscription.name, '--to', place)}`" for place in ("oldest", "now"))
             move.waits = f"the oplog no longer reaches its position. Decide where it continues: {' or '.join(ways)}"
         return None
 
@@ -281,15 +281,15 @@ class Repartitioning:
         index, line = image.index, self._line
         if image.parked_keys:
             listed = line.changes("dead-letters", "list", name)
-            return f"has {image.parked_keys} parked keys. Replay or discard their dead letters: {listed}"
+            return f"has {image.parked_keys} parked keys. Replay or discard their dead letters: `{listed}`"
         if image.state == "halted":
-            return f"is halted. Fix the handler and run: {line.on('retry', name, [index])}"
+            return f"is halted. Fix the handler and run: `{line.on('retry', name, [index])}`"
         if image.state == "paused":
-            return f"is paused. Run: {line.on('resume', name, [index])}"
+            return f"is paused. Run: `{line.on('resume', name, [index])}`"
         if image.due_in > _SOON_SECONDS:
             state = visible_state(image)
             command = line.on("retry", name, [index])
-            return f"is {state}, and runs again in {image.due_in:.0f} s. To run it immediately: {command}"
+            return f"is {state}, and runs again in {image.due_in:.0f} s. To run it immediately: `{command}`"
         return ""
 
     # -- switching ---------------------------------------------------------------------------------

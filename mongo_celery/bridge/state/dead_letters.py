@@ -517,7 +517,7 @@ def dead_letter(
     """
     Return the document of a dead letter. `at`, the server's time, is added by the write.
 
-    With the cause `parked` or `parked_behind` it waits for its key.
+    A dead letter with the cause `parked` or `parked_behind` waits for its key.
 
     Args:
         name: the result of `dead_letter_name`. By default the place of the token.

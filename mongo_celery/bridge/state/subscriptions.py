@@ -199,7 +199,7 @@ class Subscriptions(StateCollection):
 
 
 def watermark_fields(token: Mapping[str, Any], cluster_time: Timestamp | None) -> dict[str, Any]:
-    """Return the fields of a watermark: its token, the token's cluster time, and the same for people."""
+    """Return the fields of a watermark: its token, and the token's cluster time, also in readable form."""
     at = {} if cluster_time is None else {"clusterTime": cluster_time, "positionAt": cluster_time.as_datetime()}
     return {"resumeToken": dict(token), **at}
 

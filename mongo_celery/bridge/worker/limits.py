@@ -40,8 +40,8 @@ class RunLimits:
     The limits of one message.
 
     Attributes:
-        seconds: after these no further change of the run begins.
-        time_limits: the time limits of the message. None if Celery's apply.
+        seconds: seconds after which no further change of the run begins.
+        time_limits: the time limits of the message. None if Celery's own limits apply.
     """
 
     seconds: float

@@ -449,7 +449,7 @@ def _end_later(wiring: Wiring, session: ClientSession) -> None:
 
 
 class CommitTask(SignedTask):
-    """Mixed into the app's task class. Publishes the link of a chain without steps that only user tasks need."""
+    """Mixed into the app's task class. Publishes the link of a chain, and omits steps that only users' tasks need."""
 
     if TYPE_CHECKING:
         app: Celery

@@ -96,7 +96,7 @@ class TransactionScope:
 
     @property
     def is_inherited(self) -> bool:
-        """Return True if another process began it and forked this one inside. Only the other may end it."""
+        """Return True if a parent process began this transaction and forked inside. Only the parent may end it."""
         return self.owner[0] != os.getpid()
 
     @property
