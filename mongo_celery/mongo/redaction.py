@@ -32,11 +32,12 @@ _AUTHORIZATION = re.compile(
     re.IGNORECASE,
 )
 
-_NO_MEMBER = ("No replica set members available", "No replica set members found yet")
-"""The driver's texts if the servers of a URL with `replicaSet=` answer, but are no members of this set."""
-_JOIN = (
-    "It may be a standalone server, a set before `rs.initiate()`, or a set with another name than the URL's replicaSet="
-)
+_HINTS = {
+    "No replica set members available": "The URL's replicaSet= names a set that no server belongs to. Correct it, or "
+    "make a standalone server a set with `--replSet` and `rs.initiate()`",
+    'match selector "Primary()"': "There is no primary. A new set needs `rs.initiate()`, other sets elect one",
+}
+"""The fix for texts of the driver that do not name it, by a part of the text."""
 
 _TAILS = (" (configured timeouts:", ", Timeout:", ", full error:")
 _LINE_TAIL = re.compile(r"(?: \(configured timeouts:|, Timeout:|, full error:).*")
@@ -62,9 +63,8 @@ def short(error: BaseException) -> str:
     command = _COMMAND.search(text)
     if command is not None:
         text = f"{text[: command.start()]}{command[1]}, ... }}"
-    if text.startswith(_NO_MEMBER):
-        text = f"{text}. {_JOIN}"
-    return without_credentials(text.rstrip("."))
+    hint = next((f". {hint}" for part, hint in _HINTS.items() if part in text), "")
+    return without_credentials(text.rstrip(".") + hint)
 
 
 def terse(text: str) -> str:

@@ -159,7 +159,7 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
     assert (status["verdict"], [each["code"] for each in status["findings"]]) == ("degraded", ["paused"])
     assert shop.summaries.count_documents({}) == 1
     resumed = shop.changes("resume", "summarise")
-    assert (resumed.returncode, resumed.stdout) == (0, "summarise: resumed 0, 1\n")
+    assert (resumed.returncode, resumed.stdout) == (0, "summarise: partitions 0, 1 resumed\n")
     shop.wait_for_summaries(7)
 
     found = shop.wait_for_findings(consumers="ok", worker_tasks="ok")
@@ -204,7 +204,7 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert '"bad": true' in refused.stderr
     assert shop.wait_for_halt()["fencingToken"] == second["fencingToken"]
     skipped = shop.changes("skip", "summarise", index, text="y\n")
-    assert (skipped.returncode, skipped.stdout) == (0, f"summarise: skipped {index}\n")
+    assert (skipped.returncode, skipped.stdout) == (0, f"summarise: partition {index} skipped\n")
     shop.orders.insert_many([{"_id": number} for number in range(4)])
     shop.wait_for_summaries(4)
     again = shop.changes("skip", "summarise", index, "--yes")

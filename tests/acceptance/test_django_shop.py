@@ -43,7 +43,7 @@ def test_an_order_goes_from_a_request_to_the_denormalised_page(browser: Any, pro
     press("button[value=pause]")
     press(".mongo-celery [type=submit]")
     press(".messagelist")
-    assert "show: paused 0" in browser.find_element("class name", "messagelist").text
+    assert "show: partitions 0" in browser.find_element("class name", "messagelist").text
     browser.set_window_size(400, 800)
     for page in ("changebridge/", "changebridge/?bridge=shop", "changedeadletter/"):
         browser.get(f"{address}admin/mongo_celery/{page}")

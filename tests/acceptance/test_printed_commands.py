@@ -165,7 +165,7 @@ def move_partitions(shop: Typist) -> None:
     retry, show, skip = found["halted"]
     assert "LookupError: no such customer" in shop.enter(show).stdout
     shop.summaries.database["customers"].insert_one({"_id": "ann"})
-    assert shop.enter(retry).stdout == f"summarise: retried {halted}\n"
+    assert shop.enter(retry).stdout == f"summarise: partition {halted} retried\n"
     shop.wait_for_summaries(2)
     shop.enter(found["retrying"][0])
     assert shop.partition(1 - halted).get("retry") is None

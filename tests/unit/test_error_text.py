@@ -47,7 +47,11 @@ def test_a_servers_error_is_its_name_code_and_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", ['No replica set members available for replica set name "rs0"', "No replica set members found yet"]
+    "said",
+    [
+        'No replica set members available for replica set name "rs0"',
+        'No replica set members match selector "Primary()"',
+    ],
 )
 def test_a_server_outside_the_set_of_the_url_is_named_with_its_fix(said: str) -> None:
     """A standalone server, or a set that is not initiated, as on many machines of developers."""

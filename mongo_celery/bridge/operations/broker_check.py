@@ -173,7 +173,7 @@ def judge_workers(
     return Workers(answered=len(said.queues), serving=len(serving), slots=slots), [
         ok("workers", text),
         _judge_consumers(needed, said, line),
-        *_judge_tasks(serving, needed, said.tasks),
+        *_judge_tasks(serving, needed, said.tasks, line),
     ]
 
 
@@ -195,6 +195,7 @@ def _judge_tasks(
     serving: Mapping[str, Collection[str]],
     needed: Mapping[str, Collection[str]],
     registered: Mapping[str, set[str]],
+    line: CommandLine,
 ) -> Iterator[Finding]:
     lacking = {
         worker: sorted({name for queue in queues for name in needed[queue]} - registered[worker])
@@ -206,7 +207,8 @@ def _judge_tasks(
             yield failing(
                 "worker_tasks",
                 f"Worker {worker} does not have the tasks {', '.join(names)}, and drops their messages. Deploy the "
-                "same code to it, or start it with -X and the bridge's queues.",
+                "same code to it. If it is for other tasks only, start it without the bridge's queues: "
+                f'{line.celery("worker")} -X "$({line.changes("queues")})"',
             )
     if serving and not any(lacking.values()):
         yield ok("worker_tasks", "Every worker that consumes the bridge's queues has its tasks.")

@@ -255,12 +255,15 @@ def _apply_command(partitions: Partitions, command: _Command, image: Image) -> P
 
 def _describe_results(done: str, results: Sequence[PartitionResult]) -> list[str]:
     """Return the reasons why some partitions do not change, then one line per handler about the others."""
-    indexes: dict[str, list[int]] = {}
+    indexes: dict[tuple[str, str], list[int]] = {}
     for each in results:
         if each.result in {"done", "planned"}:
             word = done if each.result == "done" else f"would be {done}"
-            indexes.setdefault(f"{each.handler}: {word}", []).append(each.partition)
-    lines = [f"{begin} {', '.join(map(str, found))}" for begin, found in indexes.items()]
+            indexes.setdefault((each.handler, word), []).append(each.partition)
+    lines = [
+        f"{handler}: {'partition' if len(found) == 1 else 'partitions'} {', '.join(map(str, found))} {word}"
+        for (handler, word), found in indexes.items()
+    ]
     left = [each.reason for each in results if each.result == "unfit" and each.state in {"halted", "retrying"}]
     if left[_SENTENCES:]:
         more = number(len(left) - _SENTENCES, "more partition", "more partitions")

@@ -37,6 +37,7 @@ from pymongo.errors import InvalidOperation, PyMongoError
 from mongo_celery.bridge.state.claims import Claim, Claims, name_place
 from mongo_celery.bridge.worker.lifetime import is_leaving
 from mongo_celery.mongo.verdicts import brief, traceback_text
+from mongo_celery.quantities import number
 from mongo_celery.visible import Lines
 
 logger = logging.getLogger("mongo_celery.worker")
@@ -182,8 +183,8 @@ class Heartbeats:
             lost = set(self._claims.extend([beat.claim for beat in beats], leaving=leaving))
         except PyMongoError as error:
             logger.warning(
-                "the worker could not renew %d claims, and tries again: %s",
-                len(beats),
+                "the worker could not renew %s, and tries again: %s",
+                number(len(beats), "claim", "claims"),
                 brief(error),
                 extra={"event": "heartbeat_failed"},
             )

@@ -138,6 +138,18 @@ EVE = {"_id": "eve", "name": "Eve"}
 
 
 @contextmanager
+def failures(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
+    """A bridge. The handler has the options that the page names."""
+    bridge = Bridge(Celery("small", broker=redis_url), mongo_url)
+    namespace: dict[str, Any] = {"bridge": bridge}
+    yield namespace
+
+    bill = namespace["bill"]
+    assert bill.autoretry_for == (ConnectionError,)
+    assert (bill.max_retries, bill.time_limit) == (8, 60)
+
+
+@contextmanager
 def effects(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
     """Yield the app and the bridge of the README."""
     with open_shop(mongo_url, redis_url) as (namespace, client):
