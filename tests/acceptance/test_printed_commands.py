@@ -153,6 +153,7 @@ def start(shop: Typist) -> ProjectProcess:
     shop.begin(with_queues, "shop.0")
     shop.orders.insert_one({"_id": "first"})
     shop.wait_for_summaries(1)
+    wait_for(lambda: shop.state["partitions"].find_one({"committed": 1}), message="a commit ends retries, too")
     return listener
 
 
