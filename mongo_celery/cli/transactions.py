@@ -167,9 +167,9 @@ def _row(document: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
     if document.get("reason"):
         what = f"{what}: {document['reason']}"
     if document.get("stoppedBy"):
-        what = f"{what}; stopped: {document['stoppedBy']}"
+        what = f"{what}. Stopped: {document['stoppedBy']}"
     if document.get("state") == "initial" and "queuedAt" not in document:
-        what = f"{what}; not started yet"
+        what = f"{what}. Not started yet"
     modified = document.get("lastModified")
     when = moment(modified.isoformat()) if isinstance(modified, datetime) else "-"
     application = document.get("application")

@@ -44,7 +44,7 @@ def test_a_server_that_is_away_is_told_with_its_address() -> None:
 
 
 def test_what_recovery_would_take_is_listed_by_a_trial(database: Database[dict[str, Any]], mongo_url: str) -> None:
-    """And nothing is changed. The list says of what was only stored that not started yet."""
+    """The trial changes nothing, and the list shows each unfinished transaction."""
     stored = {"source": "A", "destination": "B", "value": 1, "lastModified": datetime.now(UTC) - timedelta(hours=1)}
     collection = database["transfers"]
     collection.insert_many(

@@ -16,8 +16,6 @@ from typing import Any
 
 import pytest
 from bson import Timestamp
-from bson.raw_bson import RawBSONDocument
-from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
 
@@ -25,11 +23,10 @@ from mongo_celery.bridge.change import Change, decode_event
 from mongo_celery.bridge.partitioning import Partitioner, document_key
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
-from mongo_celery.bridge.stream.reader import StreamReader
 from mongo_celery.bridge.stream.source import make_scope, resolve_selectors
 from tests.fixtures.process import wait_for
 from tests.rig.commands import CommandRecorder
-from tests.rig.stream import APP_NAME, StreamReading, now, selector_of
+from tests.rig.stream import StreamReading, now, selector_of
 
 Document = dict[str, Any]
 
@@ -54,24 +51,8 @@ class Watching(StreamReading):
         self._collection = collection
         (self.selector,) = resolve_selectors(asked, Bookkeeping())
         address = "{}:{}".format(*(client.address or ("", 0)))
-        super().__init__(f"mongodb://{address}/?directConnection=true", scope, now(client))
-        self.reader = StreamReader(
-            self._client,
-            scope,
-            now(client),
-            deliver=self._take,
-            comment=comment,
-        )
-
-    def _client(self, timeout: float) -> MongoClient[RawBSONDocument]:
-        return MongoClient(
-            self._url,
-            document_class=RawBSONDocument,
-            appname=APP_NAME,
-            socketTimeoutMS=int(timeout * 1000),
-            heartbeatFrequencyMS=500,
-            event_listeners=[self.commands],
-        )
+        url = f"mongodb://{address}/?directConnection=true"
+        super().__init__(url, scope, now(client), commands=self.commands, comment=comment)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -66,6 +66,7 @@ class StreamReading:
         pauses: before the stream is opened again.
         commands: is told all commands.
         status: of a reader before.
+        comment: of the reader's commands.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StreamReading:
         pauses: Pauses = SHORT_PAUSES,
         commands: CommandListener | None = None,
         status: StreamStatus | None = None,
+        comment: Any = "a test",
     ) -> None:
         self.items: list[Item] = []
         self._url = url
@@ -88,7 +90,7 @@ class StreamReading:
             scope,
             position,
             deliver=self._take,
-            comment="a test",
+            comment=comment,
             pauses=pauses,
             status=status,
         )
