@@ -19,9 +19,19 @@ from celery import Celery, Task
 from celery.local import Proxy
 from celery.utils.time import rate
 
-from mongo_celery.arguments import check_count, check_name, is_number, nearest
+from mongo_celery.arguments import Duration, check_count, check_name, is_number, nearest
 from mongo_celery.bridge.existing import SNAPSHOT
-from mongo_celery.bridge.options import COMMIT, POLICY, BridgeOptions, PartitionKey, Rule, StartFrom, check_start
+from mongo_celery.bridge.options import (
+    COMMIT,
+    LONGEST_BURST,
+    POLICY,
+    BridgeOptions,
+    PartitionKey,
+    Rule,
+    StartFrom,
+    check_duration,
+    check_start,
+)
 from mongo_celery.bridge.partitioning import Partitioner, partitioner, rule_named
 from mongo_celery.bridge.stream.filter import Filter, check_are_sent, make_filter
 from mongo_celery.bridge.stream.source import Selector, parse_source
@@ -63,6 +73,7 @@ class HandlerOptions(TaskOptions, total=False):
     start_from: StartFrom | None
     commit: str | None
     coalesce: bool
+    delay: Duration | None
     bookkeeping: bool
 
 
@@ -143,6 +154,7 @@ class Handler:
         commit: the way to write positions, `"chain"` or `"inline"`. None for the bridge's.
         batch_size: the largest number of changes in a list. None for a handler of single changes.
         coalesce: True if a run gives it only the last of several changes of one document.
+        delay: seconds between a change and its run. None to run it immediately.
     """
 
     name: str
@@ -158,6 +170,7 @@ class Handler:
     commit: str | None = None
     batch_size: int | None = None
     coalesce: bool = False
+    delay: float | None = None
 
     @property
     def is_parted(self) -> bool:
@@ -177,6 +190,11 @@ class Handler:
         It does not apply under a rate limit: users set it for changes, but Celery counts messages.
         """
         return self.batch_size is None and not self.transactional and not is_rate_limited
+
+    @property
+    def longest_delay(self) -> float:
+        """Return the seconds for which `delay` may keep a change that has become the next one. 0 without a delay."""
+        return (self.delay or 0.0) * (LONGEST_BURST if self.coalesce else 1)
 
     def selector(self, default_database: str | None) -> Selector:
         """Return sources and filter, with the sources resolved."""
@@ -299,6 +317,8 @@ def make_handler(
     if not targets:
         raise ConfigurationError("on_change needs at least one source, such as 'shop.orders'.")
     name = check_name(given.get("name") or function.__name__, "handler name")
+    if given.get("delay") is not None:
+        given = {**given, "delay": check_duration("delay", given["delay"])}
     handler = Handler(
         name=name,
         task_name=task_name,
@@ -329,6 +349,8 @@ def _check_batch(given: Mapping[str, Any], batch_size: int | None, options: Brid
     """Refuse an invalid size, and `coalesce` for a handler that gets changes one by one."""
     if batch_size is not None:
         check_count("batch_size", batch_size)
+        if given.get("coalesce") and batch_size == 1:
+            raise ConfigurationError("coalesce=True has no effect together with batch_size=1. Use a larger batch_size.")
         return
     alone = [name for name in ("transactional", "rate_limit") if given.get(name)]
     if options is not None and options.run_size == 1:

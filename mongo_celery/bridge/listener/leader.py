@@ -10,6 +10,7 @@ affected. The next term adopts them.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -176,6 +177,11 @@ class Leader:
                 for each in subscriptions
                 if (found := each.feedback.report()) is not None
             ],
+            "waiting": [
+                {"subscription": each.name, **found}
+                for each in subscriptions
+                if (found := each.report_waiting()) is not None
+            ],
             "held": [place for each in subscriptions if each.has_gap for place in each.list_held()],
         }
 
@@ -290,6 +296,10 @@ class Leader:
         self.intake.hurry()
 
     def _dispatch(self) -> None:
+        place = self.intake.catching_up_to
+        for subscription in self.subscriptions.values():
+            if subscription.delay is not None:
+                subscription.delay.observe(self._renewal.clock_ahead, math.inf if place is None else place.time)
         if self._publisher.dispatch(self.subscriptions):
             self.poller.note_dispatch()
 

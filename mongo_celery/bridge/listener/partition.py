@@ -128,6 +128,7 @@ class Partition:
         in_flight: the run in flight, or None.
         ready_at: monotonic time from which the next run may be dispatched. Infinite while a run is in flight or the
             partition is blocked.
+        delayed_until: monotonic time at which the next change may be due, if it waits for its handler's delay. Else 0.
         attempt: number of dispatches of the first change, for the task id.
         is_repeated: True if the next dispatch repeats a run without any visible effect.
         repeats: number of repeated dispatches since its last claim, or the broker's last return.
@@ -158,6 +159,7 @@ class Partition:
         self.image = image
         self.in_flight: InFlight | None = None
         self.ready_at = _NEVER
+        self.delayed_until = 0.0
         self.attempt = 0
         self.rejection: Rejection | None = None
         self.won = image.term >= version
@@ -293,6 +295,7 @@ class Partition:
             self._changed_at = now
             if image.committed != self.image.committed:
                 self.attempt = self.repeats = 0
+                self.delayed_until = 0.0
                 self.is_repeated = False
                 self.rejection = None
         before, self.image = self.image, image

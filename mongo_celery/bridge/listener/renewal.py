@@ -72,6 +72,11 @@ class Renewal:
         """The signing keys as of the last renewal."""
         return self._sealing or self.read_key()
 
+    @property
+    def clock_ahead(self) -> float:
+        """Seconds from this process's monotonic clock to the server's clock. A little too small, never too large."""
+        return self._term.clock_ahead
+
     def read_key(self) -> Sealing:
         """Read the current signing key, and put an announced key in force. Raises `PyMongoError`."""
         self._sealing = self._keys.sealing(self._term.document)

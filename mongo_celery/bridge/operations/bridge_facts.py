@@ -48,11 +48,12 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A handler of this process: its group, the committing task, and Celery's time limit of a call in seconds."""
+    """A handler of this process: its group, committing task, time limit of a call and longest delay, in seconds."""
 
     group: str | None = None
     commit: str = "chain"
     time_limit: float | None = None
+    longest_delay: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,7 @@ def _read_all(wiring: Wiring, store: Store, counting: float) -> Facts:
                 each.group,
                 "inline" if each.commits_inline(options) else "chain",
                 time_limit(tasks.get(each.task_name)),
+                each.longest_delay,
             )
             for each in wiring.handlers
         },

@@ -214,6 +214,27 @@ class FeedbackStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DelayStatus:
+    """
+    Partitions whose next change waits for the `delay` of their handler.
+
+    Attributes:
+        partitions: number of partitions.
+        next_at: time at which the first of them is due.
+    """
+
+    partitions: int
+    next_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingStatus:
+    """Changes that wait because the handler's options say so. `delay` is null if none waits for it."""
+
+    delay: DelayStatus | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerStatus:
     """
     One handler.
@@ -224,7 +245,7 @@ class HandlerStatus:
         error: reason of the state `stopped`, `history_lost` or `match_refused`.
         committed: number of committed changes.
         per_second: committed changes a second. None without a listener.
-        lag_seconds: age of its oldest unhandled change, blocked or not.
+        lag_seconds: age of its oldest unhandled change, blocked, delayed or not.
         watermark: resume token of the watermark.
         watermark_at: time of the watermark.
         oplog_left_seconds: time until an oplog gap.
@@ -236,6 +257,8 @@ class HandlerStatus:
         gaps: changes that were skipped.
         repartitioning: present while new partitions are prepared.
         feedback: present if the handler seems to trigger itself.
+        delay_seconds: longest time for which `delay` may keep a change.
+        waiting: changes that wait for an option of the handler.
     """
 
     name: str
@@ -257,6 +280,8 @@ class HandlerStatus:
     gaps: tuple[OplogGap, ...] = ()
     repartitioning: RepartitioningStatus | None = None
     feedback: FeedbackStatus | None = None
+    delay_seconds: float = 0.0
+    waiting: WaitingStatus | None = None
     partitions: tuple[PartitionStatus, ...] = ()
 
     @property

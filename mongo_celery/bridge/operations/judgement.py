@@ -11,6 +11,7 @@ Each rule is a function from the snapshot, or one of its handlers, to findings. 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -276,11 +277,11 @@ def _is_all_that_runs(seen: BridgeSnapshot, handlers: Collection[str], calls: in
 
 
 def _lag_of_flowing(handler: HandlerStatus) -> int:
-    """Return the age of a handler's oldest unblocked change, as far as known."""
+    """Return the age of a handler's oldest unblocked change, as far as known, without the longest wanted delay."""
     ages = [each.oldest_seconds or 0 for each in handler.partitions if not each.is_blocked]
     if not any(each.is_blocked for each in handler.partitions):
         ages.append(handler.lag_seconds or 0)
-    return max(ages, default=0)
+    return max(max(ages, default=0) - math.ceil(handler.delay_seconds), 0)
 
 
 def _judge_broker(seen: BridgeSnapshot, _line: CommandLine) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from mongo_celery.bridge.operations.bridge_snapshot import (
     BacklogStatus,
     BridgeSnapshot,
     ClaimStatus,
+    DelayStatus,
     FeedbackStatus,
     HandlerStatus,
     HistoryLoss,
@@ -31,6 +32,7 @@ from mongo_celery.bridge.operations.bridge_snapshot import (
     StoredChanges,
     Undeliverable,
     UnservedQueues,
+    WaitingStatus,
 )
 from mongo_celery.bridge.operations.broker_check import ask_servers
 from mongo_celery.bridge.operations.judgement import judge
@@ -245,7 +247,18 @@ def _shape_handler(facts: Facts, name: str, document: Mapping[str, Any], images:
         ),
         repartitioning=RepartitioningStatus(**_parse_reported(moving)) if moving else None,
         feedback=FeedbackStatus(**_parse_reported(fed_back)) if fed_back else None,
+        delay_seconds=mine.longest_delay if mine is not None else 0.0,
+        waiting=_shape_waiting(facts.find_reported("waiting", name)),
         partitions=partitions,
+    )
+
+
+def _shape_waiting(reported: Mapping[str, Any] | None) -> WaitingStatus | None:
+    if reported is None:
+        return None
+    delay = reported.get("delay")
+    return WaitingStatus(
+        delay=DelayStatus(partitions=int(delay["partitions"]), next_at=to_time(delay["nextAt"])) if delay else None
     )
 
 
