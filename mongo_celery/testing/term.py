@@ -261,7 +261,7 @@ def _demand_servers(partition: Partition) -> None:
 
 
 def _is_due(partition: Partition, now: float) -> bool:
-    return partition.has_next and max(partition.ready_at, partition.delayed_until) <= now
+    return partition.has_next and partition.next_time <= now
 
 
 def await_ends(before: set[threading.Thread]) -> None:

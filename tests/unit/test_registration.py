@@ -120,6 +120,7 @@ def test_an_option_that_is_none_of_a_handler_is_refused(bridge: Bridge, option: 
         ("on_changes", ("shop.orders",), {"coalesc": True}, "'coalesce'"),
         ("on_change", ("shop.orders",), {"coalesce": True, "transactional": True}, "on_changes"),
         ("on_change", ("shop.orders",), {"coalesce": True}, "run_size"),
+        ("on_changes", ("shop.orders",), {"coalesce": True, "batch_size": 1}, "batch_size"),
     ],
 )
 def test_what_a_decorator_cannot_mean_is_refused(

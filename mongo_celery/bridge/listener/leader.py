@@ -296,7 +296,7 @@ class Leader:
         self.intake.hurry()
 
     def _dispatch(self) -> None:
-        place = self.intake.catching_up_to
+        place = self.intake.reading_time
         for subscription in self.subscriptions.values():
             if subscription.delay is not None:
                 subscription.delay.observe(self._renewal.clock_ahead, math.inf if place is None else place.time)

@@ -191,6 +191,11 @@ class Partition:
         return self.image.committed + 1
 
     @property
+    def next_time(self) -> float:
+        """Monotonic time from which the next run may be dispatched, as far as known, after a retry time and a delay."""
+        return max(self.ready_at, self.delayed_until)
+
+    @property
     def has_next(self) -> bool:
         """Return True if the partition has uncommitted changes, in the queue or stored."""
         return self.backlog is not None or bool(self.queue.changes)

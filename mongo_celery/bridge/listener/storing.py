@@ -314,6 +314,8 @@ class Storing:
         seconds, first = now - partition.blocked_since[1], partition.queue.first
         if why == DELAYED and subscription.delay is not None and first is not None:
             seconds = subscription.delay.age(first.data, now)  # with a steady stream, no change blocks for long
+            if partition.backlog is not None and subscription.delay.coalesces:
+                seconds = math.inf  # a run has either stored changes or buffered ones, and must have a whole burst
         return why if seconds >= self._options.spill_after and not waits else None
 
     def _find_idle(self) -> list[Partition]:

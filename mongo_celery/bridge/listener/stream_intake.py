@@ -132,7 +132,7 @@ class StreamIntake:
         return self._reader.status.reopenings if self._reader is not None else 0
 
     @property
-    def catching_up_to(self) -> Timestamp | None:
+    def reading_time(self) -> Timestamp | None:
         """Cluster time up to which items are taken in, while more are left. None if no more may be read now."""
         if self.at_end or self.is_held_up or self._reader is None:
             return None

@@ -364,7 +364,7 @@ class Subscription:
         A change that is too large for a message is stored before it runs. After an unclean end or a rejection, runs
         have one change each, so that only the responsible change is counted.
         """
-        if max(partition.ready_at, partition.delayed_until) > now or partition not in self.candidates:
+        if partition.next_time > now or partition not in self.candidates:
             return []
         image, queue = partition.image, partition.queue
         if queue.changes and queue.changes[0].mark.data <= image.data:
@@ -413,7 +413,7 @@ class Subscription:
         """Return the monotonic time of the next run that waits only for a time. Infinite if there is none."""
         if not self.candidates or self.unstored is not None:
             return math.inf
-        return min(max(each.ready_at, each.delayed_until) for each in self.candidates)
+        return min(each.next_time for each in self.candidates)
 
     def report_waiting(self) -> dict[str, Any] | None:
         """Return the number of partitions that wait for the delay, and the time of the next run. None without any."""
