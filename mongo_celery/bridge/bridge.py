@@ -191,6 +191,11 @@ class Bridge:
                 with half the messages). By default the bridge's.
             coalesce: give only the last of several changes of one document in a run. Use it for handlers that need only
                 the latest state.
+            delay: seconds or a `timedelta`, at most a day. A change runs no sooner than this long after its cluster time,
+                by MongoDB's clock. It may wait one second longer, because cluster times have whole seconds. With
+                `coalesce=True` a partition key, by default a document, runs when it has been quiet for this long. At
+                the latest ten delays after the first waiting change of a partition, all its due changes run. Snapshot
+                rows and replayed dead letters are due immediately, and a retry has its own countdown.
             bookkeeping: also give the handler the fields that this package keeps in documents: entries of an outbox,
                 locks, markers of a transaction, stamps of fenced writes. It then gets updates that change only these
                 fields, and the package's collections in a database that is watched as a whole.
