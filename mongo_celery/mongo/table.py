@@ -104,7 +104,8 @@ class Table:
     def find_raw(self, query: Mapping[str, Any], fields: Any, session: ClientSession | None = None) -> list[bytes]:
         """Return all documents as the server's answers contain them, one after another."""
         with self.limit():
-            return list(self.collection.find_raw_batches(query, fields, batch_size=_WHOLE, session=session))
+            cursor: Any = self.collection.find_raw_batches(query, fields, batch_size=_WHOLE, session=session)
+            return list(cursor)
 
     def aggregate(self, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """

@@ -95,11 +95,12 @@ def _measure(tree: Path, only: Sequence[str]) -> dict[str, Any]:
 
 
 def _show(found: dict[str, list[Reading]], verdicts: dict[str, bool | None]) -> None:
-    table = Table("mode", "base, us", "head, us", "head / base", "verdict", title="Processor time of a change")
+    columns = ("mode", "base, us", "rounds", "head, us", "rounds", "ratio", "head is")
+    table = Table(*columns, title="Processor time of a change", box=None)
     for name, (base, head) in found.items():
-        cells = [f"{each.value:,.0f} ({min(each.rounds):,.0f} to {max(each.rounds):,.0f})" for each in (base, head)]
+        cells = [f"{each.value:,.0f}|{min(each.rounds):,.0f}-{max(each.rounds):,.0f}" for each in (base, head)]
         ratio = statistics.median(mine / other for other, mine in zip(base.rounds, head.rounds, strict=True))
-        table.add_row(name, *cells, f"{ratio:.2f}", _WORDS[verdicts[name]])
+        table.add_row(name, *"|".join(cells).split("|"), f"{ratio:.2f}", _WORDS[verdicts[name]])
     Console().print(table)
 
 

@@ -268,8 +268,7 @@ class Partitions(StateCollection):
             before.update(images)
         found: dict[bytes, Mapping[bytes, Image]] = {}
         for batch in self._table.find_raw(self._scope(partitionings), _SWEPT, session) if partitionings else []:
-            images = known.get(batch)
-            found[batch] = self._decode(batch, before) if images is None else images
+            found[batch] = known[batch] if batch in known else self._decode(batch, before)
         return found
 
     def _decode(self, batch: bytes, known: Mapping[bytes, Image]) -> dict[bytes, Image]:
