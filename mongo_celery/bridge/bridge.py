@@ -191,7 +191,7 @@ class Bridge:
                 with half the messages). By default the bridge's.
             coalesce: give only the last of several changes of one document in a run. Use it for handlers that need only
                 the latest state.
-            delay: seconds or a `timedelta`, at most a day. A change runs no sooner than this long after its cluster time,
+            delay: seconds or a `timedelta`, at most a day. No change runs sooner than this long after its cluster time,
                 by MongoDB's clock. It may wait one second longer, because cluster times have whole seconds. With
                 `coalesce=True` a partition key, by default a document, runs when it has been quiet for this long. At
                 the latest ten delays after the first waiting change of a partition, all its due changes run. Snapshot

@@ -110,9 +110,9 @@ def _handlers(handlers: Sequence[HandlerStatus], *, everything: bool) -> Iterato
         more = number(len(handlers) - len(shown), "more handler", "more handlers")
         yield _line(f"and {more}. To see them, use --all", indent=4)
     for each in handlers:
-        if each.waiting is not None and (delay := each.waiting.delay) is not None:
-            wait = number(delay.partitions, "partition", "partitions")
-            yield _line(f"{each.name} waits for its delay: {wait}, the next at {moment(delay.next_at)}")
+        if each.delayed:
+            waits = number(each.delayed, "partition waits", "partitions wait")
+            yield _line(f"{each.name}: {waits} for its delay, until {moment(each.delayed_until)}")
     if inline := [each.name for each in handlers if each.commit == "inline"]:
         more = f" and {len(inline) - _ROWS} more" if len(inline) > _ROWS else ""
         yield _line(f"commit inline: {', '.join(inline[:_ROWS])}{more}")

@@ -24,9 +24,8 @@ def test_delayed_changes_survive_a_take_over_in_memory_and_stored(deployment: Ma
     listener, _ = chain.both()
     chain.write_many("delayed", ["a", "b", "c"], 2)
     wait_for(lambda: chain.state["partitions"].find_one({"stored.reason": "delayed"}), message="changes are stored")
-    (handler,) = wait_for(lambda: [each for each in chain.changes("status")["handlers"] if each["waiting"]])
-    assert handler["waiting"]["delay"]["partitions"] > 0
-    assert handler["state"] == "flowing"
+    (handler,) = wait_for(lambda: [each for each in chain.changes("status")["handlers"] if each["delayed"]])
+    assert (handler["state"], handler["delay_seconds"]) == ("flowing", SECONDS)
     assert chain.starts() == []
     chain.write_many("delayed", ["d", "e"], 2)
     listener.kill()

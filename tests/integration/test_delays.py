@@ -83,7 +83,7 @@ def test_rows_of_a_snapshot_and_replays_are_not_delayed(bridge: Bridge, orders: 
         orders.insert_one({"_id": 1})
         runner.deliver()
         assert seen == [], "it waits"
-        while (waiting := bridge.operations.read_status().handlers[0].waiting) is None:
+        while not (status := bridge.operations.read_status().handlers[0]).delayed:
             term.turn()
         del vars(term)["end_delays"]
         runner.deliver(raises=False)
@@ -92,8 +92,8 @@ def test_rows_of_a_snapshot_and_replays_are_not_delayed(bridge: Bridge, orders: 
         runner.snapshot("note")
         while len(seen) < 3:  # a listener looks for requests once a second
             runner.deliver()
-    assert waiting.delay is not None
-    assert waiting.delay.partitions == 1
+    assert (status.state, status.delayed, status.delay_seconds) == ("flowing", 1, 3600)
+    assert status.delayed_until is not None
     assert sorted(seen) == [("insert", False), ("insert", True), ("snapshot", False)]
 
 

@@ -55,7 +55,7 @@ def bill(self: Any, change: Change) -> ObjectId:
     return ObjectId()
 
 
-@late.on_changes("shop.carts", batch_size=100, coalesce=True)
+@late.on_changes("shop.carts", batch_size=100, coalesce=True, delay=timedelta(minutes=1))
 def count(changes: Changes) -> dict[str, int]:
     """A bulk handler."""
     for change in changes:

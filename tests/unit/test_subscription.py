@@ -236,11 +236,11 @@ def test_a_delayed_partition_is_next_when_its_change_is_due() -> None:
     one.ingest_item(change(2, 1))
     assert due(one) == []
     assert one.next_due() == NOW + 8
-    assert one.report_waiting() is not None
+    assert one.report_delayed() is not None
     one.observe(committed(0, 1, 1), NOW)
     assert one.partitions[0].delayed_until == 0
     assert [numbers(each) for each in due(one, NOW + 8)] == [[2]]
-    assert one.report_waiting() is None
+    assert one.report_delayed() is None
 
 
 def test_a_change_that_was_tried_does_not_wait_for_later_ones() -> None:

@@ -177,10 +177,10 @@ class Leader:
                 for each in subscriptions
                 if (found := each.feedback.report()) is not None
             ],
-            "waiting": [
+            "delayed": [
                 {"subscription": each.name, **found}
                 for each in subscriptions
-                if (found := each.report_waiting()) is not None
+                if (found := each.report_delayed()) is not None
             ],
             "held": [place for each in subscriptions if each.has_gap for place in each.list_held()],
         }

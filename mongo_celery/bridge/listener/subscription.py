@@ -415,13 +415,13 @@ class Subscription:
             return math.inf
         return min(each.next_time for each in self.candidates)
 
-    def report_waiting(self) -> dict[str, Any] | None:
-        """Return the number of partitions that wait for the delay, and the time of the next run. None without any."""
+    def report_delayed(self) -> dict[str, Any] | None:
+        """Return the number of partitions that wait for the delay, and the time of the first run. None without any."""
         times = [each.delayed_until for each in self.candidates if each.delayed_until and each.in_flight is None]
         if self.delay is None or not times:
             return None
-        next_at = datetime.fromtimestamp(round(self.delay.server_time(min(times))), UTC)
-        return {"delay": {"partitions": len(times), "nextAt": next_at}}
+        until = datetime.fromtimestamp(round(self.delay.server_time(min(times))), UTC)
+        return {"partitions": len(times), "until": until}
 
     def _dispatch(self, partition: Partition, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
         head, plan, index, first = changes[0], self.plan, partition.index, partition.image.committed + 1

@@ -214,27 +214,6 @@ class FeedbackStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DelayStatus:
-    """
-    Partitions whose next change waits for the `delay` of their handler.
-
-    Attributes:
-        partitions: number of partitions.
-        next_at: time at which the first of them is due.
-    """
-
-    partitions: int
-    next_at: datetime | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WaitingStatus:
-    """Changes that wait because the handler's options say so. `delay` is null if none waits for it."""
-
-    delay: DelayStatus | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerStatus:
     """
     One handler.
@@ -258,7 +237,8 @@ class HandlerStatus:
         repartitioning: present while new partitions are prepared.
         feedback: present if the handler seems to trigger itself.
         delay_seconds: longest time for which `delay` may keep a change.
-        waiting: changes that wait for an option of the handler.
+        delayed: number of partitions whose next change waits for `delay`.
+        delayed_until: time at which the first of them is due.
     """
 
     name: str
@@ -281,7 +261,8 @@ class HandlerStatus:
     repartitioning: RepartitioningStatus | None = None
     feedback: FeedbackStatus | None = None
     delay_seconds: float = 0.0
-    waiting: WaitingStatus | None = None
+    delayed: int = 0
+    delayed_until: datetime | None = None
     partitions: tuple[PartitionStatus, ...] = ()
 
     @property

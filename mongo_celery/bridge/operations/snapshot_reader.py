@@ -18,7 +18,6 @@ from mongo_celery.bridge.operations.bridge_snapshot import (
     BacklogStatus,
     BridgeSnapshot,
     ClaimStatus,
-    DelayStatus,
     FeedbackStatus,
     HandlerStatus,
     HistoryLoss,
@@ -32,7 +31,6 @@ from mongo_celery.bridge.operations.bridge_snapshot import (
     StoredChanges,
     Undeliverable,
     UnservedQueues,
-    WaitingStatus,
 )
 from mongo_celery.bridge.operations.broker_check import ask_servers
 from mongo_celery.bridge.operations.judgement import judge
@@ -203,6 +201,7 @@ def _shape_handler(facts: Facts, name: str, document: Mapping[str, Any], images:
     position, lost = parse_position(document), parse_lost_history(document)
     refused, stopped = facts.find_reported("refusedMatches", name), facts.find_reported("stopped", name)
     moving, fed_back = facts.find_reported("repartitioning", name), facts.find_reported("fedBack", name)
+    delayed = facts.find_reported("delayed", name)
     # A report describes only the handlers of its own term.
     is_led = mine is not None and document.get("term") == (facts.lease or {}).get("term") and not (refused or stopped)
     behind = 0 if _is_idle(report) and is_led and not lost else _age(position, facts.now)
@@ -248,17 +247,9 @@ def _shape_handler(facts: Facts, name: str, document: Mapping[str, Any], images:
         repartitioning=RepartitioningStatus(**_parse_reported(moving)) if moving else None,
         feedback=FeedbackStatus(**_parse_reported(fed_back)) if fed_back else None,
         delay_seconds=mine.longest_delay if mine is not None else 0.0,
-        waiting=_shape_waiting(facts.find_reported("waiting", name)),
+        delayed=delayed["partitions"] if delayed else 0,
+        delayed_until=to_time(delayed["until"]) if delayed else None,
         partitions=partitions,
-    )
-
-
-def _shape_waiting(reported: Mapping[str, Any] | None) -> WaitingStatus | None:
-    if reported is None:
-        return None
-    delay = reported.get("delay")
-    return WaitingStatus(
-        delay=DelayStatus(partitions=int(delay["partitions"]), next_at=to_time(delay["nextAt"])) if delay else None
     )
 
 
