@@ -25,10 +25,20 @@ def _effect(change: Change, fact: Fact) -> None:
 add_handler("delayed", _effect, delay=SECONDS)
 
 
-@bridge.on_changes(f"{DATA}.settled", delay=SECONDS, coalesce=True)
-def settled(changes: Changes) -> None:
-    """Note each change, again if it comes again."""
+def _note_calls(changes: Changes) -> None:
     for change in changes:
         note_time(change)
         found = {"key": change.document_key["_id"], "n": (change.full_document or {})["n"]}
-        bridge.client[DATA]["settled_calls"].insert_one(found)
+        bridge.client[DATA]["calls"].insert_one(found)
+
+
+@bridge.on_changes(f"{DATA}.settled", delay=SECONDS, coalesce=True)
+def settled(changes: Changes) -> None:
+    """Note each change, again if it comes again."""
+    _note_calls(changes)
+
+
+@bridge.on_changes(f"{DATA}.restless", delay=2, coalesce=True)
+def restless(changes: Changes) -> None:
+    """Do the same for documents that never become quiet."""
+    _note_calls(changes)
