@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple
 
@@ -60,7 +61,7 @@ class Scenarios(NamedTuple):
     """
 
     model: Model[Any, Any]
-    broken: type[StrEnum]
+    broken: Iterable[StrEnum]
     large: int
     sound: tuple[Sound[Any], ...]
     caught: tuple[Caught[Any], ...]

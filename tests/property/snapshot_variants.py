@@ -56,10 +56,12 @@ position" is all that an item's token needs before that: a real one, which lies 
 
 from __future__ import annotations
 
+from tests.property import bridge_model as bridge
 from tests.property.scenarios import Scenarios, Sound, caught, sound
-from tests.property.snapshot_model import AWAY, BACK, DROP, SNAPSHOT_MODEL, Broken, Fault, Late, World
+from tests.property.snapshot_oracles import SNAPSHOT_MODEL
+from tests.property.snapshot_world import AWAY, BACK, DROP, Broken, Fault, Late, World
 
-ANY_WRITE = frozenset(Late)
+ANY_WRITE = frozenset({*bridge.Late, *Late}) - {bridge.Late.CLEAR}
 
 
 def with_faults(world: World, name: str, *faults: Fault, budget: int = 1) -> World:

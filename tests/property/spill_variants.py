@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from tests.property import bridge_model as bridge
 from tests.property.scenarios import NARROWER, WIDER, Scenarios, caught, sound
 from tests.property.spill_model import SPILL_MODEL, Broken, Decision, Fault, Late, World
 
-ANY_WRITE = frozenset(Late)
-SWITCHING = frozenset({Late.SWITCH, Late.DISCARD})
-LATE_REMOVAL = frozenset({Late.REMOVE})
+SWITCHING = frozenset(Late)
+ANY_WRITE = SWITCHING | frozenset(bridge.Late)
+LATE_INSERT = frozenset({bridge.Late.INSERT})
+LATE_REMOVAL = frozenset({bridge.Late.REMOVE})
 HALT = frozenset({Fault.HALT})
 
 ONE = World("two changes", (0, 0), terms=1)
@@ -34,8 +36,8 @@ FULL_LARGE = World(
     "a full store, a halt and large changes", (0, 1, 1), terms=1, partitions=(2,), bound=1, faults=HALT, budget=1,
     large=True
 )  # fmt: skip
-LATE_MARK = World("a late mark", (0, 0), terms=1, late=frozenset({Late.MARK}), delays=1)
-LATE_CLEAR = World("a late clear", (0, 0), terms=1, late=frozenset({Late.CLEAR}), delays=1)
+LATE_MARK = World("a late mark", (0, 0), terms=1, late=frozenset({bridge.Late.MARK}), delays=1)
+LATE_CLEAR = World("a late clear", (0, 0), terms=1, late=frozenset({bridge.Late.CLEAR}), delays=1)
 STALE_READ = World("a stale read", (0, 0), terms=1, faults=frozenset({Fault.STALE_READ}), budget=1)
 ROLLBACK = World("a rollback of handled", (0, 0), terms=1, faults=frozenset({Fault.ROLLBACK}), budget=1)
 FULL_HALT = World(
@@ -69,8 +71,7 @@ SOUND = (
     sound(1_000, FULL_BACK),
     sound(6_000, FULL_HALT, terms=1),
     sound(20_000, HALTING, "two partitions, a halt", keys=(0, 1, 0), partitions=(2,)),
-    sound(15_000, HALTING, "a halt that stores its change, late", terms=2, storing=True, late=frozenset({Late.INSERT}),
-        delays=1),
+    sound(15_000, HALTING, "a halt that stores its change, late", terms=2, storing=True, late=LATE_INSERT, delays=1),
     sound(5_000, ROLLBACK, terms=2),
     sound(2_000, TWO_TERMS, "a stream that breaks", faults=frozenset({Fault.REOPEN}), budget=1),
     sound(1_000, BACK_LARGE),
@@ -105,7 +106,7 @@ SLOW = (
 
 
 CAUGHT = (
-    caught(Broken.MARK_BEFORE_INSERT, ONE, "P5"),
+    caught(bridge.Broken.MARK_BEFORE_INSERT, ONE, "P5"),
     caught(Broken.WATERMARK_BEFORE_MARK, ONE, "P5"),
     caught(Broken.TRUSTS_DOCUMENTS, BACK_LATE, "P5"),
     caught(Broken.TRUSTS_BARE_DOCUMENTS, TWO_TERMS, "P5"),
@@ -119,14 +120,14 @@ CAUGHT = (
     caught(Broken.RUNS_BEFORE_STORED_AGAIN, MATCHES_MORE, "P1"),
     caught(Broken.RUNS_BEFORE_STORED_AGAIN, BACK_LATE, "P13", watched="P13"),
     caught(Broken.BOUND_REFUSES_LARGE, FULL_LARGE, "P12"),
-    caught(Broken.DUPLICATE_DOES_NOTHING, BACK_LATE, "P5"),
-    caught(Broken.DUPLICATE_DOES_NOTHING, BACK_LARGE, "P13", watched="P13"),
-    caught(Broken.MARK_IGNORES_GROWTH, LATE_MARK, "P5"),
-    caught(Broken.CLEAR_IGNORES_MARK, LATE_CLEAR, "P5"),
+    caught(bridge.Broken.DUPLICATE_DOES_NOTHING, BACK_LATE, "P5"),
+    caught(bridge.Broken.DUPLICATE_DOES_NOTHING, BACK_LARGE, "P13", watched="P13"),
+    caught(bridge.Broken.MARK_IGNORES_GROWTH, LATE_MARK, "P5"),
+    caught(bridge.Broken.CLEAR_IGNORES_MARK, LATE_CLEAR, "P5"),
     caught(Broken.NONE_LEFT_CLEARS, STALE_READ, "P5"),
-    caught(Broken.REMOVAL_IGNORES_TERM, BACK_LATE, "P5"),
-    caught(Broken.REMOVAL_UP_TO_HANDLED, ROLLBACK, "P5"),
-    caught(Broken.REMOVAL_FOLLOWS_MARK, TWO_TERMS, "P12"),
+    caught(bridge.Broken.REMOVAL_IGNORES_TERM, BACK_LATE, "P5"),
+    caught(bridge.Broken.REMOVAL_UP_TO_HANDLED, ROLLBACK, "P5"),
+    caught(bridge.Broken.REMOVAL_FOLLOWS_MARK, TWO_TERMS, "P12"),
     caught(Broken.BOUND_REFUSES_AGAIN, FULL_BACK, "P12"),
     caught(Broken.DECISION_RUNS_ALL, ROLLED_MORE, "P5"),
     caught(Broken.DECISION_TRUSTS_DOCUMENTS, BACK_LATE_LOST, "P5"),
@@ -143,4 +144,6 @@ CAUGHT = (
     caught(Broken.FORMER_STAY, MERGED, "P12"),
 )
 
-SPILL = Scenarios(model=SPILL_MODEL, broken=Broken, large=6_000, sound=SOUND, caught=CAUGHT, slow=SLOW)
+SPILL = Scenarios(
+    model=SPILL_MODEL, broken=(*bridge.Broken, *Broken), large=6_000, sound=SOUND, caught=CAUGHT, slow=SLOW
+)
