@@ -36,8 +36,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from tests.property import exploration
-from tests.property.bridge_model import can, counted, spent
 from tests.property.exploration import Model, Step
+from tests.property.stores import can, counted, spent
 
 KEPT_FREE = 8
 """Fencing tokens for the replays of a letter; more than any scenario uses."""

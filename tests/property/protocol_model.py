@@ -39,8 +39,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from tests.property import exploration
-from tests.property.bridge_model import can, counted, spent, with_partition
 from tests.property.exploration import Model, Step, changed, gone_back, passed, put
+from tests.property.stores import can, counted, spent, with_partition
 
 MARK = -1
 """In a stream: a post-batch token instead of a change."""

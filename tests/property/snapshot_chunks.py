@@ -26,7 +26,6 @@ update that changes nothing writes no entry, and a cursor whose answer was lost 
 
 from __future__ import annotations
 
-from tests.property.bridge_model import can, spent, with_listener, write
 from tests.property.exploration import Step
 from tests.property.snapshot_state import (
     START,
@@ -51,6 +50,7 @@ from tests.property.snapshot_state import (
     with_record,
 )
 from tests.property.snapshot_world import Broken, Fault, Late, Progress, World
+from tests.property.stores import can, spent, with_listener, write
 
 # --- from a begin to L --------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """A snapshot beside the stream as a finite machine: its state, and what a scenario fixes.
 
-An extension of ``bridge_model``, with the conventions of ``protocol_model``: time is absent, a message that was sent
+An extension of ``stores``, with the conventions of ``protocol_model``: time is absent, a message that was sent
 stays deliverable, and nothing is imported from the package. What is new here:
 
 - *The oplog grows*. Somebody writes to the source while everything else continues, and every ``begin`` and ``pass`` of
@@ -20,22 +20,7 @@ Read ``snapshot_world`` (scenarios) and ``snapshot_state`` (what is stored and k
 
 from __future__ import annotations
 
-from tests.property import bridge_model as bridge
-from tests.property.bridge_model import (
-    Claim,
-    Message,
-    Partition,
-    Write,
-    acquire,
-    can,
-    counted,
-    land,
-    spent,
-    stored,
-    with_listener,
-    with_partition,
-    write,
-)
+from tests.property import stores
 from tests.property.exploration import Step, put
 from tests.property.snapshot_chunks import (
     answer,
@@ -70,6 +55,21 @@ from tests.property.snapshot_state import (
     with_record,
 )
 from tests.property.snapshot_world import AWAY, BACK, DROP, MARK, Broken, Fault, Progress, World
+from tests.property.stores import (
+    Claim,
+    Message,
+    Partition,
+    Write,
+    acquire,
+    can,
+    counted,
+    land,
+    spent,
+    stored,
+    with_listener,
+    with_partition,
+    write,
+)
 
 # --- terms --------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ def store_watermark(world: World, state: State, listener: Listener) -> Steps:
     if world.broken is Broken.WATERMARK_AT_ITEM:
         place = max([Token(place.time - 1), *(each.token for each in state.partitions if each.token < place)])
     if place > state.watermark >= START:
-        one = Write(bridge.Late.WATERMARK, listener.term, place=place)
+        one = Write(stores.Late.WATERMARK, listener.term, place=place)
         yield from write(world, state, [one], landed(world, state, one))
 
 
@@ -201,13 +201,13 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
     items = unstored(state, listener, index)
     if items and (world.spills or state.partitions[index].has_stored):
         urgent = not has_room(world, state, listener, 1)
-        yield from bridge.insert(world, state, listener, index, items, urgent=urgent)
+        yield from stores.insert(world, state, listener, index, items, urgent=urgent)
 
 
 def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
     """What this term has inserted is marked."""
     place = max((each.token for each in listener.buffers[index] if each.token <= listener.stored[index]), default=START)
-    yield from bridge.mark(world, state, listener, index, place)
+    yield from stores.mark(world, state, listener, index, place)
 
 
 def remove(world: World, state: State, listener: Listener, index: int) -> Steps:
@@ -215,7 +215,7 @@ def remove(world: World, state: State, listener: Listener, index: int) -> Steps:
     up_to = state.partitions[index].token
     if world.broken is Broken.TOKEN_OF_NEXT and up_to.number == -100 and stored(state, index, START, up_to):
         up_to = up_to._replace(number=-1)
-    yield from bridge.remove(world, state, listener, index, up_to)
+    yield from stores.remove(world, state, listener, index, up_to)
 
 
 def next_item(world: World, state: State, listener: Listener, index: int) -> Item | None:
@@ -243,7 +243,7 @@ def dispatch(world: World, state: State, listener: Listener, index: int) -> Step
     partition = state.partitions[index]
     item = next_item(world, state, listener, index)
     if item is not None and partition.head is None:
-        yield from bridge.dispatch(state, Message(index, listener.term, partition.token, item))
+        yield from stores.dispatch(state, Message(index, listener.term, partition.token, item))
 
 
 # --- executions ---------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def dispatch(world: World, state: State, listener: Listener, index: int) -> Step
 
 def deliver(world: World, state: State) -> Steps:
     """A worker gets a message, for the first time or again, and claims; without a match it drops it."""
-    for message, partition in bridge.claimable(state):
+    for message, partition in stores.claimable(state):
         item = message.item
         starts = counted(state.starts, item.key) if item.token.number else state.starts
         after = with_partition(state, message.partition, partition._replace(claim=Claim(item)))._replace(starts=starts)
@@ -273,18 +273,18 @@ def execute(world: World, state: State, index: int) -> Steps:
         return
     item = claim.item
     done = copied(state, item) if world.transactional else state
-    yield Step("commit", item, fair=claim.live), bridge.ended(done, index, item)
+    yield Step("commit", item, fair=claim.live), stores.ended(done, index, item)
     if claim.handled:
-        yield Step("rollback", item, fair=False), bridge.with_claim(state, index, handled=False, live=False)
+        yield Step("rollback", item, fair=False), stores.with_claim(state, index, handled=False, live=False)
     if claim.handled or not claim.live:
         return
     if can(world, state, Fault.ROLLBACK):
-        seen = bridge.with_claim(state, index, handled=True)
+        seen = stores.with_claim(state, index, handled=True)
         yield Step("commit, not in the majority", item, fair=False), spent(seen)
     if can(world, state, Fault.LAPSE):
-        yield Step("lapse", item, fair=False), spent(bridge.with_claim(state, index, live=False))
+        yield Step("lapse", item, fair=False), spent(stores.with_claim(state, index, live=False))
     if can(world, state, Fault.HALT):
-        yield Step("halt", item, fair=False), spent(bridge.halted(state, index, item))
+        yield Step("halt", item, fair=False), spent(stores.halted(state, index, item))
     if can(world, state, Fault.LETTER):
         yield Step("dead letter", item, fair=False), set_aside(world, spent(state), index, item)
 
@@ -293,7 +293,7 @@ def set_aside(world: World, state: State, index: int, item: Item) -> State:
     """Return the state with a dead letter in place of what a partition ran or stood at."""
     by_key = item.token.number and world.broken is not Broken.LETTER_BY_TOKEN
     letter = (item.key, None if by_key else item.token)
-    return bridge.ended(state._replace(letters=state.letters | {letter}), index, item)
+    return stores.ended(state._replace(letters=state.letters | {letter}), index, item)
 
 
 # --- what may go wrong, and persons -------------------------------------------------------------------------
@@ -400,7 +400,7 @@ def led(world: World, state: State, listener: Listener) -> Steps:
         if partition.epoch == listener.term:
             yield from insert(world, state, listener, index)
             yield from mark(world, state, listener, index)
-            yield from bridge.clear(world, state, listener, index)
+            yield from stores.clear(world, state, listener, index)
             yield from remove(world, state, listener, index)
             yield from dispatch(world, state, listener, index)
 
@@ -437,7 +437,7 @@ def all_steps(world: World, state: State) -> Steps:
 def plain(world: World, state: State) -> State:
     """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
     listeners = tuple(trimmed(world, state, each) for each in state.listeners if may_act(world, state, each))
-    messages = frozenset(each for each in state.messages if bridge.may_claim(state, each))
+    messages = frozenset(each for each in state.messages if stores.may_claim(state, each))
     writes = frozenset(each for each in state.writes if may_land(world, state, each))
     return state._replace(listeners=listeners, messages=messages, writes=writes)
 
@@ -472,4 +472,4 @@ def may_land(world: World, state: State, one: Write | RecordWrite) -> bool:
     """Tell whether the guard of a write may still match."""
     if isinstance(one, RecordWrite):
         return world.broken in ZOMBIES or one.term == state.records[one.snapshot].epoch
-    return bridge.may_land(state, one)
+    return stores.may_land(state, one)

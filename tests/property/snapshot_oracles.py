@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.property import bridge_model as bridge
-from tests.property import exploration
-from tests.property.bridge_model import stored
+from tests.property import exploration, stores
 from tests.property.exploration import Model, changed
 from tests.property.snapshot_model import steps
 from tests.property.snapshot_state import (
@@ -24,6 +22,7 @@ from tests.property.snapshot_state import (
     value_at,
 )
 from tests.property.snapshot_world import AWAY, DROP, Progress, World
+from tests.property.stores import stored
 
 Move = exploration.Move[World, State]
 
@@ -199,7 +198,7 @@ SNAPSHOT_MODEL = Model(
     oracles={
         "P1": (no_loss, nothing_missed),
         "P2": (order,),
-        "P4": (bridge.never_back, records_never_back),
+        "P4": (stores.never_back, records_never_back),
         "P5": (cursor,),
         "P6": (bounded_duplicates,),
         "P12": (bounded_memory, bounded_scan),

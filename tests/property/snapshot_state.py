@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from tests.property import bridge_model as bridge
-from tests.property.bridge_model import Document, Message, Partition, Write, in_office
+from tests.property import stores
 from tests.property.exploration import Step, put
 from tests.property.snapshot_world import AWAY, BACK, DROP, MARK, Broken, Fault, Late, Progress, World
+from tests.property.stores import Document, Message, Partition, Write, in_office
 
 
 class Token(NamedTuple):
@@ -261,10 +261,10 @@ def landed(world: World, state: State, one: Write | RecordWrite) -> State:
     """Return the state after a write, which its own guard may have refused."""
     if isinstance(one, RecordWrite):
         return recorded(world, state, one)
-    if one.kind is bridge.Late.WATERMARK:
+    if one.kind is stores.Late.WATERMARK:
         matches = state.epoch == one.term and one.place > state.watermark
         return state._replace(watermark=one.place) if matches else state
-    return bridge.landed(world, state, one)
+    return stores.landed(world, state, one)
 
 
 def recorded(world: World, state: State, one: RecordWrite) -> State:

@@ -1,6 +1,6 @@
 """Spill and repartitioning as a finite machine: its state, and what a scenario fixes.
 
-An extension of ``bridge_model``, with the conventions of ``protocol_model``: time is absent, a message that was sent
+An extension of ``stores``, with the conventions of ``protocol_model``: time is absent, a message that was sent
 stays deliverable, tokens are positions in the stream from 1, and nothing is imported from the package. What is new:
 
 - *A stored change travels by reference*: its message has no bytes, and its execution reads them under its claim.
@@ -21,9 +21,9 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from tests.property import bridge_model as bridge
-from tests.property import exploration
-from tests.property.bridge_model import (
+from tests.property import exploration, stores
+from tests.property.exploration import Model, Step, passed, put
+from tests.property.stores import (
     Claim,
     Document,
     Message,
@@ -41,11 +41,10 @@ from tests.property.bridge_model import (
     with_partition,
     write,
 )
-from tests.property.exploration import Model, Step, passed, put
 
 
 class Broken(StrEnum):
-    """One rule of spill left out or replaced by the simpler one; those of stored changes are in ``bridge_model``."""
+    """One rule of spill left out or replaced by the simpler one; those of stored changes are in ``stores``."""
 
     WATERMARK_BEFORE_MARK = "a change is complete when it is inserted, before the mark"
     TRUSTS_DOCUMENTS = "a take-over counts documents under the mark, whoever has inserted them"
@@ -137,7 +136,7 @@ class World(NamedTuple):
     large: bool = False
     buffer: int = 0
     bound: int = 0
-    broken: StrEnum = bridge.Broken.NOTHING
+    broken: StrEnum = stores.Broken.NOTHING
 
     def matched(self, config: int, token: int) -> bool:
         """Tell whether a configuration's handler wants the change at a position."""
@@ -241,12 +240,12 @@ def partition_of(state: State, world: World, token: int) -> int:
 
 def landed(world: World, state: State, one: Write) -> State:
     """Return the state after a write, which its own guard may have refused."""
-    if one.kind is bridge.Late.WATERMARK:
+    if one.kind is stores.Late.WATERMARK:
         matches = state.epoch == one.term and one.place > state.watermark
         return passed_over(world, state, one) if matches else state
     if one.kind in {Late.SWITCH, Late.DISCARD}:
         return switched(world, state, one) if one.kind is Late.SWITCH else discarded(world, state, one)
-    return bridge.landed(world, state, one)
+    return stores.landed(world, state, one)
 
 
 def passed_over(world: World, state: State, one: Write) -> State:
@@ -398,7 +397,7 @@ def moved(world: World, state: State, index: int, change: Change) -> State:
         if partition_of(state, world, each) == index and not world.matched(change.config, each)
     )
     after = state._replace(done=state.done | {change.token}, excused=state.excused | passed)
-    return bridge.ended(after, index, change)
+    return stores.ended(after, index, change)
 
 
 # --- reading and storing ------------------------------------------------------------------------------------
@@ -416,7 +415,7 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
     tokens = with_room(world, state, index, unstored(world, state, listener, index))
     if tokens:
         urgent = is_full(world, state, listener) or world.large
-        yield from bridge.insert(world, state, listener, index, [Change(each) for each in tokens], urgent=urgent)
+        yield from stores.insert(world, state, listener, index, [Change(each) for each in tokens], urgent=urgent)
 
 
 def is_full(world: World, state: State, listener: Listener) -> bool:
@@ -448,7 +447,7 @@ def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
     """What this term has inserted is marked."""
     read = read_changes(world, state, listener, index, state.partitions[index].token)
     place = max((token for token in read if token <= listener.stored[index]), default=0)
-    yield from bridge.mark(world, state, listener, index, place)
+    yield from stores.mark(world, state, listener, index, place)
 
 
 def store_watermark(world: World, state: State, listener: Listener) -> Steps:
@@ -456,18 +455,18 @@ def store_watermark(world: World, state: State, listener: Listener) -> Steps:
     window = range(listener.opened + 1, listener.cursor + 1)
     place = next((token - 1 for token in window if not is_complete(world, state, listener, token)), listener.cursor)
     if place > state.watermark:
-        one = Write(bridge.Late.WATERMARK, listener.term, place=place)
+        one = Write(stores.Late.WATERMARK, listener.term, place=place)
         yield from write(world, state, [one], landed(world, state, one))
 
 
 def clear(world: World, state: State, listener: Listener, index: int) -> Steps:
     """The mark goes when the position has reached it, and never because none is found."""
-    yield from bridge.clear(world, state, listener, index)
+    yield from stores.clear(world, state, listener, index)
     partition = state.partitions[index]
     if partition.has_stored and can(world, state, Fault.STALE_READ):
         after = spent(state)
         if world.broken is Broken.NONE_LEFT_CLEARS:
-            after = with_partition(after, index, bridge.without_mark(partition))
+            after = with_partition(after, index, stores.without_mark(partition))
         yield Step("stale read", fair=False), after
 
 
@@ -502,7 +501,7 @@ def dispatch(world: World, state: State, listener: Listener, index: int) -> Step
     if token is None or partition.head is not None or (world.large and not is_stored):
         return
     change = Change(token, listener.config)
-    yield from bridge.dispatch(state, Message(index, listener.term, partition.token, change, is_stored))
+    yield from stores.dispatch(state, Message(index, listener.term, partition.token, change, is_stored))
 
 
 # --- repartitioning ---------------------------------------------------------------------------------------
@@ -550,7 +549,7 @@ def discard(world: World, state: State, listener: Listener) -> Steps:
 
 def deliver(world: World, state: State) -> Steps:
     """A worker gets a message, for the first time or again, and claims; without a match it drops it."""
-    for message, partition in bridge.claimable(state):
+    for message, partition in stores.claimable(state):
         token, config, _ = message.item
         owed = min(state.watermark, token) if world.matches else 0
         claim = Claim(message.item._replace(owed=owed), message.term)
@@ -569,25 +568,25 @@ def execute(world: World, state: State, index: int) -> Steps:
     if claim.handled:
         yield Step("commit", claim), committed(world, state, index)
         if can(world, state, Fault.ROLLBACK):
-            lost = bridge.with_claim(state, index, handled=False, live=False)
+            lost = stores.with_claim(state, index, handled=False, live=False)
             yield Step("rollback", claim, fair=False), spent(justify(lost, token))
         return
-    done = bridge.with_claim(state, index, handled=True)
+    done = stores.with_claim(state, index, handled=True)
     if Fault.ROLLBACK not in world.faults:  # one step for two that nothing can part
         done = committed(world, done, index)
     yield Step("handled", claim, fair=claim.live), done
     if claim.live and can(world, state, Fault.LAPSE):
-        lapsed = bridge.with_claim(state, index, live=False)
+        lapsed = stores.with_claim(state, index, live=False)
         yield Step("lapse", claim, fair=False), spent(justify(lapsed, token))
     if can(world, state, Fault.HALT):
-        yield from halt(world, bridge.halted(spent(state), index, claim.item), claim, index)
+        yield from halt(world, stores.halted(spent(state), index, claim.item), claim, index)
 
 
 def halt(world: World, halted: State, claim: Claim, index: int) -> Steps:
     """The partition halts at a change, which its execution may have stored before, unmarked."""
-    one = Write(bridge.Late.INSERT, claim.term, halted.generation, index, item=Change(claim.item.token))
+    one = Write(stores.Late.INSERT, claim.term, halted.generation, index, item=Change(claim.item.token))
     yield Step("halt", claim, fair=False), landed(world, halted, one) if world.storing else halted
-    if world.storing and bridge.Late.INSERT in world.late and halted.delays:
+    if world.storing and stores.Late.INSERT in world.late and halted.delays:
         sent = halted._replace(delays=halted.delays - 1, writes=halted.writes | {one})
         yield Step("halt, late", claim, fair=False), sent
 
@@ -644,10 +643,10 @@ def secured(world: World, state: State, listener: Listener, index: int, place: i
     changes = stored(state, index, partition.token, partition.spilled)
     if world.broken is not Broken.DECISION_TRUSTS_DOCUMENTS:
         for each in changes:
-            one = Write(bridge.Late.INSERT, listener.term, state.generation, index, item=each)
+            one = Write(stores.Late.INSERT, listener.term, state.generation, index, item=each)
             state = landed(world, state, one)
     if not changes and partition.spilled <= place and world.broken is not Broken.DECISION_KEEPS_MARK:
-        return with_partition(state, index, bridge.without_mark(partition))
+        return with_partition(state, index, stores.without_mark(partition))
     return state
 
 
@@ -832,7 +831,7 @@ def led(world: World, state: State, listener: Listener) -> Steps:
             yield from insert(world, state, listener, index)
             yield from mark(world, state, listener, index)
             yield from clear(world, state, listener, index)
-            yield from bridge.remove(world, state, listener, index, partition.token)
+            yield from stores.remove(world, state, listener, index, partition.token)
             yield from dispatch(world, state, listener, index)
 
 
@@ -863,7 +862,7 @@ def all_steps(world: World, state: State) -> Steps:
 def plain(world: World, state: State) -> State:
     """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
     listeners = tuple(each for each in state.listeners if may_act(state, each))
-    messages = frozenset(each for each in state.messages if bridge.may_claim(state, each))
+    messages = frozenset(each for each in state.messages if stores.may_claim(state, each))
     writes = frozenset(each for each in state.writes if may_land(world, state, each))
     return state._replace(listeners=listeners, messages=messages, writes=writes)
 
@@ -873,7 +872,7 @@ def may_land(world: World, state: State, one: Write) -> bool:
     if one.kind is Late.SWITCH:
         mine = one.term == state.epoch or world.broken is Broken.SWITCH_IGNORES_TERM
         return mine and one.generation == state.generation
-    return bridge.may_land(state, one)
+    return stores.may_land(state, one)
 
 
 def may_act(state: State, listener: Listener) -> bool:
@@ -889,7 +888,7 @@ SPILL_MODEL = Model(
     oracles={
         "P1": (no_loss,),
         "P2": (order,),
-        "P4": (bridge.never_back, rewind_goes_back),
+        "P4": (stores.never_back, rewind_goes_back),
         "P5": (prefix,),
         "P6": (bounded_duplicates,),
         "P13": (bytes_at_hand,),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.property import bridge_model, park_model, protocol_model, spill_model
+from tests.property import park_model, protocol_model, spill_model, stores
 from tests.property.exploration import Model, Move
 from tests.property.park_model import PARK_MODEL
 from tests.property.park_variants import LAPSING as LAPSING_REPLAY
@@ -144,7 +144,7 @@ def judge_moves(name: str, taken: set[str]) -> Model[Any, Any]:
 
 _RUNS = TWO_TERMS._replace(name="a run of two changes", runs=True, terms=1)
 _FAULTS = frozenset(protocol_model.Fault) - {protocol_model.Fault.ROLLBACK, protocol_model.Fault.LOCK}
-_LATE = frozenset({*bridge_model.Late, *spill_model.Late})
+_LATE = frozenset({*stores.Late, *spill_model.Late})
 _SOUND: dict[str, list[Any]] = {
     "protocol": [
         TWO_TERMS,
@@ -169,9 +169,9 @@ _BROKEN = [
     ("protocol", LOCKED, protocol_model.Broken.WATERMARK_PASSES_LOCKED),
     ("protocol", TWO_TERMS._replace(stream=(0, 1)), protocol_model.Broken.WATERMARK_IS_MAXIMUM),
     ("protocol", KEPT, protocol_model.Broken.REWIND_COUNTS_ALONE),
-    ("spill", ONE, bridge_model.Broken.MARK_BEFORE_INSERT),
+    ("spill", ONE, stores.Broken.MARK_BEFORE_INSERT),
     ("spill", ONE, spill_model.Broken.WATERMARK_BEFORE_MARK),
-    ("spill", LATE_MARK, bridge_model.Broken.MARK_IGNORES_GROWTH),
+    ("spill", LATE_MARK, stores.Broken.MARK_IGNORES_GROWTH),
     ("park", PARKED_KEY, park_model.Broken.LETTER_LATER),
     ("park", PARKED_KEY, park_model.Broken.PARKED_LATER),
 ]
