@@ -25,7 +25,7 @@ from mongo_celery.embedded import MongoServer
 from mongo_celery.embedded.processes import polls
 from tests.chaos.facts import Step
 from tests.chaos.setting import BRIDGE, CLAIM_TTL, DISPATCH_GRACE, FLOWS, HOT, LEASE_TTL, LISTENER, STATE, WORKER
-from tests.chaos.world import Role, World, signal_all
+from tests.chaos.world import World, signal_all
 from tests.fixtures.election import Elections
 from tests.fixtures.proxy import Proxy
 
