@@ -28,6 +28,7 @@ from tests.chaos.setting import BRIDGE, CLAIM_TTL, DISPATCH_GRACE, FLOWS, HOT, L
 from tests.chaos.world import World, signal_all
 from tests.fixtures.election import Elections
 from tests.fixtures.proxy import Proxy
+from tests.rig.keeper import Role
 
 _SWEEP = 1.0
 _LOST_MESSAGE = DISPATCH_GRACE + 2 * _SWEEP
