@@ -303,7 +303,7 @@ def _snapshot(world: World, step: Step) -> Doing:
     key = "$documentKey._id"
     own = {"$and": [{"$gte": [key, f"{name}-"]}, {"$lt": [key, f"{name}."]}]}
     match = json.dumps({"$or": [{"$eq": [key, HOT]}, own]})
-    world.command("snapshot", name, "--yes", "--match", match, *rate).wait()
+    world.command("snapshot", "start", name, "--yes", "--match", match, *rate)
     yield
     mine = {"_id": {"$gte": f"{BRIDGE}/{name}/", "$lt": f"{BRIDGE}/{name}0"}, "state": "running"}
     for _ in polls(_SNAPSHOT_SECONDS):

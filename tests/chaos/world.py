@@ -109,11 +109,14 @@ class World:
         }
 
     def command(self, *arguments: str) -> ProjectProcess:
-        """Start one of the commands on changes, as a person would; it reaches the servers directly."""
+        """Run one of the commands on changes to its end, as a person would; it reaches the servers directly."""
         direct = {"CHAOS_MONGO": self.replica_set.url, "CHAOS_BROKER": self.redis.url}
-        return self.processes.celery(
+        done = self.processes.celery(
             APP, "changes", *arguments, name="command", environment={**self.environment("command"), **direct}
         )
+        done.wait()
+        assert "Usage: " not in done.text, f"there is no such command: {done.text}"
+        return done
 
     def broker(self) -> Any:
         """A client of Redis itself; use it in a `with`."""
