@@ -193,9 +193,10 @@ class Bridge:
                 the latest state.
             delay: seconds or a `timedelta`, at most a day. No change runs sooner than this long after its cluster time,
                 by MongoDB's clock. It may wait one second longer, because cluster times have whole seconds. With
-                `coalesce=True` a partition key, by default a document, runs when it has been quiet for this long. At
-                the latest ten delays after the first waiting change of a partition, all its due changes run. Snapshot
-                rows and replayed dead letters are due immediately, and a retry has its own countdown.
+                `coalesce=True` a partition key, by default a document, runs when it has been quiet for this long. After
+                two delays, the overlapping bursts of a partition may be split into two runs. After ten delays, all its
+                due changes run. Snapshot rows and replayed dead letters are due immediately, and a retry has its own
+                countdown.
             bookkeeping: also give the handler the fields that this package keeps in documents: entries of an outbox,
                 locks, markers of a transaction, stamps of fenced writes. It then gets updates that change only these
                 fields, and the package's collections in a database that is watched as a whole.

@@ -32,6 +32,8 @@ _QUEUES = 4  # a worker's work for one message grows with the number of its queu
 _DAY = 86_400
 LONGEST_BURST = 10
 """Delays after the first change of a burst, after which it is handled although its key is not quiet."""
+SPLIT_BURST = 2
+"""Delays after the first change of a partition, after which quiet keys need not be in one run."""
 
 _TOKEN_DATA = re.compile(r"82(?:[0-9A-Fa-f]{2}){8,}")  # a key string that begins with a Timestamp
 

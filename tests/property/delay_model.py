@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from itertools import takewhile
 from typing import NamedTuple
 
 from tests.property import exploration
@@ -37,6 +38,8 @@ class Broken(StrEnum):
     QUIET_AHEAD = "a quiet key runs before a change that waits in front of it"
     UNREAD_IS_QUIET = "a key is quiet although later changes may be unread"
     TAIL_STAYS = "what waits beside stored changes is not stored"
+    SPLIT_SOON = "a burst is split as soon as its key is quiet"
+    NO_SPLIT = "a quiet key waits for all that overlap with it"
     NO_BOUND = "a key that never becomes quiet waits for ever"
     WAIT_FORGOTTEN = "a change that waits is not looked at again"
 
@@ -47,7 +50,8 @@ class World(NamedTuple):
     Args:
         name: A sentence for reports.
         changes: Time and key of each change, in the order of the stream.
-        delay: How long a change waits; ``longest``: how many delays a burst may take.
+        delay: How long a change waits; ``longest``: how many delays a burst may take; ``split``: how many, until it
+            may be in two runs if its key is quiet.
         coalesces: Whether keys must be quiet.
         length: How many changes a run may have.
         terms: How often another listener may take over; ``crashes``: how often a worker may die.
@@ -58,6 +62,7 @@ class World(NamedTuple):
     name: str
     changes: tuple[tuple[int, int], ...]
     delay: int = 2
+    split: int = 2
     longest: int = 3
     coalesces: bool = True
     length: int = 4
@@ -136,9 +141,7 @@ def next_run(world: World, state: State) -> Run | None:
         return None
     if not world.coalesces:
         return Run(tuple(known if broken is Broken.RUN_NOT_CUT else due), due[-1])
-    if broken is Broken.FIRST_DECIDES or (
-        broken is not Broken.NO_BOUND and world.time(first) + world.longest * world.delay <= now
-    ):
+    if broken is Broken.FIRST_DECIDES or (broken is not Broken.NO_BOUND and waited(world, state, world.longest, now)):
         return coalesced(world, state, due[-1])
     last = {world.key(each): each for each in known}
     if broken is Broken.LATER_OUTSIDE:
@@ -147,7 +150,15 @@ def next_run(world: World, state: State) -> Run | None:
     if broken is Broken.QUIET_AHEAD and not quiet:
         ahead = tuple(each for each in due if last[world.key(each)] == each and each not in state.handled)
         return Run(ahead, state.committed) if ahead else None
+    may_split = waited(world, state, world.split, now) and broken is not Broken.NO_SPLIT
+    if not quiet and (may_split or broken is Broken.SPLIT_SOON):
+        quiet = [*takewhile(lambda each: last[world.key(each)] <= due[-1], due)]
     return coalesced(world, state, quiet[-1]) if quiet else None
+
+
+def waited(world: World, state: State, delays: int, now: int) -> bool:
+    """Tell whether the next change has waited for so many delays."""
+    return world.time(state.committed + 1) + delays * world.delay <= now
 
 
 def coalesced(world: World, state: State, last: int) -> Run:
@@ -258,12 +269,11 @@ def once(move: exploration.Move[World, State]) -> Iterator[str]:
     run = move.step.who if move.step.kind == "dispatch" else None
     if not isinstance(run, Run) or not world.coalesces:
         return
-    first = state.committed + 1
-    is_long = world.time(first) + world.longest * world.delay <= state.now
     last = min(happened(world, state.now), state.committed + world.length)
     for number in run.given:
         burst = [each for each in range(number + 1, last + 1) if world.key(each) == world.key(number)]
-        if burst and not is_long:
+        is_quiet = not burst or world.time(burst[-1]) + world.delay <= state.now
+        if burst and not waited(world, state, world.split if is_quiet else world.longest, state.now):
             yield f"change {number} was sent although {burst[0]} has happened"
 
 
@@ -280,8 +290,11 @@ def bounded(move: exploration.Move[World, State]) -> Iterator[str]:
     world, state = move.world, move.before
     if move.step.kind != "tick" or state.run or not state.committed < state.cursor == happened(world, state.now):
         return
-    delays = world.longest if world.coalesces else 1
-    if world.time(state.committed + 1) + delays * world.delay <= state.now:
+    first = state.committed + 1
+    known = range(first, min(state.cursor, state.committed + world.length) + 1)
+    last = max(each for each in known if world.key(each) == world.key(first))
+    is_quiet = world.time(last) + world.delay <= state.now
+    if waited(world, state, (world.split if is_quiet else world.longest) if world.coalesces else 1, state.now):
         yield f"change {state.committed + 1} still waits at {state.now}"
 
 

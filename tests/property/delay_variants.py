@@ -9,6 +9,8 @@ PLAIN = World("three changes, without coalescing", ((0, 0), (1, 1), (1, 0)), coa
 BURST = World("a burst", ((0, 0), (1, 0)))
 TWO = World("two keys, bursts that overlap", ((0, 0), (1, 1), (1, 0), (2, 1)))
 BESIDE = World("a quiet key behind a busy one", ((0, 0), (0, 1), (2, 0)))
+CHAIN = World("overlapping bursts", ((0, 0), (1, 1), (2, 0), (2, 2), (3, 1), (4, 2), (5, 1)), length=9)
+PAIR = World("a burst inside of another", ((0, 0), (1, 1), (1, 0), (4, 1)), delay=3)
 LONG = World("a key that never becomes quiet", tuple((time, 0) for time in range(10)), length=20)
 STORED = BURST._replace(name="a burst, stored", stores=True)
 
@@ -18,6 +20,7 @@ SOUND = (
     sound(80, BURST),
     sound(5_000, TWO, "overlapping bursts, stored, a take-over, two crashes", stores=True, terms=1, crashes=2),
     sound(2_000, BESIDE, "a busy key, stored, two take-overs", stores=True, terms=2),
+    sound(1_000, CHAIN, "overlapping bursts, a take-over", terms=1),
     sound(1_000, LONG),
     sound(1_000, LONG, "runs that are shorter than a burst, a take-over", changes=LONG.changes[:6], length=2, terms=1),
 )
@@ -30,6 +33,8 @@ CAUGHT = (
     caught(Broken.QUIET_AHEAD, BESIDE, "P2", watched="P2"),
     caught(Broken.UNREAD_IS_QUIET, BURST, "P6"),
     caught(Broken.TAIL_STAYS, STORED, "P6"),
+    caught(Broken.SPLIT_SOON, PAIR, "P6"),
+    caught(Broken.NO_SPLIT, CHAIN, "P17"),
     caught(Broken.NO_BOUND, LONG, "P17"),
     caught(Broken.WAIT_FORGOTTEN, PLAIN, "P12"),
 )

@@ -7,7 +7,7 @@ from bson import Timestamp
 
 from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.listener.delay import Delay
-from mongo_celery.bridge.options import LONGEST_BURST
+from mongo_celery.bridge.options import LONGEST_BURST, SPLIT_BURST
 from mongo_celery.bridge.state.backlog import StoredChange
 
 SECONDS = 10.0
@@ -54,6 +54,8 @@ def test_a_change_runs_when_its_time_is_a_delay_ago(
         ([(0, 1), (3, 2), (5, 2)], 15, 1, None),
         ([(0, 1), (3, 2), (5, 1), (8, 2)], 18, 0, 19),
         ([(0, 1), (3, 2), (5, 1), (8, 3), (9, 3)], 19, 3, None),
+        ([(0, 1), (4, 2), (6, 1), (9, 3), (12, 2)], 20.9, 0, 21),
+        ([(0, 1), (4, 2), (6, 1), (9, 3), (12, 2)], 21, 1, None),
         ([(each, 1) for each in range(0, 100, 5)], 100.9, 0, 101),
         ([(each, 1) for each in range(0, 100, 5)], 101, 19, None),
     ],
@@ -64,6 +66,8 @@ def test_a_change_runs_when_its_time_is_a_delay_ago(
         "a key whose next is not due",
         "two bursts that overlap",
         "the longest run of quiet keys",
+        "overlapping bursts",
+        "two delays",
         "never quiet",
         "ten delays",
     ],
@@ -71,8 +75,8 @@ def test_a_change_runs_when_its_time_is_a_delay_ago(
 def test_a_key_runs_when_it_is_quiet_or_has_not_been_for_long(
     changes: list[tuple[int, int]], at: float, count: int, next_at: float | None
 ) -> None:
-    """P2, P17: a run has the last change of each of its keys, up to a bound."""
-    assert LONGEST_BURST == 10
+    """P2, P17: a run has the last change of each of its keys, up to bounds."""
+    assert (SPLIT_BURST, LONGEST_BURST) == (2, 10)
     found, again = made(coalesces=True).count_due(known(*changes), at)
     assert found == count
     assert next_at is None or again == next_at

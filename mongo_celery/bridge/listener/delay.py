@@ -7,12 +7,14 @@ time comes from the lease, which each renewal stamps.
 
 With coalescing, the handler waits until a partition key is quiet, which by default is a document:
 
-1. A run ends where all its keys are **quiet**: it contains the last known change of each, and all of it is due. No
-   change is left out for a later one outside its run.
-2. If the first change has waited for `LONGEST_BURST` delays, all due changes run, quiet or not. So a key that never
+1. A key is **quiet** if its last known change is due. A run has the last known change of each of its keys. No change is
+   left out for a later one outside its run.
+2. In a busy partition, bursts may overlap without end. If the first change has waited for `SPLIT_BURST` delays, the run
+   ends before the first key that is not quiet. Some bursts then take two runs.
+3. If the first change has waited for `LONGEST_BURST` delays, all due changes run, quiet or not. So a key that never
    becomes quiet, and the changes after it in its partition, wait for a bounded time.
-3. Only as many changes count as fit into one run, because waiting for more could save no call.
-4. While the listener catches up, the time is the one that the stream has reached: a later change may still be unread.
+4. Only as many changes count as fit into one run, because waiting for more could save no call.
+5. While the listener catches up, the time is the one that the stream has reached: a later change may still be unread.
 
 A snapshot row has no time of a change, so it is due immediately.
 """
@@ -24,7 +26,7 @@ from collections.abc import Sequence
 from itertools import accumulate, takewhile
 
 from mongo_celery.bridge.existing import is_existing
-from mongo_celery.bridge.options import LONGEST_BURST
+from mongo_celery.bridge.options import LONGEST_BURST, SPLIT_BURST
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.window import PendingChange
 from mongo_celery.mongo.oplog import time_of_token
@@ -84,15 +86,24 @@ class Delay:
         due = sum(1 for _ in takewhile(lambda time: time <= at, times))
         if not self.coalesces:
             return due, times[0] - self._ahead
+        count, next_at = self._count_quiet(known, times, due, at)
+        return count, max(next_at - self._ahead, now + _READING_SECONDS)
+
+    def _count_quiet(
+        self, known: Sequence[PendingChange | StoredChange], times: Sequence[float], due: int, at: float
+    ) -> tuple[int, float]:
+        """Return how many of the due changes may run, and the server's time when this number may grow from 0."""
         last = {each.hash: place for place, each in enumerate(known)}
-        reached = accumulate((last[each.hash] for each in known), max)
-        ends = [place + 1 for place, reach in enumerate(reached) if reach == place]
-        bound = times[0] + (LONGEST_BURST - 1) * self._seconds
-        if due and bound <= at:
-            return due, now
-        quiet = max((end for end in ends if end <= due), default=0)
-        next_at = min(max(times[: ends[0]]), bound) - self._ahead
-        return quiet, next_at if next_at > now else now + _READING_SECONDS
+        lasts = [last[each.hash] for each in known]
+        ends = [place + 1 for place, reached in enumerate(accumulate(lasts, max)) if reached == place]
+        split_at, all_at = (times[0] + (delays - 1) * self._seconds for delays in (SPLIT_BURST, LONGEST_BURST))
+        if due and all_at <= at:
+            return due, at
+        count = max((end for end in ends if end <= due), default=0)
+        if not count and split_at <= at:
+            count = sum(1 for _ in takewhile(lambda place: place < due, lasts[:due]))
+        whole_at, first_at = max(times[: ends[0]]), times[lasts[0]]
+        return count, min(whole_at, max(first_at, split_at), all_at)
 
     def _due_time(self, place: str) -> float:
         """Return the server's time at which a change is due. It is rounded up, because its time has whole seconds."""

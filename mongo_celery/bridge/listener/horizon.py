@@ -55,8 +55,8 @@ class Risk:
         partition: the partition that holds the position. None if no partition does, because the reader itself is
             behind.
         state: the state of that partition. A blocked one has its state in `status` (`halted`, `paused`, `retrying`, or
-            `waiting` for MongoDB or the broker). Otherwise `running`, `delayed` by its handler's
-            option, or `unclaimed` while no worker has taken its run.
+            `waiting` for MongoDB or the broker). Otherwise `running`, `delayed` by its handler's option,
+            or `unclaimed` while no worker has taken its run.
         cause: the server that it waits for, if `waiting`.
     """
 

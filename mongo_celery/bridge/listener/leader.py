@@ -307,10 +307,9 @@ class Leader:
         self.intake.hurry()
 
     def _dispatch(self) -> None:
-        place = self.intake.reading_time
-        for subscription in self.subscriptions.values():
-            if subscription.delay is not None:
-                subscription.delay.observe(self._renewal.clock_ahead, math.inf if place is None else place.time)
+        for delay in [each.delay for each in self.subscriptions.values() if each.delay is not None]:
+            place = self.intake.reading_time
+            delay.observe(self._renewal.clock_ahead, math.inf if place is None else place.time)
         if self._publisher.dispatch(self.subscriptions):
             self.poller.note_dispatch()
 
