@@ -101,6 +101,12 @@ class Table:
         with self.limit():
             return list(self.collection.find(query, fields, batch_size=_WHOLE, session=session))
 
+    def find_raw(self, query: Mapping[str, Any], fields: Any, session: ClientSession | None = None) -> list[bytes]:
+        """Return all documents as the server's answers contain them, one after another."""
+        with self.limit():
+            cursor: Any = self.collection.find_raw_batches(query, fields, batch_size=_WHOLE, session=session)
+            return list(cursor)
+
     def aggregate(self, stages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """
         Return all rows, even if many must be sorted. Only a sort requests the disk, because Atlas M0

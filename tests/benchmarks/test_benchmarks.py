@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
+from tests.benchmarks.compare import judge
 from tests.benchmarks.readings import quantile, reading
 from tests.fixtures.process import ROOT
 
@@ -63,3 +64,9 @@ def test_a_ratio_is_the_median_of_the_rounds_ratios() -> None:
     assert found.plain() == {"unit": "ms", "value": 4.0, "rounds": [2.0, 30.0, 4.0], "ratio_to_other": 2.0}
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([1.0], 0.99) == 1.0
+
+
+def test_two_commits_differ_if_their_rounds_do_not_overlap() -> None:
+    assert judge([10, 12], [8, 9]) is True
+    assert judge([10, 12], [13, 14]) is False
+    assert judge([10, 12], [11, 13]) is None

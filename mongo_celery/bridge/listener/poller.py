@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.listener.activity import Activity
     from mongo_celery.bridge.listener.fairness import Fairness
     from mongo_celery.bridge.listener.subscription import Subscription
-    from mongo_celery.bridge.state.partitions import Image, Seen
+    from mongo_celery.bridge.state.partitions import Image, Seen, Swept
     from mongo_celery.bridge.state.store import Store
     from mongo_celery.bridge.wiring import Wiring
 
@@ -206,7 +206,7 @@ class PartitionPoller:
         self.is_blind = False
         self.began_at = self.read_at = 0.0
         self._fairness = fairness
-        self._known: Mapping[bytes, Image] = {}
+        self._known: Swept = {}
         self._wiring = wiring
         self._partitions = wiring.store.partitions
         self._version = version
@@ -270,7 +270,7 @@ class PartitionPoller:
         for subscription in self._led.values():
             self._activity.of(subscription.name).add_counts(subscription.counted)
         self._activity.note_sweep(reopenings)
-        return list(self._known.values())
+        return [image for images in self._known.values() for image in images.values()]
 
     def _void_orphans(self) -> None:
         """End what may still run in partitions that hold a slot of a limited handler, but wait for something else."""
@@ -298,9 +298,10 @@ class PartitionPoller:
         for image in images:
             subscription = self._led[image.subscription]
             partition = subscription.partitions.get(image.index)
-            if partition is None or partition.is_unchanged(
-                image
-            ):  # None if it was read before its handler was repartitioned
+            if partition is None:  # it was read before its handler was repartitioned
+                continue
+            if partition.is_unchanged(image):
+                partition.image = image  # the next comparison is one of identity
                 continue
             if self._observe_partition(subscription, partition, image, now) is Step.COMMIT:
                 late.append(image)

@@ -22,6 +22,7 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 import bson
+from bson.codec_options import CodecOptions
 from bson.int64 import Int64
 from bson.raw_bson import RawBSONDocument
 from pymongo import InsertOne
@@ -35,7 +36,7 @@ from mongo_celery.bridge.state.state_collection import StateCollection, ids_unde
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
 from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
-from mongo_celery.mongo.table import JOURNALED, Table, call_timeout
+from mongo_celery.mongo.table import JOURNALED
 
 _COMPARED = 64  # largest number of earlier states to compare with: the cost grows with their square
 _FLOWING_SHARE = 2  # one in this many partitions must flow
@@ -66,6 +67,8 @@ _UNTRIED = {
     "fencingToken": next_number("fencingToken"),
 }
 """Changes of a command that end the current run and forget its attempts. A running execution is then refused."""
+
+_RAW: CodecOptions[RawBSONDocument] = CodecOptions(document_class=RawBSONDocument)
 
 _COUNTED: Mapping[str, Any] = {"claim": None, "retry.count": 0, "retry.crashes": 0}
 """Fields that show, above these values, that a partition's first change was tried."""
@@ -127,6 +130,10 @@ class Image:
         return self.due_in > 0
 
 
+Swept = Mapping[bytes, Mapping[bytes, Image]]
+"""The images of a sweep: by the bytes of their documents, and these by the bytes of the server's answers."""
+
+
 class Seen(NamedTuple):
     """
     Last observed state of a partition with a run in flight. If it is unchanged, a poll can skip the partition.
@@ -145,9 +152,7 @@ class Partitions(StateCollection):
 
     def __init__(self, collection: Collection[dict[str, Any]], bridge: str, ttl: float) -> None:
         super().__init__(collection, bridge, ttl)
-        self._types = types = collection.codec_options
-        raw: Any = collection.with_options(types.with_options(document_class=RawBSONDocument))
-        self._raw = Table(raw, call_timeout(ttl))
+        self._types = collection.codec_options
 
     def partition_id(self, subscription: str, partitioning: int, index: int) -> str:
         """Return the `_id` of a partition's document."""
@@ -249,21 +254,27 @@ class Partitions(StateCollection):
         """Return all partitions of some subscriptions, by name, in these partitionings."""
         return self._images(self._scope(partitionings), session) if partitionings else []
 
-    def sweep(
-        self, partitionings: Mapping[str, int], session: ClientSession, known: Mapping[bytes, Image]
-    ) -> dict[bytes, Image]:
+    def sweep(self, partitionings: Mapping[str, int], session: ClientSession, known: Swept) -> Swept:
         """
         Read the same as `of`, repeatedly. Unchanged partitions keep their image.
 
+        An answer with the same bytes as before is not decoded, so idle partitions cost little.
+
         Args:
             known: the last result.
-
-        Returns:
-            The images, by the bytes of their documents.
         """
+        before: dict[bytes, Image] = {}
+        for images in known.values():
+            before.update(images)
+        found: dict[bytes, Mapping[bytes, Image]] = {}
+        for batch in self._table.find_raw(self._scope(partitionings), _SWEPT, session) if partitionings else []:
+            found[batch] = known[batch] if batch in known else self._decode(batch, before)
+        return found
+
+    def _decode(self, batch: bytes, known: Mapping[bytes, Image]) -> dict[bytes, Image]:
+        """Return the images of the documents in an answer, by their bytes."""
         found: dict[bytes, Image] = {}
-        documents: list[Any] = self._raw.find(self._scope(partitionings), _SWEPT, session) if partitionings else []
-        for document in documents:
+        for document in bson.decode_all(batch, _RAW):
             raw = bytes(document.raw)
             image = known.get(raw)
             found[raw] = build_image(bson.decode(raw, self._types)) if image is None else image
