@@ -39,6 +39,7 @@ BURST_SECONDS = 1.0
 
 _SHORTEST_PAUSE = 0.02
 _RETRY_SECONDS = 0.5
+_ROUNDED_SECONDS = 0.001  # the server's times are milliseconds
 
 
 class Limit:
@@ -117,7 +118,8 @@ class Limit:
             return 0
         now = time.monotonic()
         self._tokens, self._counted_at = left, now
-        self._token_at = now + max((1 - left) / self.per_second, _SHORTEST_PAUSE) if left < 1 else 0.0
+        pause = max((1 - left) / self.per_second + _ROUNDED_SECONDS, _SHORTEST_PAUSE)
+        self._token_at = now + pause if left < 1 else 0.0
         return granted
 
     def refill(self) -> None:
