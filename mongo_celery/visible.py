@@ -49,6 +49,7 @@ LOGGERS = (
     "mongo_celery.locking",
     "mongo_celery.metrics",
     "mongo_celery.outbox",
+    "mongo_celery.signals",
     "mongo_celery.stream",
     "mongo_celery.tracing",
     "mongo_celery.twophase",

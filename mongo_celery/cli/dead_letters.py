@@ -87,8 +87,8 @@ def list_dead_letters(ctx: click.Context, /, *, bridge: str | None, as_json: boo
         found = find(wiring, **given)
         letters = [plain(each, found.key_of(each)) for each in found.letters]
         if full:
-            whole = [{"traceback": each.traceback, **change_of(wiring, each)} for each in found.letters]
-            letters = [letter | more for letter, more in zip(letters, whole, strict=True)]
+            for each, letter in zip(found.letters, letters, strict=True):
+                letter.update(traceback=each.traceback, **change_of(wiring, each, with_types=as_json))
     if as_json:
         answer = {"bridge": wiring.name, "count": found.count, "leads": found.leads, "dead_letters": letters}
         click.echo(json.dumps(answer))

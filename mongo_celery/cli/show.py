@@ -64,7 +64,7 @@ def show(
     chosen = one_bridge(ctx, bridge)
     with one_sentence_errors():
         if partition is not None:
-            change = read_blocked_change(chosen, handler, partition)
+            change = read_blocked_change(chosen, handler, partition, with_types=as_json)
             plain, lines = to_plain(change), describe_blocked_change(change, most or None)
         else:
             where = find_whereabouts(chosen, handler, str(key), source)

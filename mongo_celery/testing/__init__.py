@@ -16,7 +16,7 @@ from mongo_celery.lazy import load_lazily
 
 if TYPE_CHECKING:
     from mongo_celery.testing.calls import HandlerCall
-    from mongo_celery.testing.change import deleted, inserted, replaced, updated
+    from mongo_celery.testing.change import deleted, inserted, load_change, replaced, updated
     from mongo_celery.testing.messages import SentTask
     from mongo_celery.testing.once import assert_once
     from mongo_celery.testing.pending import PendingEntry, assert_pending, pending_entries, undispatched
@@ -28,7 +28,7 @@ __getattr__, __dir__ = load_lazily(
     __name__,
     {
         "calls": ("HandlerCall",),
-        "change": ("deleted", "inserted", "replaced", "updated"),
+        "change": ("deleted", "inserted", "load_change", "replaced", "updated"),
         "messages": ("SentTask",),
         "once": ("assert_once",),
         "pending": ("PendingEntry", "assert_pending", "pending_entries", "undispatched"),
@@ -50,6 +50,7 @@ __all__ = [
     "deleted",
     "drain",
     "inserted",
+    "load_change",
     "pending_entries",
     "replaced",
     "require_sessions",

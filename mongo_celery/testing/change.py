@@ -1,18 +1,23 @@
-"""Changes for unit tests in MongoDB's form: one function for each operation on a document."""
+"""Changes for unit tests in MongoDB's form: one function for each operation on a document, and one for a real case."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import bson
+from bson import json_util
 from bson.binary import UuidRepresentation
-from bson.codec_options import CodecOptions
+from bson.codec_options import DEFAULT_CODEC_OPTIONS, CodecOptions
 from bson.errors import BSONError
 
-from mongo_celery.bridge.change import Change
+from mongo_celery.bridge.change import Change, read_namespace
+from mongo_celery.bridge.fenced.fence import Fence
 from mongo_celery.errors import HandlerUsageError
+from mongo_celery.quantities import number
 
 _ANY_UUID: CodecOptions[Any] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD)
 
@@ -112,6 +117,59 @@ def deleted(ns: str, key: Any, **options: Any) -> Change:
         HandlerUsageError: the namespace, the `_id` or the values cannot be those of an event.
     """
     return _build("delete", ns, {"_id": key}, None, options)
+
+
+def load_change(
+    case: str | Path | Mapping[str, Any],
+    *,
+    client: Any = None,
+    fence: Fence | None = None,
+    fencing_token: int | None = None,
+) -> Change:
+    """
+    Return the change of a production case, as the worker gave it to the handler.
+
+    ::
+
+        # celery -A shop changes dead-letters list --id ID --json > tests/case.json
+        change = load_change("tests/case.json")
+        assert change.operation_type == "insert"
+
+    Args:
+        case: the output of `dead-letters list --id ID --json`, or of `changes show HANDLER PARTITION --json`. It is a
+            file, its text, or the parsed object. A part of it with `event` is sufficient.
+        client: as in `Change.build`. Its codec options decode the event, such as `tz_aware`.
+        fence: as in `Change.build`.
+        fencing_token: as in `Change.build`.
+
+    Raises:
+        HandlerUsageError: it contains no change, several changes, or one whose event is not stored or unreadable.
+    """
+    found = case
+    if not isinstance(found, Mapping):
+        text = found if isinstance(found, str) and found.lstrip()[:1] in ("{", "[") else Path(found).read_text("utf-8")
+        found = json.loads(text)
+    letters = found.get("dead_letters", [found]) if isinstance(found, Mapping) else found
+    if len(letters) != 1 or "event" not in letters[0]:
+        raise HandlerUsageError(
+            f"This case has {number(len(letters), 'change', 'changes')}, and needs exactly one with its event. Make it "
+            "with celery -A APP changes dead-letters list --id ID --json."
+        )
+    if letters[0]["event"] is None:
+        raise HandlerUsageError(
+            "The event of this case is not stored, or no client can decode it, so no handler could get it. Choose "
+            "another dead letter, or build the change with inserted(), updated(), replaced() or deleted()."
+        )
+    codec = DEFAULT_CODEC_OPTIONS if client is None else client.codec_options
+    event = bson.decode(bson.encode(json_util.loads(json.dumps(letters[0]["event"]))), codec)
+    return Change.build(
+        event["operationType"],
+        ns=read_namespace({"ns": event.pop("ns", {})}),
+        client=client,
+        fence=fence,
+        fencing_token=fencing_token,
+        **event,
+    )
 
 
 def _build(

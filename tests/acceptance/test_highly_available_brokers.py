@@ -43,8 +43,7 @@ def make_chain(deployment: MakeDeployment, directory: Path) -> Make:
         directory=directory,
         options=options,
         environment={"PROJECT_BROKER": broker_url},
-        start="both",
-        **given,
+        **{"start": "both", **given},
     )
 
 
@@ -90,18 +89,23 @@ def test_quorum_queues_lose_their_leaders_under_load_and_the_bridge_nothing(
 def test_sentinels_fail_over_under_load_and_the_bridge_loses_nothing(
     make_chain: Make, watched_redis: WatchedRedis
 ) -> None:
-    """P1, P2, P6: what the dead master had and its replica not is sent again; each server is the master once more."""
-    chain = make_chain(watched_redis.url, transport=watched_redis.transport)
+    """
+    P1, P2, P6: what the dead master had and its replica not is sent again; each server is the master once more.
+
+    Kombu's transport can fail while no master answers, which ends the worker. What it ran then may start once more.
+    """
+    chain = make_chain(watched_redis.url, transport=watched_redis.transport, start="listener")
     writing = _Writing(chain)
-    chain.wait_started(writing.go_on(1))
-    for _ in range(2):
-        writing.go_on(6)
-        killed = watched_redis.kill_master()
-        writing.go_on(6)
-        watched_redis.await_successor(killed)
-        chain.wait_done()
+    with chain.kept_worker() as worker:
+        chain.wait_started(writing.go_on(1))
+        for _ in range(2):
+            writing.go_on(6)
+            killed = watched_redis.kill_master()
+            writing.go_on(6)
+            watched_redis.await_successor(killed)
+            chain.wait_done()
     assert _check(chain)["redis_eviction"] == "ok"
-    chain.judge()
+    chain.judge(spare=len(worker.ends))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ One run of pytest in a process of its own, with the plugin as it is installed an
 
 from __future__ import annotations
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -66,6 +67,10 @@ MISTAKES = {
 }
 """What `summarise` does, by the test that finds it."""
 
+CASE = {"_id": {"_data": "82"}, "operationType": "insert", "ns": {"db": "shop", "coll": "orders"}}
+CASE |= {"documentKey": {"_id": {"$numberInt": "9"}}, "fullDocument": {"_id": {"$numberInt": "9"}, "total": 5}}
+"""The dead letter that the page's reader has stored."""
+
 
 def files() -> dict[str, str]:
     """The page's files, by path."""
@@ -78,6 +83,7 @@ def write_project(directory: Path) -> None:
     """The page's project, and beside it one for each mistake with the test that is to find it."""
     for path, text in files().items():
         _write(directory / path, text)
+    _write(directory / "tests/case.json", json.dumps({"dead_letters": [{"event": CASE}]}))
     for number, (test, body) in enumerate(MISTAKES.items()):
         package, suite = f"shop_{number}", directory / f"mistake_{number}"
         for path, text in files().items():

@@ -25,9 +25,10 @@ from mongo_celery.embedded import MongoServer
 from mongo_celery.embedded.processes import polls
 from tests.chaos.facts import Step
 from tests.chaos.setting import BRIDGE, CLAIM_TTL, DISPATCH_GRACE, FLOWS, HOT, LEASE_TTL, LISTENER, STATE, WORKER
-from tests.chaos.world import Role, World, signal_all
+from tests.chaos.world import World, signal_all
 from tests.fixtures.election import Elections
 from tests.fixtures.proxy import Proxy
+from tests.rig.keeper import Role
 
 _SWEEP = 1.0
 _LOST_MESSAGE = DISPATCH_GRACE + 2 * _SWEEP
@@ -302,7 +303,7 @@ def _snapshot(world: World, step: Step) -> Doing:
     key = "$documentKey._id"
     own = {"$and": [{"$gte": [key, f"{name}-"]}, {"$lt": [key, f"{name}."]}]}
     match = json.dumps({"$or": [{"$eq": [key, HOT]}, own]})
-    world.command("snapshot", name, "--yes", "--match", match, *rate).wait()
+    world.command("snapshot", "start", name, "--yes", "--match", match, *rate)
     yield
     mine = {"_id": {"$gte": f"{BRIDGE}/{name}/", "$lt": f"{BRIDGE}/{name}0"}, "state": "running"}
     for _ in polls(_SNAPSHOT_SECONDS):

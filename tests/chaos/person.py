@@ -39,7 +39,7 @@ class Person:
         """Do what a step of the plan says."""
         match step.does.partition(": ")[2]:
             case "pause" | "resume" as command:
-                self._command(command, step.where, str(step.partition))
+                self._world.command(command, step.where, str(step.partition))
             case "burst":
                 self._writer.burst(step.where)
             case "replay letters":
@@ -50,30 +50,29 @@ class Person:
                 for poison in self._plan.steps:
                     if poison.key and (poison.where, poison.partition) == (step.where, step.partition):
                         (self._world.gates / poison.key).touch()
-                self._command("retry", step.where, str(step.partition))
+                self._world.command("retry", step.where, str(step.partition))
 
     def cure(self) -> None:
         """Let nothing stand that can go on."""
         (self._world.gates / _CURES_ALL).touch()
         self._retried = set(self._halted())
-        self._command("resume", "--yes")
-        self._command("retry", "--yes")
+        self._world.command("resume", "--yes")
+        self._world.command("retry", "--yes")
         self._replay()
 
     def cure_again(self) -> None:
         """Retry what stands for the first time; skip what does not go on after that."""
         for each in self._halted():
             if each in self._retried:
-                self._command("skip", each.subscription, str(each.partition), "--yes")
+                self._world.command("skip", each.subscription, str(each.partition), "--yes")
             self._retried.add(each)
-        self._command("retry", "--yes")
+        self._world.command("retry", "--yes")
         self._replay()
 
     def status(self) -> Mapping[str, Any]:
         """What `changes status` says; empty where it says nothing that can be read."""
-        process = self._world.command("status", "--json")
-        process.wait()
-        lines = [line for line in process.text.splitlines() if line.startswith("{")]
+        said = self._world.command("status", "--json").text
+        lines = [line for line in said.splitlines() if line.startswith("{")]
         found: Mapping[str, Any] = json.loads(lines[-1]) if lines else {}
         return found
 
@@ -86,7 +85,7 @@ class Person:
         """All that waits for parked keys."""
         for flow in FLOWS.values():
             if flow.parks and self._letters(flow.name):
-                self._command("dead-letters", "replay", flow.name, "--yes")
+                self._world.command("dead-letters", "replay", flow.name, "--yes")
 
     def _discard(self, step: Step) -> None:
         """Any letter that waits, the first of its key or a later one."""
@@ -94,7 +93,7 @@ class Person:
         if letters:
             place = letters[int(step.choice * len(letters))]
             self.discarded.add((step.where, place))
-            self._command("dead-letters", "discard", step.where, "--id", place, "--yes")
+            self._world.command("dead-letters", "discard", step.where, "--id", place, "--yes")
 
     def _letters(self, flow: str) -> list[str]:
         found = self._world.client[STATE]["dead_letters"].find({"handler": flow, "parked": {"$exists": True}})
@@ -104,6 +103,3 @@ class Person:
         for document in self._world.client[STATE]["partitions"].find({"state": "halted"}):
             token: dict[str, Any] = document["halted"]["resumeToken"]
             yield _Halted(document["handler"], document["partition"], token["_data"])
-
-    def _command(self, *arguments: str) -> None:
-        self._world.command(*arguments).wait()

@@ -1,5 +1,5 @@
 """
-The servers and processes of a run, and a supervisor that starts again what has ended.
+The servers and processes of a run, with a keeper that starts again what has ended.
 
 With one member, listeners and workers reach MongoDB and Redis through a network of ours, one for each sort of process,
 which can be slow, cut or lost. Three members are reached directly, since a driver asks them for their addresses.
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -23,40 +22,11 @@ from tests.chaos.setting import APP, BRIDGE, LISTENER, LISTENERS, MESSAGE_BYTES_
 from tests.fixtures.leaks import adopt_orphans
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 from tests.fixtures.proxy import Proxy
+from tests.rig.keeper import Keeper, Role
 from tests.rig.project import QUIET
 
 _OPLOG_MB = 2000
-_AGAIN_SECONDS = 1.0
 _END_SECONDS = 20.0
-
-
-class Role:
-    """
-    A place for one process: it runs, or is started again.
-
-    Attributes:
-        process: the latest one.
-        asked: whether it was asked, or made, to end.
-        ends: how processes of this role have ended that nobody had ended.
-    """
-
-    def __init__(self, name: str, start: Callable[[str], ProjectProcess]) -> None:
-        self.name = name
-        self.asked = False
-        self.ends: list[int] = []
-        self._start = start
-        self.process = start(name)
-
-    def look(self, processes: Processes) -> None:
-        """Start it again, if it has ended."""
-        ended = self.process.returncode
-        if ended is None:
-            return
-        if not self.asked:
-            self.ends.append(ended)
-        processes.release(self.process, grace=0)
-        self.asked = False
-        self.process = self._start(self.name)
 
 
 class World:
@@ -69,7 +39,7 @@ class World:
         environment: more variables for the processes.
 
     Attributes:
-        roles: listeners and workers.
+        keeper: starts listeners and workers again.
         mongo: the network between processes and MongoDB; None with several members.
         network: the network between processes and Redis.
     """
@@ -79,14 +49,10 @@ class World:
         self.redis = RedisServer(options=("--proto-max-bulk-len", str(MESSAGE_BYTES_MAX)))
         self.gates = directory / "gates"
         self.logs = directory / "logs"
-        self.roles: dict[str, Role] = {}
         self.mongo: Proxy | None = None
         self._members = members
         self._added = environment or {}
         self._stack = ExitStack()
-        self._keeping = threading.Lock()
-        self._stopping = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="chaos-supervisor", daemon=True)
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -102,7 +68,7 @@ class World:
                 MongoClient(self.replica_set.url, appname="chaos-runner", serverSelectionTimeoutMS=60_000)
             )
             self.processes = stack.enter_context(Processes(self.logs))
-            stack.callback(self._stop_keeping)
+            self.keeper = stack.enter_context(Keeper(self.processes))
             self._stack = stack.pop_all()
         return self
 
@@ -113,16 +79,15 @@ class World:
         """Start all processes, and wait until a listener leads and workers consume."""
         names = [f"listener-{n}" for n in range(LISTENERS)] + [f"worker-{n}" for n in range(WORKERS)]
         for name in roles or names:
-            self.roles[name] = Role(name, self._start)
+            self.keeper.keep(name, self._start)
         listeners = self.those("listener")
         wait_for(lambda: any("reading from" in each.process.text for each in listeners), message="a listener leads")
         for role in self.those("worker"):
             role.process.wait_for_output(r" ready\.")
-        self._keeper.start()
 
     def those(self, sort: str) -> list[Role]:
         """The listeners, or the workers."""
-        return [role for name, role in self.roles.items() if name.startswith(sort)]
+        return [role for name, role in self.keeper.roles.items() if name.startswith(sort)]
 
     def leader(self) -> Role:
         """The listener that leads, by the logs; any where none does."""
@@ -144,11 +109,14 @@ class World:
         }
 
     def command(self, *arguments: str) -> ProjectProcess:
-        """Start one of the commands on changes, as a person would; it reaches the servers directly."""
+        """Run one of the commands on changes to its end, as a person would; it reaches the servers directly."""
         direct = {"CHAOS_MONGO": self.replica_set.url, "CHAOS_BROKER": self.redis.url}
-        return self.processes.celery(
+        done = self.processes.celery(
             APP, "changes", *arguments, name="command", environment={**self.environment("command"), **direct}
         )
+        done.wait()
+        assert "Usage: " not in done.text, f"there is no such command: {done.text}"
+        return done
 
     def broker(self) -> Any:
         """A client of Redis itself; use it in a `with`."""
@@ -157,7 +125,7 @@ class World:
     @property
     def unasked_ends(self) -> dict[str, list[int]]:
         """How processes have ended that nobody had ended."""
-        return {name: list(role.ends) for name, role in self.roles.items() if role.ends}
+        return {name: list(role.ends) for name, role in self.keeper.roles.items() if role.ends}
 
     def _start(self, name: str) -> ProjectProcess:
         arguments = ["listener"]
@@ -165,25 +133,14 @@ class World:
             arguments = ["worker", "-c", str(POOL), "-n", f"{name}@%h", *QUIET]
         return self.processes.celery(APP, *arguments, "-l", "INFO", name=name, environment=self.environment(name))
 
-    def _keep(self) -> None:
-        while not self._stopping.wait(_AGAIN_SECONDS):
-            with self._keeping:
-                for role in self.roles.values():
-                    role.look(self.processes)
-
     def end_processes(self) -> None:
         """End all processes regularly; the servers stay."""
-        self._stop_keeping()
-        for role in self.roles.values():
+        self.keeper.stop()
+        for role in self.keeper.roles.values():
             role.process.ask_to_end()
-        for role in self.roles.values():
+        for role in self.keeper.roles.values():
             role.process.ends_within(_END_SECONDS)
             role.process.end()
-
-    def _stop_keeping(self) -> None:
-        self._stopping.set()
-        if self._keeper.ident is not None:
-            self._keeper.join()
 
 
 def signal_all(process: ProjectProcess, pids: Sequence[int], number: signal.Signals) -> None:

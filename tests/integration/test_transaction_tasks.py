@@ -39,6 +39,7 @@ OnLoop = Callable[[Work], None]
 Cancel = Callable[[asyncio.Future[Any], set[asyncio.Task[Any]]], Awaitable[None]]
 
 TRANSIENT = "TransientTransactionError"
+_TURNS = 20
 
 
 @pytest.fixture
@@ -280,6 +281,8 @@ def cancel_during_the_commit(
         proxy.hold(b"commitTransaction")
         running = asyncio.ensure_future(block() if as_block else call.arun(body))
         await asyncio.to_thread(proxy.wait_until_held)
+        for _ in range(_TURNS):  # the driver has sent it, and now reads: `wait_for` of Python 3.11 can lose a cancel
+            await asyncio.sleep(0)
         await cancel(running, asyncio.all_tasks() - before)
 
     on_loop(work, proxy.mongo_url)

@@ -16,7 +16,6 @@ UNANSWERED = World("a message without an answer", faults=frozenset({Fault.UNANSW
 RATED = World("a rate", terms=2, most=2, tokens=1, refills=1)
 
 SOUND = (
-    Sound(TWO_TERMS, 390),
     Sound(World("two terms, any fault", terms=2, faults=EVERY, budget=1), 10_000),
     Sound(World("one term, any two faults", faults=EVERY, budget=2), 2_000),
     Sound(World("a rate, any fault", (2, 1), tokens=2, refills=1, faults=EVERY, budget=1), 1_000),

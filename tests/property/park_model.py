@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from tests.property import exploration
 from tests.property.exploration import Model, Step
-from tests.property.stores import can
+from tests.property.stores import can, counted, spent
 
 KEPT_FREE = 8
 """Fencing tokens for the replays of a letter; more than any scenario uses."""
@@ -362,11 +362,6 @@ def owns(partition: Partition, run: Execution) -> bool:
     )  # fmt: skip
 
 
-def counted(counts: tuple[int, ...], number: int, by: int = 1) -> tuple[int, ...]:
-    """Return numbers by change with one of them grown."""
-    return (*counts[: number - 1], counts[number - 1] + by, *counts[number:])
-
-
 # === the rules ===
 
 
@@ -411,7 +406,7 @@ def claimed(state: State, run: Execution) -> State:
 
 def begun(state: State, number: int) -> State:
     """Return the state in which a handler has started with a change."""
-    return state._replace(starts=counted(state.starts, number))
+    return state._replace(starts=counted(state.starts, number - 1))
 
 
 def execute(world: World, state: State, run: Execution) -> Steps:
@@ -690,8 +685,8 @@ def hit(world: World, state: State, run: Execution) -> State:
     justified = state.justified
     last = min(run.first + world.length - 1, len(world.keys))
     for number in [run.number] if run.letter else range(run.first, last + 1):
-        justified = counted(justified, number)
-    return state._replace(budget=state.budget - 1, justified=justified)
+        justified = counted(justified, number - 1)
+    return spent(state)._replace(justified=justified)
 
 
 def lapse(world: World, state: State) -> Steps:
@@ -719,7 +714,7 @@ def misfortune(world: World, state: State, run: Execution) -> Steps:
     if state.failures > 0:
         failed = with_actor(state, run, run._replace(phase=Phase.FAILED))
         is_later = run.number > run.first and not run.letter  # it becomes the head of a run of its own
-        justified = counted(state.justified, run.number) if is_later else state.justified
+        justified = counted(state.justified, run.number - 1) if is_later else state.justified
         yield Step("fail", run, fair=False), failed._replace(failures=state.failures - 1, justified=justified)
     if can(world, state, Fault.RETRY) and (run.letter or run.number == run.first):
         asked = with_actor(state, run, run._replace(phase=Phase.RETRYING))
@@ -732,7 +727,7 @@ def misfortune(world: World, state: State, run: Execution) -> Steps:
 def crash_between(world: World, state: State, addition: Addition) -> Steps:
     """Whoever writes in two steps may die between them."""
     if can(world, state, Fault.CRASH):
-        yield Step("crash", addition, fair=False), without(state, addition)._replace(budget=state.budget - 1)
+        yield Step("crash", addition, fair=False), spent(without(state, addition))
 
 
 def remove_by_hand(world: World, state: State) -> Steps:
@@ -744,7 +739,7 @@ def remove_by_hand(world: World, state: State) -> Steps:
             draft = Draft(state.stored)
             del draft.letters[letter.number]
             after = written(state, draft.patch())
-            ended = after._replace(budget=state.budget - 1, discarded=after.discarded | {letter.number})
+            ended = spent(after)._replace(discarded=after.discarded | {letter.number})
             yield Step("remove by hand", letter, fair=False), ended
 
 
@@ -772,14 +767,14 @@ def _ordered(world: World, state: State, given: Order) -> tuple[Step, State]:
     if given.command is Command.REPLAY:
         for letter in state.stored.letters:  # those before it come first, and those behind it follow
             if world.key(letter.number) in keys:
-                justified = counted(justified, letter.number)
+                justified = counted(justified, letter.number - 1)
     else:
         if keys.isdisjoint(_wanted(world, state)):
             for number in given.numbers:  # from now on nobody wants these started
-                justified = counted(justified, number, state.starts[number - 1] - justified[number - 1])
+                justified = counted(justified, number - 1, state.starts[number - 1] - justified[number - 1])
         for letter in state.stored.letters:
             if letter.number > max(given.numbers) and world.key(letter.number) in keys:  # but these, behind them
-                justified = counted(justified, letter.number)
+                justified = counted(justified, letter.number - 1)
     after = state._replace(commands=state.commands - 1, actors=state.actors | {given}, justified=justified)
     return Step("command", given, fair=False), after
 
@@ -853,7 +848,7 @@ def take_over(world: World, state: State) -> Steps:
     """A listener takes over, and writes the partition."""
     if can(world, state, Fault.TAKE_OVER):
         touched = Patch(frozenset({(PARTITION, state.stored.partition)}))
-        yield Step("take-over", fair=False), written(state, touched)._replace(budget=state.budget - 1)
+        yield Step("take-over", fair=False), spent(written(state, touched))
 
 
 # === the oracles, and the search ===

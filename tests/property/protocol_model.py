@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from tests.property import exploration
 from tests.property.exploration import Model, Step, changed, gone_back, passed, put
-from tests.property.stores import can, spent, with_partition
+from tests.property.stores import can, counted, spent, with_partition
 
 MARK = -1
 """In a stream: a post-batch token instead of a change."""
@@ -560,7 +560,7 @@ def deliver(world: World, state: State) -> Steps:
                 message.partition, config, message.first, message.token, owner, fence, state.era, rest=message.rest
             )
             after = with_partition(state, message.partition, claimed)
-            starts = put(state.starts, message.token - 1, state.starts[message.token - 1] + 1)
+            starts = counted(state.starts, message.token - 1)
             yield Step("claim", run), after._replace(runs=state.runs | {run}, starts=starts)
 
 
@@ -584,7 +584,7 @@ def execute(world: World, state: State, run: Run) -> Steps:
     elif run.rest:
         token, *rest = run.rest
         following = run._replace(token=token, rest=tuple(rest), done=(*run.done, run.token), wrote=False)
-        starts = put(state.starts, token - 1, state.starts[token - 1] + 1)
+        starts = counted(state.starts, token - 1)
         yield Step("go on", run), state._replace(runs=others | {following}, starts=starts)
     elif owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE:
         ended = state._replace(runs=others)
@@ -680,8 +680,7 @@ def lapse(world: World, state: State) -> Steps:
 def hit(state: State, index: int) -> State:
     """Return the state with one fault less to come and one more counted for a partition."""
     partition = state.partitions[index]
-    counted = with_partition(state, index, partition._replace(faults=partition.faults + 1))
-    return spent(counted)
+    return spent(with_partition(state, index, partition._replace(faults=partition.faults + 1)))
 
 
 def misfortune_of_runs(world: World, state: State, run: Run) -> Steps:
@@ -695,7 +694,7 @@ def misfortune_of_runs(world: World, state: State, run: Run) -> Steps:
         *also, last = run.done
         done = Handled(run.first + len(also), last, run.config, tuple(also))
         cut = with_partition(others, run.partition, partition._replace(handled=done))
-        yield Step("cut", run, fair=False), cut._replace(budget=cut.budget - 1)
+        yield Step("cut", run, fair=False), spent(cut)
     if run.done and world.broken is not Broken.FAILURE_BEFORE_PROGRESS:
         return
     if guarded and can(world, state, Fault.RETRY):
@@ -707,8 +706,7 @@ def misfortune_of_runs(world: World, state: State, run: Run) -> Steps:
 
 def answered(state: State, run: Run) -> State:
     """Return the state with one fault less to come, which is that of one change alone."""
-    asked = put(state.asked, run.token - 1, state.asked[run.token - 1] + 1)
-    return state._replace(asked=asked, budget=state.budget - 1)
+    return spent(state)._replace(asked=counted(state.asked, run.token - 1))
 
 
 def given_up(world: World, state: State, run: Run) -> State:
@@ -727,8 +725,8 @@ def misfortune_of_stores(world: World, state: State) -> Steps:
     if can(world, state, Fault.LOSS):
         for message in state.messages:
             if message.term == state.partitions[message.partition].epoch:
-                after = state._replace(messages=state.messages - {message}, budget=state.budget - 1)
-                yield Step("loss", message, fair=False), after
+                lost = state._replace(messages=state.messages - {message})
+                yield Step("loss", message, fair=False), spent(lost)
 
 
 def rolled_back(state: State, index: int) -> State:
@@ -743,8 +741,8 @@ def reopen(world: World, state: State, which: int) -> Steps:
     listener = state.listeners[which]
     if listener.cursor > state.watermark and can(world, state, Fault.REOPEN):
         again = listener._replace(opened=state.watermark, cursor=state.watermark)
-        after = state._replace(listeners=put(state.listeners, which, again), budget=state.budget - 1)
-        yield Step("reopen", again, fair=False), after
+        after = state._replace(listeners=put(state.listeners, which, again))
+        yield Step("reopen", again, fair=False), spent(after)
 
 
 def lock(world: World, state: State, which: int) -> Steps:
@@ -757,8 +755,8 @@ def lock(world: World, state: State, which: int) -> Steps:
         passed = listener._replace(
             taken=listener.taken + 1, images=(*listener.images, image), locked=listener.locked | {index}
         )
-        after = state._replace(listeners=put(state.listeners, which, passed), budget=state.budget - 1)
-        yield Step("lock", passed, fair=False), after
+        after = state._replace(listeners=put(state.listeners, which, passed))
+        yield Step("lock", passed, fair=False), spent(after)
 
 
 def rewind(world: World, state: State) -> Steps:

@@ -21,7 +21,6 @@ SOUND = (
     sound(19_000, FAULTY, "one change, three terms, one fault", stream=(0,), terms=3),
     sound(100_000, FAULTY, "two partitions, three changes, two faults", stream=(0, 1, 0), budget=2),
     sound(33_000, LAPSING, "two changes, three terms", terms=3, budget=0),
-    sound(85_000, LAPSING, "two partitions, a mark, two terms, a lapse", stream=(0, MARK, 1), terms=2),
     sound(18_000, FAULTY, "a dead letter", terms=2, policy=Policy.DEAD_LETTER),
     sound(3_500, FAULTY, "a skipped change, two faults", budget=2, policy=Policy.SKIP),
     sound(85_000, FAULTY, "a later term matches more", stream=(0, 0, 0), terms=2, matches=WIDER),
@@ -110,5 +109,5 @@ PROTOCOL = Scenarios(
     large=13_000,
     sound=SOUND,
     caught=CAUGHT,
-    unsearched=(MOVING,),
+    unsearched=(MOVING, LOCKED),
 )

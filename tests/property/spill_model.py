@@ -1,16 +1,9 @@
 """Spill and repartitioning as a finite machine: its state, and what a scenario fixes.
 
-A second model beside ``protocol_model``, with its conventions: time is absent, a message that was sent stays
-deliverable, tokens are positions in the stream from 1, and nothing is imported from the package. The first model
-has proved claims, fences and outcomes; here a claim *is* its execution, which lets the stores be looked at closely:
+An extension of ``stores``, with the conventions of ``protocol_model``: time is absent, a message that was sent
+stays deliverable, tokens are positions in the stream from 1, and nothing is imported from the package. What is new:
 
-- *A write is either acknowledged at once, or its answer is lost*: then its author goes on as if it had failed, and it
-  lands at any later time, or never. What a deposed listener still does is nothing but such late writes, since an
-  image that it takes afresh shows it a larger epoch. A crash is a term that begins between any two steps.
-- *A listener acts on fresh images*. What it would do on stale ones is a late write too, or cannot claim; what it has
-  read ahead from the collection is a message that is out already.
 - *A stored change travels by reference*: its message has no bytes, and its execution reads them under its claim.
-- *A bulk* whose answer is lost lands document by document, in any order.
 - *A change has a key*: its partition is ``key % partitions``, however many there are.
 - *A term without the handler* leaves no trace in its documents; it is the time between two terms, in which the oplog
   may roll. It needs no rule.
@@ -18,29 +11,41 @@ has proved claims, fences and outcomes; here a claim *is* its execution, which l
 Left out: locks at the take-over and numbers (``protocol_model`` has both), pausing, parts of large documents, the
 choice of when to spill (it is always allowed, and due where the stream would wait).
 
-Each rule is a generator of steps with the states they lead to. A variant (``Broken``) is one ``if`` beside the rule it
-breaks, so that the difference can be read.
 A change at or below the watermark that has not come to an end is *owed*: whatever a later configuration matches, it was
-matched when it was read (rule 10 of spill), and nobody reads it again. Fields marked "ghost" are never read by a rule:
-they are the memory of the oracles.
+matched when it was read (rule 10 of spill), and nobody reads it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from tests.property import exploration
-from tests.property.exploration import Model, Step, gone_back, passed, put
-from tests.property.stores import acquire, can, in_office, land, spent, with_listener, with_partition, write
+from tests.property import exploration, stores
+from tests.property.exploration import Model, Step, passed, put
+from tests.property.stores import (
+    Claim,
+    Document,
+    Message,
+    Partition,
+    Write,
+    acquire,
+    can,
+    counted,
+    found,
+    in_office,
+    land,
+    spent,
+    stored,
+    with_listener,
+    with_partition,
+    write,
+)
 
 
 class Broken(StrEnum):
-    """One rule of spill left out or replaced by the simpler one."""
+    """One rule of spill left out or replaced by the simpler one; those of stored changes are in ``stores``."""
 
-    NOTHING = "nothing"
-    MARK_BEFORE_INSERT = "the mark is written before the documents are acknowledged"
     WATERMARK_BEFORE_MARK = "a change is complete when it is inserted, before the mark"
     TRUSTS_DOCUMENTS = "a take-over counts documents under the mark, whoever has inserted them"
     TRUSTS_BARE_DOCUMENTS = "a take-over counts documents without any mark"
@@ -49,13 +54,7 @@ class Broken(StrEnum):
     BUFFER_FIRST = "what is in the buffer runs although stored changes are left"
     RUNS_BEFORE_STORED_AGAIN = "stored changes run although changes at or below the mark wait to be stored again"
     BOUND_REFUSES_LARGE = "the bound also refuses a change that is too large for a message"
-    DUPLICATE_DOES_NOTHING = "an insert that finds its document does nothing"
-    MARK_IGNORES_GROWTH = "the mark is guarded by the epoch only"
-    CLEAR_IGNORES_MARK = "clearing does not compare mark and position"
     NONE_LEFT_CLEARS = "a read that finds none clears the mark"
-    REMOVAL_IGNORES_TERM = "a removal does not compare the term"
-    REMOVAL_UP_TO_HANDLED = "a removal reaches up to what is handled"
-    REMOVAL_FOLLOWS_MARK = "only partitions with a mark are looked at for removal"
     BOUND_REFUSES_AGAIN = "the bound also refuses what lies at or below the mark"
     DECISION_RUNS_ALL = "a decision on lost history lets everything up to the mark run"
     DECISION_TRUSTS_DOCUMENTS = "a decision on lost history counts on documents that an older term may remove"
@@ -85,13 +84,8 @@ class Fault(StrEnum):
 
 
 class Late(StrEnum):
-    """The kinds of writes whose answer may be lost."""
+    """Further kinds of writes whose answer may be lost."""
 
-    INSERT = "insert"
-    MARK = "mark"
-    WATERMARK = "watermark"
-    CLEAR = "clear"
-    REMOVE = "remove"
     SWITCH = "switch"
     DISCARD = "discard"
 
@@ -132,7 +126,7 @@ class World(NamedTuple):
     partitions: tuple[int, ...] = (1,)
     faults: frozenset[Fault] = frozenset()
     budget: int = 0
-    late: frozenset[Late] = frozenset()
+    late: frozenset[StrEnum] = frozenset()
     delays: int = 0
     rolls: tuple[int, ...] = ()
     decision: Decision | None = None
@@ -142,7 +136,7 @@ class World(NamedTuple):
     large: bool = False
     buffer: int = 0
     bound: int = 0
-    broken: Broken = Broken.NOTHING
+    broken: StrEnum = stores.Broken.NOTHING
 
     def matched(self, config: int, token: int) -> bool:
         """Tell whether a configuration's handler wants the change at a position."""
@@ -153,51 +147,16 @@ class World(NamedTuple):
         return self.partitions[min(config + 1, len(self.partitions) - 1)]
 
 
-class Head(NamedTuple):
-    """The change at which a partition stands; the rest is ghost, as of its claim."""
-
-    token: int
-    config: int
-    owed: int
-
-
-class Claim(NamedTuple):
-    """An execution and its right; ``config`` and ``owed`` are ghost.
+class Change(NamedTuple):
+    """A change; ``config`` and ``owed`` are ghost, as of its claim.
 
     ``owed`` is the watermark when it began: what another configuration has stored by then may not be passed. (An
     execution of an older term that ends later passes what only its successor matches, as without spill.)
     """
 
     token: int
-    term: int
-    config: int
-    owed: int
-    live: bool = True
-    handled: bool = False
-
-
-class Partition(NamedTuple):
-    """A document of ``partitions``; ``token`` is the position, ``spilled`` the mark (0: none)."""
-
-    epoch: int = 0
-    token: int = 0
-    spilled: int = 0
-    claim: Claim | None = None
-    head: Head | None = None
-
-    @property
-    def stands(self) -> bool:
-        """Whether the partition waits for a person."""
-        return self.head is not None
-
-
-class Document(NamedTuple):
-    """A document of ``backlog``."""
-
-    generation: int
-    partition: int
-    token: int
-    term: int
+    config: int = 0
+    owed: int = 0
 
 
 class Listener(NamedTuple):
@@ -214,35 +173,6 @@ class Listener(NamedTuple):
     cursor: int = 0
     stored: tuple[int, ...] = ()
     generation: int = 0
-
-
-class Message(NamedTuple):
-    """A run in the broker: it can claim while its partition stands at ``base``.
-
-    One by reference (``stored``) has no bytes: its execution reads them under its claim.
-    """
-
-    generation: int
-    partition: int
-    term: int
-    base: int
-    token: int
-    config: int
-    stored: bool = False
-
-
-class Write(NamedTuple):
-    """A write on its way.
-
-    ``place``: the token inserted, the mark, the watermark, how far a removal reaches, or where new partitions begin,
-    whose number is the ``partition`` then; of a discard the generation that was in force.
-    """
-
-    kind: Late
-    term: int
-    generation: int
-    partition: int
-    place: int
 
 
 class Started(NamedTuple):
@@ -305,71 +235,17 @@ def partition_of(state: State, world: World, token: int) -> int:
     return world.keys[token - 1] % len(state.partitions)
 
 
-def stored(state: State, index: int, after: int, up_to: int) -> list[int]:
-    """Return the tokens of the documents of a partition that lie after one place and not after another, in order."""
-    return sorted(
-        each.token
-        for each in state.documents
-        if each.partition == index and each.generation == state.generation and after < each.token <= up_to
-    )
-
-
-def found(state: State, generation: int, index: int, token: int) -> Document | None:
-    """Return the document of a change, if there is one."""
-    wanted = (generation, index, token)
-    return next((each for each in state.documents if each[:3] == wanted), None)
-
-
 # === the writes, and what each does where it lands, if its own guard lets it ===
 
 
 def landed(world: World, state: State, one: Write) -> State:
     """Return the state after a write, which its own guard may have refused."""
-    if one.kind is Late.WATERMARK:
+    if one.kind is stores.Late.WATERMARK:
         matches = state.epoch == one.term and one.place > state.watermark
         return passed_over(world, state, one) if matches else state
     if one.kind in {Late.SWITCH, Late.DISCARD}:
         return switched(world, state, one) if one.kind is Late.SWITCH else discarded(world, state, one)
-    if one.kind in {Late.INSERT, Late.REMOVE}:
-        return inserted(world, state, one) if one.kind is Late.INSERT else removed(world, state, one)
-    return marked(world, state, one)
-
-
-def removed(world: World, state: State, one: Write) -> State:
-    """Return the state without a partition's documents up to a place, but for those of later terms."""
-    guarded = world.broken is not Broken.REMOVAL_IGNORES_TERM
-    return state._replace(
-        documents=frozenset(
-            each
-            for each in state.documents
-            if (each.generation, each.partition) != (one.generation, one.partition)
-            or each.token > one.place
-            or (guarded and each.term > one.term)
-        )
-    )
-
-
-def marked(world: World, state: State, one: Write) -> State:
-    """Return the state after a partition's mark was set or cleared."""
-    if one.generation != state.generation or state.partitions[one.partition].epoch != one.term:
-        return state
-    partition = state.partitions[one.partition]
-    if one.kind is Late.MARK:
-        grows = one.place > partition.spilled or world.broken is Broken.MARK_IGNORES_GROWTH
-        return with_partition(state, one.partition, partition._replace(spilled=one.place)) if grows else state
-    same = partition.spilled == one.place <= partition.token or world.broken is Broken.CLEAR_IGNORES_MARK
-    return with_partition(state, one.partition, partition._replace(spilled=0)) if same else state
-
-
-def inserted(world: World, state: State, one: Write) -> State:
-    """Return the state after one document was inserted, or the term of the one that is there was raised."""
-    there = found(state, one.generation, one.partition, one.place)
-    if there is None:
-        new = Document(one.generation, one.partition, one.place, one.term)
-        return state._replace(documents=state.documents | {new})
-    if there.term >= one.term or world.broken is Broken.DUPLICATE_DOES_NOTHING:
-        return state
-    return state._replace(documents=state.documents - {there} | {there._replace(term=one.term)})
+    return stores.landed(world, state, one)
 
 
 def passed_over(world: World, state: State, one: Write) -> State:
@@ -408,11 +284,10 @@ def switched(world: World, state: State, one: Write) -> State:
 def is_drained(world: World, state: State, term: int, place: int) -> bool:
     """Tell whether all partitions are the term's, flow, and have nothing to do and nothing done after a place."""
     for each in state.partitions:
-        busy = each.claim is not None and (each.claim.live or each.claim.handled)
         unlike = each.epoch != term and world.broken is not Broken.SWITCH_IGNORES_TERM
-        if busy or unlike or each.stands:
+        if each.is_busy or unlike or each.head is not None:
             return False
-        if each.spilled > each.token and world.broken is not Broken.SWITCH_IGNORES_STORED:
+        if each.has_stored and world.broken is not Broken.SWITCH_IGNORES_STORED:
             return False
         if each.token > place and world.broken is not Broken.SWITCH_BEFORE_READ:
             return False
@@ -441,9 +316,14 @@ def unstored(world: World, state: State, listener: Listener, index: int) -> list
         after = max(after, partition.spilled)
     changes = read_changes(world, state, listener, index, after)
     if world.broken is Broken.TRUSTS_DOCUMENTS:
-        there = stored(state, index, 0, partition.spilled)
+        there = tokens_of(stored(state, index, 0, partition.spilled))
         return [token for token in changes if token not in there]
     return changes
+
+
+def tokens_of(changes: Iterable[Change]) -> list[int]:
+    """Return where changes lie."""
+    return [each.token for each in changes]
 
 
 def reach(world: World, state: State, listener: Listener, index: int) -> int:
@@ -460,7 +340,7 @@ def is_complete(world: World, state: State, listener: Listener, token: int) -> b
     partition = state.partitions[index]
     if not world.matched(listener.config, token) or token <= partition.token:
         return True
-    if world.broken is Broken.TRUSTS_BARE_DOCUMENTS and token in stored(state, index, 0, token):
+    if world.broken is Broken.TRUSTS_BARE_DOCUMENTS and token in tokens_of(stored(state, index, 0, token)):
         return True
     if token > reach(world, state, listener, index):
         return False
@@ -502,10 +382,10 @@ def committed(world: World, state: State, index: int) -> State:
     """Return the state in which what is handled in a partition has become its position."""
     partition = state.partitions[index]
     claim = partition.claim
-    return moved(world, state, index, claim) if claim is not None and claim.handled else state
+    return moved(world, state, index, claim.item) if claim is not None and claim.handled else state
 
 
-def moved(world: World, state: State, index: int, ended: Claim | Head) -> State:
+def moved(world: World, state: State, index: int, change: Change) -> State:
     """Return the state in which a partition's position is a change that has ended, and nothing stands there.
 
     What else is passed is excused where it was not owed when it began and its configuration does not match it.
@@ -513,12 +393,11 @@ def moved(world: World, state: State, index: int, ended: Claim | Head) -> State:
     partition = state.partitions[index]
     passed = frozenset(
         each
-        for each in range(max(partition.token, ended.owed) + 1, ended.token)
-        if partition_of(state, world, each) == index and not world.matched(ended.config, each)
+        for each in range(max(partition.token, change.owed) + 1, change.token)
+        if partition_of(state, world, each) == index and not world.matched(change.config, each)
     )
-    after = state._replace(done=state.done | {ended.token}, excused=state.excused | passed)
-    new = partition._replace(token=ended.token, claim=None, head=None)
-    return with_partition(after, index, new)
+    after = state._replace(done=state.done | {change.token}, excused=state.excused | passed)
+    return stores.ended(after, index, change)
 
 
 # --- reading and storing ------------------------------------------------------------------------------------
@@ -526,36 +405,29 @@ def moved(world: World, state: State, index: int, ended: Claim | Head) -> State:
 
 def read(world: World, state: State, listener: Listener) -> Steps:
     """The listener reads on while it has room."""
-    full = world.buffer and unfinished(world, state, listener) >= world.buffer
-    if listener.cursor < len(world.keys) and not is_lost(state, listener) and not full:
+    if listener.cursor < len(world.keys) and not is_lost(state, listener) and not is_full(world, state, listener):
         onward = listener._replace(cursor=listener.cursor + 1)
         yield Step("read", onward), with_listener(state, listener, onward)
 
 
 def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """All of a partition's buffered prefix in one bulk; a document that is there already gets my term, if larger."""
+    """What a listener has read of a partition is stored, as far as there is room."""
     tokens = with_room(world, state, index, unstored(world, state, listener, index))
-    if not tokens:
-        return
-    partition = state.partitions[index]
-    writes = [Write(Late.INSERT, listener.term, state.generation, index, token) for token in tokens]
-    done = state
-    if world.broken is not Broken.MARK_BEFORE_INSERT:
-        for each in writes:
-            done = landed(world, done, each)
-    else:
-        done = state._replace(writes=state.writes | set(writes))
-    mine = listener._replace(stored=put(listener.stored, index, tokens[-1]))
-    full = world.buffer > 0 and unfinished(world, state, listener) >= world.buffer
-    fair = partition.stands or partition.spilled > partition.token or full or world.large
-    yield from write(world, state, writes, with_listener(done, listener, mine), fair=fair)
+    if tokens:
+        urgent = is_full(world, state, listener) or world.large
+        yield from stores.insert(world, state, listener, index, [Change(each) for each in tokens], urgent=urgent)
+
+
+def is_full(world: World, state: State, listener: Listener) -> bool:
+    """Tell whether a listener has no room in memory."""
+    return 0 < world.buffer <= unfinished(world, state, listener)
 
 
 def with_room(world: World, state: State, index: int, tokens: list[int]) -> list[int]:
     """Return the prefix that the bound lets in: always what is there already, or lies at or below the mark."""
     if not world.bound:
         return tokens
-    there = stored(state, index, 0, len(world.keys))
+    there = tokens_of(stored(state, index, 0, len(world.keys)))
     below = 0 if world.broken is Broken.BOUND_REFUSES_AGAIN else state.partitions[index].spilled
     room = world.bound - len(state.documents)
     new = [token for token in tokens if token not in there and token > below]
@@ -568,20 +440,14 @@ def with_room(world: World, state: State, index: int, tokens: list[int]) -> list
 def partition_is_due(state: State, index: int) -> bool:
     """Tell whether a partition would run its next change from memory: it flows, and nothing of it is stored."""
     partition = state.partitions[index]
-    return not partition.stands and partition.spilled <= partition.token
+    return partition.head is None and not partition.has_stored
 
 
 def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """The last change that this term has inserted becomes the mark, if it is larger."""
-    partition = state.partitions[index]
-    mine = [
-        token
-        for token in read_changes(world, state, listener, index, partition.token)
-        if token <= listener.stored[index]
-    ]
-    if mine and mine[-1] > partition.spilled:
-        one = Write(Late.MARK, listener.term, state.generation, index, mine[-1])
-        yield from write(world, state, [one], landed(world, state, one))
+    """What this term has inserted is marked."""
+    read = read_changes(world, state, listener, index, state.partitions[index].token)
+    place = max((token for token in read if token <= listener.stored[index]), default=0)
+    yield from stores.mark(world, state, listener, index, place)
 
 
 def store_watermark(world: World, state: State, listener: Listener) -> Steps:
@@ -589,36 +455,19 @@ def store_watermark(world: World, state: State, listener: Listener) -> Steps:
     window = range(listener.opened + 1, listener.cursor + 1)
     place = next((token - 1 for token in window if not is_complete(world, state, listener, token)), listener.cursor)
     if place > state.watermark:
-        one = Write(Late.WATERMARK, listener.term, 0, 0, place)
+        one = Write(stores.Late.WATERMARK, listener.term, place=place)
         yield from write(world, state, [one], landed(world, state, one))
 
 
 def clear(world: World, state: State, listener: Listener, index: int) -> Steps:
     """The mark goes when the position has reached it, and never because none is found."""
+    yield from stores.clear(world, state, listener, index)
     partition = state.partitions[index]
-    if not partition.spilled:
-        return
-    one = Write(Late.CLEAR, listener.term, state.generation, index, partition.spilled)
-    if partition.token >= partition.spilled:
-        yield from write(world, state, [one], landed(world, state, one))
-    elif state.budget and Fault.STALE_READ in world.faults:
-        after = state._replace(budget=state.budget - 1)
+    if partition.has_stored and can(world, state, Fault.STALE_READ):
+        after = spent(state)
         if world.broken is Broken.NONE_LEFT_CLEARS:
-            after = with_partition(after, index, partition._replace(spilled=0))
+            after = with_partition(after, index, stores.without_mark(partition))
         yield Step("stale read", fair=False), after
-
-
-def remove(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """Documents up to the position, of my term or older, with a mark or without."""
-    partition = state.partitions[index]
-    up_to = partition.token
-    if world.broken is Broken.REMOVAL_UP_TO_HANDLED and partition.claim is not None and partition.claim.handled:
-        up_to = partition.claim.token
-    if world.broken is Broken.REMOVAL_FOLLOWS_MARK and not partition.spilled:
-        return
-    if stored(state, index, 0, up_to):
-        one = Write(Late.REMOVE, listener.term, state.generation, index, up_to)
-        yield from write(world, state, [one], landed(world, state, one))
 
 
 # --- running ------------------------------------------------------------------------------------------------
@@ -636,12 +485,12 @@ def next_change(world: World, state: State, listener: Listener, index: int) -> i
         limit = min(partition.spilled, listener.cursor)
     elif is_again and world.broken is not Broken.COLLECTION_AT_ONCE:
         return None
-    return next(iter(stored(state, index, partition.token, limit)), None)
+    return next(iter(tokens_of(stored(state, index, partition.token, limit))), None)
 
 
 def runs_from_store(world: World, partition: Partition) -> bool:
     """Tell whether a partition runs what is stored of it, and nothing else."""
-    return partition.spilled > partition.token and world.broken is not Broken.BUFFER_FIRST
+    return partition.has_stored and world.broken is not Broken.BUFFER_FIRST
 
 
 def dispatch(world: World, state: State, listener: Listener, index: int) -> Steps:
@@ -649,11 +498,10 @@ def dispatch(world: World, state: State, listener: Listener, index: int) -> Step
     partition = state.partitions[index]
     token = next_change(world, state, listener, index)
     is_stored = runs_from_store(world, partition)
-    if token is None or partition.stands or (world.large and not is_stored):
+    if token is None or partition.head is not None or (world.large and not is_stored):
         return
-    message = Message(state.generation, index, listener.term, partition.token, token, listener.config, is_stored)
-    if message not in state.messages:
-        yield Step("dispatch", message), state._replace(messages=state.messages | {message})
+    change = Change(token, listener.config)
+    yield from stores.dispatch(state, Message(index, listener.term, partition.token, change, is_stored))
 
 
 # --- repartitioning ---------------------------------------------------------------------------------------
@@ -701,23 +549,13 @@ def discard(world: World, state: State, listener: Listener) -> Steps:
 
 def deliver(world: World, state: State) -> Steps:
     """A worker gets a message, for the first time or again, and claims; without a match it drops it."""
-    for message in state.messages:
-        partition = state.partitions[message.partition]
-        claim = partition.claim
-        free = claim is None or not (claim.live or claim.handled)
-        if (
-            message.generation == state.generation
-            and partition.epoch == message.term
-            and partition.token == message.base
-            and free
-            and not partition.stands
-        ):
-            owed = min(state.watermark, message.token) if world.matches else 0
-            claim = Claim(message.token, message.term, message.config, owed)
-            started = put(state.starts, message.token - 1, state.starts[message.token - 1] + 1)
-            last = put(state.last, world.keys[message.token - 1], Started(message.token, message.config))
-            after = with_partition(state, message.partition, partition._replace(claim=claim))
-            yield Step("start", message), after._replace(starts=started, last=last)
+    for message, partition in stores.claimable(state):
+        token, config, _ = message.item
+        owed = min(state.watermark, token) if world.matches else 0
+        claim = Claim(message.item._replace(owed=owed), message.term)
+        after = with_partition(state, message.partition, partition._replace(claim=claim))
+        last = put(state.last, world.keys[token - 1], Started(token, config))
+        yield Step("start", message), after._replace(starts=counted(state.starts, token - 1), last=last)
 
 
 def execute(world: World, state: State, index: int) -> Steps:
@@ -726,38 +564,36 @@ def execute(world: World, state: State, index: int) -> Steps:
     claim = partition.claim
     if claim is None:
         return
+    token = claim.item.token
     if claim.handled:
         yield Step("commit", claim), committed(world, state, index)
         if can(world, state, Fault.ROLLBACK):
-            lost = with_partition(state, index, partition._replace(claim=claim._replace(handled=False, live=False)))
-            yield Step("rollback", claim, fair=False), justify(lost, claim.token)
+            lost = stores.with_claim(state, index, handled=False, live=False)
+            yield Step("rollback", claim, fair=False), spent(justify(lost, token))
         return
-    ended = partition._replace(claim=claim._replace(handled=True))
-    done = with_partition(state, index, ended)
+    done = stores.with_claim(state, index, handled=True)
     if Fault.ROLLBACK not in world.faults:  # one step for two that nothing can part
         done = committed(world, done, index)
     yield Step("handled", claim, fair=claim.live), done
     if claim.live and can(world, state, Fault.LAPSE):
-        lapsed = with_partition(state, index, partition._replace(claim=claim._replace(live=False)))
-        yield Step("lapse", claim, fair=False), justify(lapsed, claim.token)
-    stands = partition._replace(claim=None, head=Head(claim.token, claim.config, claim.owed))
+        lapsed = stores.with_claim(state, index, live=False)
+        yield Step("lapse", claim, fair=False), spent(justify(lapsed, token))
     if can(world, state, Fault.HALT):
-        yield from halt(world, with_partition(spent(state), index, stands), claim, index)
+        yield from halt(world, stores.halted(spent(state), index, claim.item), claim, index)
 
 
 def halt(world: World, halted: State, claim: Claim, index: int) -> Steps:
     """The partition halts at a change, which its execution may have stored before, unmarked."""
-    one = Write(Late.INSERT, claim.term, halted.generation, index, claim.token)
+    one = Write(stores.Late.INSERT, claim.term, halted.generation, index, item=Change(claim.item.token))
     yield Step("halt", claim, fair=False), landed(world, halted, one) if world.storing else halted
-    if world.storing and Late.INSERT in world.late and halted.delays:
+    if world.storing and stores.Late.INSERT in world.late and halted.delays:
         sent = halted._replace(delays=halted.delays - 1, writes=halted.writes | {one})
         yield Step("halt, late", claim, fair=False), sent
 
 
 def justify(state: State, token: int) -> State:
-    """Return the state with one fault less to come, which justifies one more start of a change."""
-    more = put(state.justified, token - 1, state.justified[token - 1] + 1)
-    return state._replace(justified=more, budget=state.budget - 1)
+    """Return the state in which one more start of a change is justified."""
+    return state._replace(justified=counted(state.justified, token - 1))
 
 
 def reopen(world: World, state: State, listener: Listener) -> Steps:
@@ -765,7 +601,7 @@ def reopen(world: World, state: State, listener: Listener) -> Steps:
     if listener.cursor > state.watermark and can(world, state, Fault.REOPEN):
         place = state.watermark
         again = listener._replace(opened=place, cursor=place, stored=(place,) * len(listener.stored))
-        yield Step("reopen", again, fair=False), with_listener(state, listener, again)._replace(budget=state.budget - 1)
+        yield Step("reopen", again, fair=False), spent(with_listener(state, listener, again))
 
 
 # --- the oplog and the operator -----------------------------------------------------------------------------
@@ -804,12 +640,13 @@ def secured(world: World, state: State, listener: Listener, index: int, place: i
     Where nothing is left, the mark goes: what it stood for is given up with the rest.
     """
     partition = state.partitions[index]
-    tokens = stored(state, index, partition.token, partition.spilled)
+    changes = stored(state, index, partition.token, partition.spilled)
     if world.broken is not Broken.DECISION_TRUSTS_DOCUMENTS:
-        for token in tokens:
-            state = landed(world, state, Write(Late.INSERT, listener.term, state.generation, index, token))
-    if not tokens and partition.spilled <= place and world.broken is not Broken.DECISION_KEEPS_MARK:
-        return with_partition(state, index, partition._replace(spilled=0))
+        for each in changes:
+            one = Write(stores.Late.INSERT, listener.term, state.generation, index, item=each)
+            state = landed(world, state, one)
+    if not changes and partition.spilled <= place and world.broken is not Broken.DECISION_KEEPS_MARK:
+        return with_partition(state, index, stores.without_mark(partition))
     return state
 
 
@@ -817,7 +654,7 @@ def is_owed(world: World, state: State, token: int) -> bool:
     """Tell whether a change is stored where it will be run from."""
     index = partition_of(state, world, token)
     partition = state.partitions[index]
-    return token in stored(state, index, partition.token, partition.spilled)
+    return token in tokens_of(stored(state, index, partition.token, partition.spilled))
 
 
 def command(world: World, state: State, index: int) -> Steps:
@@ -826,10 +663,8 @@ def command(world: World, state: State, index: int) -> Steps:
     head = partition.head
     if not world.operator or head is None:
         return
-    more = put(state.justified, head.token - 1, state.justified[head.token - 1] + 1)
-    flowing = partition._replace(head=None)
-    after = with_partition(state, index, flowing)._replace(justified=more)
-    yield Step("retry", head, fair=False), after
+    flowing = with_partition(state, index, partition._replace(head=None))
+    yield Step("retry", head, fair=False), justify(flowing, head.token)
     yield Step("skip", head, fair=False), moved(world, state, index, head)
 
 
@@ -886,11 +721,11 @@ def no_loss(move: Move) -> Iterator[str]:
     if move.before.generation != move.after.generation:
         return
     for index, (old, new) in enumerate(zip(move.before.partitions, move.after.partitions, strict=True)):
-        ended = old.claim or old.head
+        ended = old.claim.item if old.claim else old.head
         if ended is None or new.token <= old.token:
             continue
 
-        def is_missing(token: int, index: int = index, ended: Claim | Head = ended) -> bool:
+        def is_missing(token: int, index: int = index, ended: Change = ended) -> bool:
             wanted = token <= ended.owed or move.world.matched(ended.config, token)
             return wanted and token not in move.after.settled and partition_of(move.after, move.world, token) == index
 
@@ -908,23 +743,17 @@ def order(move: Move) -> Iterator[str]:
                 yield f"change {new.token} has started after change {old.token}"
 
 
-def monotone(move: Move) -> Iterator[str]:
-    """P4: epochs, watermark and positions never go back but by a rewind, which goes where the stream can be read."""
-    before, after, rewound = move.before, move.after, move.step.kind == "rewind"
-    yield from gone_back("an epoch", before.epoch, after.epoch)
-    if not rewound:
-        yield from gone_back("the watermark", before.watermark, after.watermark)
-    if rewound and after.watermark > before.watermark:
-        yield "a rewind has moved the watermark forward"
-    if rewound and after.watermark + 1 < before.oldest <= before.watermark + 1:
-        yield "a rewind has gone where the stream cannot be opened"
-    if before.generation != after.generation:
+def rewind_goes_back(move: Move) -> Iterator[str]:
+    """P4: a rewind moves nothing forward, and goes where the stream can be read."""
+    before, after = move.before, move.after
+    if move.step.kind != "rewind":
         return
-    for old, new in zip(before.partitions, after.partitions, strict=True):
-        if new.epoch < old.epoch or (new.token < old.token and not rewound):
-            yield f"a partition has gone back from {old.token} to {new.token}"
-        if rewound and new.token > old.token:
-            yield "a rewind has moved a position forward"
+    if after.watermark > before.watermark:
+        yield "a rewind has moved the watermark forward"
+    if after.watermark + 1 < before.oldest <= before.watermark + 1:
+        yield "a rewind has gone where the stream cannot be opened"
+    if any(new.token > old.token for old, new in zip(before.partitions, after.partitions, strict=True)):
+        yield "a rewind has moved a position forward"
 
 
 def prefix(move: Move) -> Iterator[str]:
@@ -937,7 +766,7 @@ def prefix(move: Move) -> Iterator[str]:
 def bounded_duplicates(move: Move) -> Iterator[str]:
     """P6: a handler starts once per change, once more per fault or command, and never when it was done."""
     if isinstance(move.step.who, Message) and move.step.kind == "start":
-        token = move.step.who.token
+        token = move.step.who.item.token
         if move.after.starts[token - 1] > move.after.justified[token - 1]:
             yield f"change {token} has started {move.after.starts[token - 1]} times"
         if token in move.before.done:
@@ -946,9 +775,10 @@ def bounded_duplicates(move: Move) -> Iterator[str]:
 
 def bytes_at_hand(move: Move) -> Iterator[str]:
     """P13: an execution of a change that travels by reference finds its bytes."""
-    if isinstance(move.step.who, Message) and move.step.who.stored and move.step.kind == "start":
-        token = move.step.who.token
-        if found(move.after, move.step.who.generation, move.step.who.partition, token) is None:
+    message = move.step.who
+    if isinstance(message, Message) and message.stored and move.step.kind == "start":
+        token = message.item.token
+        if found(move.after, message.partition, token, move.after.generation) is None:
             yield f"the bytes of change {token} are gone"
 
 
@@ -959,7 +789,7 @@ def left_undone(world: World, state: State) -> Iterator[str]:
         yield "nobody is in office"
         return
     lost = is_lost(state, listener)
-    stands = {index for index, each in enumerate(state.partitions) if each.stands}
+    stands = {index for index, each in enumerate(state.partitions) if each.head is not None}
     if world.wanted(listener.config) != len(state.partitions) and not lost and not stands:
         yield f"there are {len(state.partitions)} partitions for ever"
     garbage = {each for each in state.documents if is_garbage(state, each)}
@@ -972,15 +802,15 @@ def left_undone(world: World, state: State) -> Iterator[str]:
     if state.watermark < len(world.keys) and not lost and not full:
         yield f"the watermark stands at {state.watermark} for ever"
     for index, partition in enumerate(state.partitions):
-        if partition.spilled > partition.token and index not in stands and not lost:
+        if partition.has_stored and index not in stands and not lost:
             yield f"the mark of partition {index} stands at {partition.spilled} for ever"
     for document in garbage:
-        yield f"nobody removes the document of change {document.token} in generation {document.generation}"
+        yield f"nobody removes the document of change {document.item.token} in generation {document.generation}"
 
 
 def is_garbage(state: State, document: Document) -> bool:
     """Tell whether a document belongs to former partitions, or to a change that is done."""
-    return document.generation != state.generation or document.token <= state.partitions[document.partition].token
+    return document.generation != state.generation or document.item.token <= state.partitions[document.partition].token
 
 
 def led(world: World, state: State, listener: Listener) -> Steps:
@@ -1001,7 +831,7 @@ def led(world: World, state: State, listener: Listener) -> Steps:
             yield from insert(world, state, listener, index)
             yield from mark(world, state, listener, index)
             yield from clear(world, state, listener, index)
-            yield from remove(world, state, listener, index)
+            yield from stores.remove(world, state, listener, index, partition.token)
             yield from dispatch(world, state, listener, index)
 
 
@@ -1032,21 +862,17 @@ def all_steps(world: World, state: State) -> Steps:
 def plain(world: World, state: State) -> State:
     """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
     listeners = tuple(each for each in state.listeners if may_act(state, each))
-    messages = frozenset(each for each in state.messages if may_claim(state, each))
+    messages = frozenset(each for each in state.messages if stores.may_claim(state, each))
     writes = frozenset(each for each in state.writes if may_land(world, state, each))
     return state._replace(listeners=listeners, messages=messages, writes=writes)
 
 
 def may_land(world: World, state: State, one: Write) -> bool:
     """Tell whether the guard of a write may still match."""
-    if one.kind is Late.WATERMARK:
-        return one.term == state.epoch
     if one.kind is Late.SWITCH:
         mine = one.term == state.epoch or world.broken is Broken.SWITCH_IGNORES_TERM
         return mine and one.generation == state.generation
-    if one.kind in {Late.MARK, Late.CLEAR}:
-        return one.generation == state.generation and one.term == state.partitions[one.partition].epoch
-    return True
+    return stores.may_land(state, one)
 
 
 def may_act(state: State, listener: Listener) -> bool:
@@ -1056,21 +882,13 @@ def may_act(state: State, listener: Listener) -> bool:
     return listener.term == state.epoch or any(each.epoch == listener.term for each in state.partitions)
 
 
-def may_claim(state: State, message: Message) -> bool:
-    """Tell whether a message could claim when its partition flows."""
-    if message.generation != state.generation:
-        return False
-    partition = state.partitions[message.partition]
-    return partition.epoch == message.term and partition.token == message.base
-
-
 SPILL_MODEL = Model(
     initial=initial,
     steps=steps,
     oracles={
         "P1": (no_loss,),
         "P2": (order,),
-        "P4": (monotone,),
+        "P4": (stores.never_back, rewind_goes_back),
         "P5": (prefix,),
         "P6": (bounded_duplicates,),
         "P13": (bytes_at_hand,),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from tests.property import stores
 from tests.property.scenarios import NARROWER, WIDER, Scenarios, caught, sound
 from tests.property.spill_model import SPILL_MODEL, Broken, Decision, Fault, Late, World
 
-ANY_WRITE = frozenset(Late)
-SWITCHING = frozenset({Late.SWITCH, Late.DISCARD})
-LATE_REMOVAL = frozenset({Late.REMOVE})
+SWITCHING = frozenset(Late)
+ANY_WRITE = SWITCHING | frozenset(stores.Late)
+LATE_INSERT = frozenset({stores.Late.INSERT})
+LATE_REMOVAL = frozenset({stores.Late.REMOVE})
 HALT = frozenset({Fault.HALT})
 
 ONE = World("two changes", (0, 0), terms=1)
@@ -34,8 +36,8 @@ FULL_LARGE = World(
     "a full store, a halt and large changes", (0, 1, 1), terms=1, partitions=(2,), bound=1, faults=HALT, budget=1,
     large=True
 )  # fmt: skip
-LATE_MARK = World("a late mark", (0, 0), terms=1, late=frozenset({Late.MARK}), delays=1)
-LATE_CLEAR = World("a late clear", (0, 0), terms=1, late=frozenset({Late.CLEAR}), delays=1)
+LATE_MARK = World("a late mark", (0, 0), terms=1, late=frozenset({stores.Late.MARK}), delays=1)
+LATE_CLEAR = World("a late clear", (0, 0), terms=1, late=frozenset({stores.Late.CLEAR}), delays=1)
 STALE_READ = World("a stale read", (0, 0), terms=1, faults=frozenset({Fault.STALE_READ}), budget=1)
 ROLLBACK = World("a rollback of handled", (0, 0), terms=1, faults=frozenset({Fault.ROLLBACK}), budget=1)
 FULL_HALT = World(
@@ -46,7 +48,6 @@ FULL_HALT = World(
 MERGED = World("two partitions become one", (0, 1), terms=2, partitions=(2, 2, 1))
 SPLIT = World("one partition becomes two", (0, 1), terms=2, partitions=(1, 1, 2))
 TURNED_BACK = World("a later term wants the old number", (0, 1), terms=2, partitions=(2, 1, 2))
-MERGED_BACK = MERGED._replace(name="two partitions become one, a rewind", rewind=0)
 MERGED_HALT = MERGED._replace(name="two partitions, one of them halted, become one", faults=HALT, budget=1)
 MERGED_LOST = MERGED._replace(name="two partitions become one, a rolling oplog", rolls=(2,))
 LATE_SWITCH = TURNED_BACK._replace(name="a late switch, and back", late=frozenset({Late.SWITCH}), delays=1)
@@ -57,7 +58,6 @@ MERGED_FULL = World(
 )  # fmt: skip
 
 SOUND = (
-    sound(10_000, TWO_TERMS, "two changes, two terms, a late write", late=ANY_WRITE, delays=1),
     sound(8_000, TWO_TERMS, "three changes, two terms", keys=(0, 0, 0)),
     sound(5_000, BACK, "a rewind and a late write", late=ANY_WRITE, delays=1),
     sound(8_000, HALT_BACK, "three changes, a halt, a rewind to the first", keys=(0, 0, 0), rewind=1),
@@ -69,8 +69,7 @@ SOUND = (
     sound(1_000, FULL_BACK),
     sound(6_000, FULL_HALT, terms=1),
     sound(20_000, HALTING, "two partitions, a halt", keys=(0, 1, 0), partitions=(2,)),
-    sound(15_000, HALTING, "a halt that stores its change, late", terms=2, storing=True, late=frozenset({Late.INSERT}),
-        delays=1),
+    sound(15_000, HALTING, "a halt that stores its change, late", terms=2, storing=True, late=LATE_INSERT, delays=1),
     sound(5_000, ROLLBACK, terms=2),
     sound(2_000, TWO_TERMS, "a stream that breaks", faults=frozenset({Fault.REOPEN}), budget=1),
     sound(1_000, BACK_LARGE),
@@ -78,12 +77,9 @@ SOUND = (
     sound(5_000, TWO_TERMS, "large changes, two terms, a late write", large=True, late=ANY_WRITE, delays=1),
     sound(5_000, MERGED),
     sound(2_500, SPLIT),
-    sound(8_000, MERGED_BACK),
     sound(10_000, MERGED_LOST, "two partitions become one, lost history", decision=Decision.OLDEST),
     sound(7_000, SPLIT, "one partition becomes two, halts, and a later term matches less", faults=HALT, budget=1,
         operator=True, storing=True, matches=(frozenset({1, 2}), frozenset({2}))),
-    sound(15_000, LATE_SWITCH, "a switch with a late write, and back", late=SWITCHING),
-    sound(6_000, MERGED_HALT),
     sound(14_000, MERGED_FULL),
 )  # fmt: skip
 SLOW = (
@@ -105,7 +101,7 @@ SLOW = (
 
 
 CAUGHT = (
-    caught(Broken.MARK_BEFORE_INSERT, ONE, "P5"),
+    caught(stores.Broken.MARK_BEFORE_INSERT, ONE, "P5"),
     caught(Broken.WATERMARK_BEFORE_MARK, ONE, "P5"),
     caught(Broken.TRUSTS_DOCUMENTS, BACK_LATE, "P5"),
     caught(Broken.TRUSTS_BARE_DOCUMENTS, TWO_TERMS, "P5"),
@@ -119,14 +115,14 @@ CAUGHT = (
     caught(Broken.RUNS_BEFORE_STORED_AGAIN, MATCHES_MORE, "P1"),
     caught(Broken.RUNS_BEFORE_STORED_AGAIN, BACK_LATE, "P13", watched="P13"),
     caught(Broken.BOUND_REFUSES_LARGE, FULL_LARGE, "P12"),
-    caught(Broken.DUPLICATE_DOES_NOTHING, BACK_LATE, "P5"),
-    caught(Broken.DUPLICATE_DOES_NOTHING, BACK_LARGE, "P13", watched="P13"),
-    caught(Broken.MARK_IGNORES_GROWTH, LATE_MARK, "P5"),
-    caught(Broken.CLEAR_IGNORES_MARK, LATE_CLEAR, "P5"),
+    caught(stores.Broken.DUPLICATE_DOES_NOTHING, BACK_LATE, "P5"),
+    caught(stores.Broken.DUPLICATE_DOES_NOTHING, BACK_LARGE, "P13", watched="P13"),
+    caught(stores.Broken.MARK_IGNORES_GROWTH, LATE_MARK, "P5"),
+    caught(stores.Broken.CLEAR_IGNORES_MARK, LATE_CLEAR, "P5"),
     caught(Broken.NONE_LEFT_CLEARS, STALE_READ, "P5"),
-    caught(Broken.REMOVAL_IGNORES_TERM, BACK_LATE, "P5"),
-    caught(Broken.REMOVAL_UP_TO_HANDLED, ROLLBACK, "P5"),
-    caught(Broken.REMOVAL_FOLLOWS_MARK, TWO_TERMS, "P12"),
+    caught(stores.Broken.REMOVAL_IGNORES_TERM, BACK_LATE, "P5"),
+    caught(stores.Broken.REMOVAL_UP_TO_HANDLED, ROLLBACK, "P5"),
+    caught(stores.Broken.REMOVAL_FOLLOWS_MARK, TWO_TERMS, "P12"),
     caught(Broken.BOUND_REFUSES_AGAIN, FULL_BACK, "P12"),
     caught(Broken.DECISION_RUNS_ALL, ROLLED_MORE, "P5"),
     caught(Broken.DECISION_TRUSTS_DOCUMENTS, BACK_LATE_LOST, "P5"),
@@ -143,4 +139,6 @@ CAUGHT = (
     caught(Broken.FORMER_STAY, MERGED, "P12"),
 )
 
-SPILL = Scenarios(model=SPILL_MODEL, broken=Broken, large=6_000, sound=SOUND, caught=CAUGHT, slow=SLOW)
+SPILL = Scenarios(
+    model=SPILL_MODEL, broken=(*stores.Broken, *Broken), large=6_000, sound=SOUND, caught=CAUGHT, slow=SLOW
+)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.property import limits_model, park_model, protocol_model, spill_model
+from tests.property import limits_model, park_model, protocol_model, spill_model, stores
 from tests.property.exploration import Model, Move
 from tests.property.limits_model import LIMITS_MODEL
 from tests.property.limits_variants import LAPSING as LAPSING_LIMIT
@@ -74,10 +74,13 @@ def of_spill(world: spill_model.World, state: spill_model.State) -> Documents:
         partitions[f"b/h/{state.generation}/{index}"] = Partition(
             each.epoch, None, committed, each.token, each.spilled,
             claim=claim and _claim(sum(state.starts), number, live=claim.live),
-            handled=Handled(sum(state.starts), number, claim.token) if claim and claim.handled else None,
+            handled=Handled(sum(state.starts), number, claim.item.token) if claim and claim.handled else None,
             state=HALTED if each.head else FLOWING, head=each.head and each.head.token,
         )  # fmt: skip
-    stored = {f"b/h/{each[0]}/{each[1]}/{each.token}": StoredChange(each.term, each.token) for each in state.documents}
+    stored = {
+        f"b/h/{each.generation}/{each.partition}/{each.item.token}": StoredChange(each.term, each.item.token)
+        for each in state.documents
+    }
     return {
         "leases": {"b": Lease(state.epoch, frozenset(range(state.epoch + 1)), "somebody")},
         "handlers": {"b/h": Handler(state.epoch, state.watermark, state.generation)},
@@ -163,7 +166,7 @@ def judge_moves(name: str, taken: set[str]) -> Model[Any, Any]:
 
 _RUNS = TWO_TERMS._replace(name="a run of two changes", runs=True, terms=1)
 _FAULTS = frozenset(protocol_model.Fault) - {protocol_model.Fault.ROLLBACK, protocol_model.Fault.LOCK}
-_LATE = frozenset(spill_model.Late)
+_LATE = frozenset({*stores.Late, *spill_model.Late})
 _SOUND: dict[str, list[Any]] = {
     "protocol": [
         TWO_TERMS,
@@ -189,9 +192,9 @@ _BROKEN = [
     ("protocol", LOCKED, protocol_model.Broken.WATERMARK_PASSES_LOCKED),
     ("protocol", TWO_TERMS._replace(stream=(0, 1)), protocol_model.Broken.WATERMARK_IS_MAXIMUM),
     ("protocol", KEPT, protocol_model.Broken.REWIND_COUNTS_ALONE),
-    ("spill", ONE, spill_model.Broken.MARK_BEFORE_INSERT),
+    ("spill", ONE, stores.Broken.MARK_BEFORE_INSERT),
     ("spill", ONE, spill_model.Broken.WATERMARK_BEFORE_MARK),
-    ("spill", LATE_MARK, spill_model.Broken.MARK_IGNORES_GROWTH),
+    ("spill", LATE_MARK, stores.Broken.MARK_IGNORES_GROWTH),
     ("park", PARKED_KEY, park_model.Broken.LETTER_LATER),
     ("park", PARKED_KEY, park_model.Broken.PARKED_LATER),
 ]

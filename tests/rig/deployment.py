@@ -24,6 +24,7 @@ from tests.fixtures.process import PATIENCE_SECONDS, Processes, ProjectProcess, 
 from tests.fixtures.rabbitmq import QUEUES, virtual_host
 from tests.rig.conformance import record
 from tests.rig.history import Due, Effect, Fact, SetAside, Started, Wrote, violations
+from tests.rig.keeper import Keeper, Role
 from tests.rig.oplog import read_oplog
 from tests.rig.project import Project
 
@@ -139,6 +140,14 @@ class Deployment(Project):
         worker = self.worker()
         listener.wait_for_output("reading from")
         return listener, worker
+
+    @contextmanager
+    def kept_worker(self) -> Iterator[Role]:
+        """Start a worker, and while the block lasts start it again whenever it has ended."""
+        with Keeper(self._processes) as keeper:
+            role = keeper.keep("worker", lambda name: self.worker(name=name, awaited=""))
+            role.process.wait_for_output(r" ready\.")
+            yield role
 
     @property
     def logs(self) -> dict[str, str]:

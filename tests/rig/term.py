@@ -84,6 +84,7 @@ class TermRig:
         """What parts of a listener use of a bridge."""
         concern = ErrorContext("the state database", "readWrite")
         found = SimpleNamespace(
+            name="shop",
             store=self.store,
             client=self.database.client,
             options=self.options,

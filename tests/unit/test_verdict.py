@@ -14,13 +14,12 @@ from bson import Timestamp
 from bson.int64 import Int64
 
 from mongo_celery.bridge.identity import Identity
+from mongo_celery.bridge.listener.blocked import LAG_SECONDS, RETRYING_SECONDS
 from mongo_celery.bridge.operations.bridge_facts import Facts, Registered
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, Workers, unreadable
 from mongo_celery.bridge.operations.judgement import (
     CODES,
-    LAG_SECONDS,
     REPARTITIONING_SECONDS,
-    RETRYING_SECONDS,
     RUNNING_LONG_SECONDS,
     UNLED_SECONDS,
     UNREAD_SECONDS,

@@ -50,6 +50,7 @@ from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.oplog import Oplog, oplog_or_none, time_of_token
 from mongo_celery.mongo.verdicts import brief, raise_if_final
 from mongo_celery.quantities import moment
+from mongo_celery.signals import history_lost, send_signal
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.watermarks import Watermarks
@@ -295,6 +296,7 @@ class LostHistory:
             f": {said}" if said else "",
             extra={"event": "history_lost", "subscription": name},
         )
+        self._send(name, _reason(before.place[0], oplog.first if oplog is not None else None, error), start)
         return True
 
     def _mark_lost(
@@ -319,6 +321,18 @@ class LostHistory:
             reason,
             *(self._wiring.line.changes("reset", name, "--to", option) for option in ("oldest", "now")),
             extra={"event": "subscription_lost", "subscription": name},
+        )
+        if start.lost is None:  # otherwise an earlier term has found it
+            self._send(name, reason)
+
+    def _send(self, handler: str, reason: str, continues_at: Timestamp | None = None) -> None:
+        send_signal(
+            history_lost,
+            self._wiring.name,
+            handler=handler,
+            reason=reason,
+            continues_at=None if continues_at is None else continues_at.as_datetime(),
+            command=self._wiring.line.changes("status"),
         )
 
     # -- positions ---------------------------------------------------------------------------------

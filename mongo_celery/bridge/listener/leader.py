@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.blocked import BlockedHandlers
 from mongo_celery.bridge.listener.fairness import make_fairness
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
@@ -31,6 +32,7 @@ from mongo_celery.bridge.listener.stream_intake import StreamIntake
 from mongo_celery.bridge.listener.unclaimed import BrokerWatch, UnclaimedRuns
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.errors import HistoryLostError, LeaseLostError
+from mongo_celery.signals import handler_blocked, send_signal
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.activity import Activity
@@ -93,6 +95,7 @@ class Leader:
         self.housekeeping.add(self._horizon.read_oplog)
         self._watermarks = Watermarks(wiring.store, renewal, scope.fingerprint, self.report)
         self._history = LostHistory(wiring, renewal, decision=on_history_lost, fingerprint=scope.fingerprint)
+        self._blocked = BlockedHandlers()
         self._storing = Storing(wiring, self.subscriptions, version, self._horizon.share, self.housekeeping)
         self.snapshots = Snapshotting(wiring, self.subscriptions, version, self.wake)
         self.intake = StreamIntake(
@@ -227,11 +230,19 @@ class Leader:
             self._replaying.turn(self.subscriptions, now)
             self._note_progress()
         self._dispatch()
+        if now >= self._blocked.due_at:
+            self._report_blocked(now)
         if now >= self._watermarks.due_at:
             self._note_progress()
             if not self._history.is_unread:
                 self._horizon.judge(self.subscriptions.values())
             self._watermarks.flush(self.subscriptions.values(), now, self.poller.times.moved_at)
+
+    def _report_blocked(self, now: float) -> None:
+        """Send a signal for each handler that has newly been blocked for long."""
+        for found in self._blocked.find_new(self.subscriptions.values(), now):
+            command = self._wiring.line.changes("status")
+            send_signal(handler_blocked, self._wiring.name, **found, command=command)
 
     def _note_progress(self) -> None:
         """Allow renewals of the lease, unless partitions or the stream cannot be read."""

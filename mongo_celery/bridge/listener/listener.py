@@ -41,6 +41,7 @@ from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import brief, explain_error, is_transient, raise_if_final
+from mongo_celery.signals import leader_changed, send_signal
 
 if TYPE_CHECKING:
     from celery import Celery
@@ -230,6 +231,15 @@ class Listener:
         self.has_lease = term is not None
         if term is not None:
             self._takes_over, self._waits_for = False, None
+            send_signal(
+                leader_changed,
+                self._wiring.name,
+                term=term.number,
+                host=term.document["host"],
+                pid=term.document["pid"],
+                previous_host=lease.get("host"),
+                previous_pid=lease.get("pid"),
+            )
         if term is not None and difference:
             logger.warning(
                 "this listener has taken over bridge %s from another app or environment: %s",

@@ -354,11 +354,11 @@ def short_ids(ids: Sequence[str]) -> list[str]:
     return [each[:length] for each in ids]
 
 
-def change_of(wiring: Wiring, letter: DeadChange) -> dict[str, Any]:
-    """Return a dead letter's change: `event` as relaxed extended JSON, or `raw`, its bytes in base64, or neither."""
+def change_of(wiring: Wiring, letter: DeadChange, *, with_types: bool = False) -> dict[str, Any]:
+    """Return a dead letter's change: `event` as Extended JSON, or `raw`, its bytes in base64, or neither."""
     with reached(wiring):
         found = wiring.store.dead_letters.read(letter.document_id)
-    return event_as_json(None if found is None else found[1])
+    return event_as_json(None if found is None else found[1], with_types=with_types)
 
 
 def plain(letter: DeadChange, key: ParkedKey | None = None) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 The judgement of a bridge: from its snapshot to findings with severity, effect and helpful commands.
 
 *Failing* means blocked until a person acts, or about to be lost: alert someone. *Degraded* means that it ends
-automatically, was requested, or can wait until the morning. Every threshold is here, except the shares of the oplog and
-of `spill_bytes`, which the listener's log also uses.
+automatically, was requested, or can wait until the morning. Every threshold is here, except those that the listener
+also uses, in its log and signals.
 
 Each rule is a function from the snapshot, or one of its handlers, to findings. Only sentences contain foreign text.
 """
@@ -17,6 +17,7 @@ from datetime import datetime
 from itertools import groupby
 
 from mongo_celery.bridge.identity import ways_out
+from mongo_celery.bridge.listener.blocked import LAG_SECONDS, RETRYING_SECONDS
 from mongo_celery.bridge.listener.horizon import SERIOUS as OPLOG_SERIOUS
 from mongo_celery.bridge.listener.horizon import THRESHOLDS
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerStatus, PartitionStatus
@@ -32,17 +33,11 @@ UNLED_SECONDS = 30
 UNREAD_SECONDS = 30
 """Longest time of an election. Then an unread stream is failing."""
 
-LAG_SECONDS = 300
-"""Lag from which a handler is late."""
-
 RUNNING_LONG_SECONDS = 60
 """A call without a time limit that takes longer may never return."""
 
 REPARTITIONING_SECONDS = 300
 """New partitions wait for blocked or running work. After this time a person must check."""
-
-RETRYING_SECONDS = 3600
-"""Retries of a few minutes are normal. A partition that is blocked for longer is a finding."""
 
 CODES = (
     "state_unreadable",

@@ -53,7 +53,7 @@ class BlockedChange:
         traceback: the traceback of the error that halted it. Empty if none is stored.
         since: time when it halted, began to wait for MongoDB or the broker, or was stored.
         bytes: size of the event. None if it is not stored.
-        event: the event as relaxed extended JSON. None if it is not stored or unreadable.
+        event: the event as Extended JSON. None if it is not stored or unreadable.
         raw: the bytes of an unreadable event in base64. Otherwise None.
     """
 
@@ -99,9 +99,12 @@ class Whereabouts:
     dead_letters: tuple[str, ...]
 
 
-def read_blocked_change(wiring: Wiring, handler: str, partition: int) -> BlockedChange:
+def read_blocked_change(wiring: Wiring, handler: str, partition: int, *, with_types: bool = False) -> BlockedChange:
     """
     Return the change that blocks a partition, otherwise its first uncommitted stored change.
+
+    Args:
+        with_types: as in `event_as_json`.
 
     Raises:
         CommandRefusedError: it is not blocked, or the name is unknown.
@@ -134,7 +137,7 @@ def read_blocked_change(wiring: Wiring, handler: str, partition: int) -> Blocked
         traceback=traceback,
         since=status.since if status.since or status.stored is None else status.stored.since,
         bytes=None if change is None else len(change.raw),
-        **event_as_json(None if change is None else change.raw),
+        **event_as_json(None if change is None else change.raw, with_types=with_types),
     )
 
 
@@ -163,13 +166,19 @@ def _read_handler(wiring: Wiring, store: Store, name: str) -> tuple[BridgeSnapsh
     return snapshot, found, layout
 
 
-def event_as_json(raw: bytes | None) -> dict[str, Any]:
-    """Return `event` as relaxed extended JSON, without the bridge's own flags, or `raw` if it is unreadable."""
+def event_as_json(raw: bytes | None, *, with_types: bool = False) -> dict[str, Any]:
+    """
+    Return `event` as Extended JSON, without the bridge's own flags, or `raw` if it is unreadable.
+
+    Args:
+        with_types: True for canonical JSON, which keeps the type of each number. By default it is relaxed, for people.
+    """
     if raw is None:
         return {"event": None, "raw": None}
     try:
         event = {name: value for name, value in decode_event(raw).items() if name != FLAGS}
-        found = json.loads(json_util.dumps(event, json_options=json_util.RELAXED_JSON_OPTIONS))
+        options = json_util.CANONICAL_JSON_OPTIONS if with_types else json_util.RELAXED_JSON_OPTIONS
+        found = json.loads(json_util.dumps(event, json_options=options))
     except Exception:  # noqa: BLE001 - whatever users' documents hold: then its bytes are all that can be shown
         return {"event": None, "raw": base64.b64encode(raw).decode()}
     return {"event": found, "raw": None}

@@ -356,7 +356,7 @@ class Execution:
         parts.complete()
         if self.attempt.is_committed:
             if is_last:
-                _log(self.subject.succeed(self.claim, parts.begin)[0])
+                _report(self.subject.succeed(self.claim, parts.begin)[0])
                 return []
             self._follow(parts.begin, started)
         elif parts.has_more:
@@ -658,7 +658,7 @@ class Execution:
             if not accepted:
                 self._supersede(outcome.name)
             break
-        _log(outcome)
+        _report(outcome)
         return outcome
 
     def _supersede(self, outcome: str) -> NoReturn:
@@ -698,6 +698,8 @@ class Execution:
                 accepted = self._claims.relinquish(claim.partition_id, claim.owner) and accepted
             if not accepted and not beat.charged:  # the next owner may have counted this execution
                 beats.withdraw(claim)
+            if accepted:
+                _report(outcome)
             return accepted
 
         self._wiring.of_process(DeferredWrites).add(
@@ -770,6 +772,6 @@ def persist(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECOND
     )
 
 
-def _log(outcome: Outcome) -> None:
-    if outcome.log is not None:
-        outcome.log()
+def _report(outcome: Outcome) -> None:
+    if outcome.report is not None:
+        outcome.report()

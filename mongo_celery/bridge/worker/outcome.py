@@ -56,13 +56,13 @@ class Outcome:
         write: records it under the claim. With `session=` it joins that session's transaction. Returns False if a newer
             execution decides.
         raises: the exception for Celery. None for success.
-        log: logs it after it is written. None for routine outcomes.
+        report: logs it after it is written, and sends its signal. None for routine outcomes.
     """
 
     name: str
     write: Callable[..., bool]
     raises: BaseException | None = None
-    log: Callable[[], None] | None = None
+    report: Callable[[], None] | None = None
 
 
 Decision = Sequence[Outcome]

@@ -24,6 +24,7 @@ from mongo_celery.bridge.worker.outcome import NOT_STORABLE, Decision, Outcome, 
 from mongo_celery.bridge.worker.subject import Subject, count_attempts
 from mongo_celery.errors import CommandRefusedError, StaleFencingTokenError
 from mongo_celery.mongo.verdicts import error_text, traceback_text
+from mongo_celery.signals import change_dead_lettered, send_signal
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -144,7 +145,7 @@ class ReplaySubject(Subject):
         """Remove the dead letter. If that fails, it stays, but its handler does not run again."""
         del end
         return [
-            Outcome("handled", partial(self._store.replays.succeed, claim, self._letter_id), log=self._log_success),
+            Outcome("handled", partial(self._store.replays.succeed, claim, self._letter_id), report=self._log_success),
             self._leave(claim, KEPT, "", claim.retries + claim.crashes + 1),
         ]
 
@@ -174,7 +175,7 @@ class ReplaySubject(Subject):
         self, claim: Claim, text: str, traceback: str, attempts: int, raises: BaseException | None = None
     ) -> Outcome:
         write = partial(self._store.replays.fail, claim, self._request, text, traceback, attempts)
-        return Outcome("failure", write, raises, partial(self._log_failure, text))
+        return Outcome("failure", write, raises, partial(self._report_failure, text))
 
     def _redirect(self, claim: Claim, hash_: int, first: str) -> Outcome:
         """Return the outcome of a start that replays the key's first dead letter instead."""
@@ -197,12 +198,24 @@ class ReplaySubject(Subject):
             extra={"event": "replay_done", "partition": self.run.partition_id},
         )
 
-    def _log_failure(self, text: str) -> None:
+    def _report_failure(self, text: str) -> None:
         logger.error(
             "the replay of %s has failed. Its dead letter stays, as do later ones of the same key: %s",
             self._request.key,
             text,
             extra={"event": "replay_failed", "partition": self.run.partition_id},
+        )
+        run, letter = self.run, self._letter_id.split("/", 2)[-1]
+        send_signal(
+            change_dead_lettered,
+            run.bridge,
+            handler=run.subscription,
+            partition=run.index,
+            key=self._request.key,
+            reason="replay_failed",
+            error=text,
+            dead_letter=letter,
+            command=self._wiring.line.changes("dead-letters", "list", "--id", letter),
         )
 
     def _log_redirection(self, first: str) -> None:

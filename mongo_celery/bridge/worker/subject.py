@@ -44,6 +44,7 @@ from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import error_text, storable, traceback_text
+from mongo_celery.signals import change_dead_lettered, change_halted, send_signal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -348,37 +349,41 @@ class RunSubject(Subject):
         decision: list[Outcome] = []
         if policy == "discard":
             write = partial(self._store.claims.discard, claim, self.read_token(offset))
-            decision.append(Outcome("discard", write, error, self._failure_log(offset, policy, error_text(error))))
+            report = partial(self._report_failure, offset, policy, error_text(error))
+            decision.append(Outcome("discard", write, error, report))
         elif policy in _CAUSES:
-            decision = self._bury(claim, offset, error, _CAUSES[policy], self._failure_log(offset, policy, text))
+            report = partial(self._report_failure, offset, policy, text)
+            decision = self._bury(claim, offset, error, _CAUSES[policy], report)
         halt = partial(self._halt, claim, offset, text, error)
-        decision.append(Outcome("halt", halt, error, self._failure_log(offset, "halt", text)))
+        decision.append(Outcome("halt", halt, error, partial(self._report_failure, offset, "halt", text)))
         return [*decision, self.last_resort(claim, offset, f"The error ({type(error).__name__})", error)]
 
     def _queue_dead_letter(self, claim: Claim) -> Decision:
         """Move the first change to the dead letters without running it, after those of its key."""
         return [
-            *self._bury(claim, 0, None, PARKED_BEHIND, partial(self._log_parked_key, 0, "dead_letter")),
-            Outcome("halt", partial(self._halt, claim, 0, _BEHIND), Ignore(), partial(self._log_parked_key, 0, "halt")),
+            *self._bury(claim, 0, None, PARKED_BEHIND, partial(self._report_parked_key, 0, "dead_letter")),
+            Outcome(
+                "halt", partial(self._halt, claim, 0, _BEHIND), Ignore(), partial(self._report_parked_key, 0, "halt")
+            ),
             self.last_resort(claim, 0, "The dead letter", Ignore()),
         ]
 
     def _bury(
-        self, claim: Claim, offset: int, error: Exception | None, cause: str, log: Callable[[], None]
+        self, claim: Claim, offset: int, error: Exception | None, cause: str, report: Callable[[], None]
     ) -> list[Outcome]:
         """Return the outcomes of a change that becomes a dead letter, the fullest form first."""
         write = partial(self._move_to_dead_letters, claim, offset, error, cause)
         raises = Ignore() if error is None else error
         forms = iterate_forms(self.run.changes[offset])
-        return [Outcome("dead_letter", partial(write, form), raises, log) for form in forms]
+        return [Outcome("dead_letter", partial(write, form), raises, report) for form in forms]
 
     def last_resort(self, claim: Claim, offset: int, what: str, error: BaseException) -> Outcome:
         """Return a halt that stores only the place of the change."""
         text = NOT_STORABLE.format(what).encode("ascii", "replace").decode()
-        log = self._failure_log(offset, "halt", error_text(error))
+        report = partial(self._report_failure, offset, "halt", error_text(error))
         if isinstance(error, Ignore):
-            log = partial(self._log_parked_key, offset, "halt")
-        return Outcome("halt", partial(self._halt, claim, offset, text, is_plain=True), error, log)
+            report = partial(self._report_parked_key, offset, "halt")
+        return Outcome("halt", partial(self._halt, claim, offset, text, is_plain=True), error, report)
 
     def _write_retry(self, claim: Claim, retry: Retry, not_before: datetime | None, delay: float | None) -> bool:
         return self._store.claims.park(claim, delay=delay, not_before=not_before, error=retry_text(retry))
@@ -452,23 +457,38 @@ class RunSubject(Subject):
         self.runtime.ensure_indexes()
         return self._store.claims.set_aside(claim, token, letter, parks=cause == PARKED)
 
-    def _failure_log(self, offset: int, policy: str, text: str) -> Callable[[], None]:
-        """Return the function that logs a failure and the applied policy."""
-        return lambda: logger.error(
+    def _report_failure(self, offset: int, policy: str, text: str) -> None:
+        """Log a failure and the applied policy, and send its signal."""
+        logger.error(
             "%s has failed permanently (failure_policy %s): %s",
             describe(self.run.changes[offset]),
             policy,
             text,
             extra={"event": "change_failed", "policy": policy, "partition": self.run.partition_id},
         )
+        self._send(offset, _CAUSES.get(policy), text, is_halted=policy == "halt")
 
-    def _log_parked_key(self, offset: int, policy: str) -> None:
+    def _report_parked_key(self, offset: int, policy: str) -> None:
+        """Log that a change was not started, and send the signal."""
         logger.info(
             "%s was not started, because its key is parked (failure_policy %s)",
             describe(self.run.changes[offset]),
             policy,
             extra={"event": "change_behind", "policy": policy, "partition": self.run.partition_id},
         )
+        self._send(offset, PARKED_BEHIND, _BEHIND, is_halted=policy == "halt")
+
+    def _send(self, offset: int, cause: str | None, error: str, *, is_halted: bool) -> None:
+        """Send the signal of a halt, or of a dead letter with a cause. Without both, nothing is kept."""
+        raw, line, run = self.run.changes[offset], self._wiring.line, self.run
+        found = {"handler": run.subscription, "partition": run.index, "key": describe(raw), "error": error}
+        if is_halted:
+            command = line.on("retry", run.subscription, [run.index])
+            send_signal(change_halted, run.bridge, **found, command=command)
+        elif cause is not None:
+            letter = dead_letter_name(token_data(self.read_token(offset)), raw)
+            command = line.changes("dead-letters", "list", "--id", letter)
+            send_signal(change_dead_lettered, run.bridge, **found, reason=cause, dead_letter=letter, command=command)
 
 
 def count_attempts(claim: Claim, error: BaseException) -> int:
