@@ -82,7 +82,9 @@ def _figures(seen: BridgeSnapshot) -> Iterator[RenderableType]:
     ]
     yield _line(", ".join(facts))
     backlog = seen.backlog
-    if backlog is not None and (backlog.count != 0 or backlog.bytes):
+    if backlog is not None and (
+        backlog.count != 0 or (backlog.share or 0) >= NEAR
+    ):  # else removed, and not yet measured
         count = "? changes" if backlog.count is None else number(backlog.count, "change", "changes")
         taken = "size unknown without a listener"
         if backlog.share is not None:
