@@ -42,7 +42,7 @@ def test_a_runner_delivers_what_is_delayed_when_nothing_else_is_left(
     """A test does not wait: in order, with the last state of a burst once; also what handlers write meanwhile."""
     seen: list[tuple[str, Any]] = []
 
-    @bridge.on_change(orders.full_name, delay=timedelta(hours=3))
+    @bridge.on_change(orders.full_name, delay=timedelta(hours=3), max_running=1)
     def every(change: Change) -> None:
         seen.append(("every", read_n(change)))
         if read_n(change) == 2:

@@ -1,7 +1,7 @@
-"""The exhaustive searches: every interleaving of small scenarios of six models, judged by the promises.
+"""The exhaustive searches: every interleaving of small scenarios of seven models, judged by the promises.
 
-`-k protocol`, `-k spill`, `-k snapshot`, `-k park`, `-k delay` and `-k twophase` choose a model. Whoever changes
-a model runs the slow ones, too.
+`-k protocol`, `-k spill`, `-k snapshot`, `-k park`, `-k limits`, `-k delay` and `-k twophase` choose a model. Whoever
+changes a model runs the slow ones, too.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.property.delay_variants import DELAY
+from tests.property.limits_variants import LIMITS
 from tests.property.park_variants import PARK
 from tests.property.protocol_variants import PROTOCOL
 from tests.property.scenarios import Caught, Scenarios, Sound
@@ -20,13 +21,9 @@ from tests.property.spill_variants import SPILL
 from tests.property.twophase_variants import TWOPHASE
 
 MODELS = {
-    "protocol": PROTOCOL,
-    "spill": SPILL,
-    "snapshot": SNAPSHOT,
-    "park": PARK,
-    "delay": DELAY,
+    "protocol": PROTOCOL, "spill": SPILL, "snapshot": SNAPSHOT, "park": PARK, "limits": LIMITS, "delay": DELAY,
     "twophase": TWOPHASE,
-}
+}  # fmt: skip
 
 
 def each(choose: Callable[[Scenarios], Iterable[Any]], *, slow: Callable[[Scenarios, Any], bool]) -> list[Any]:

@@ -48,12 +48,14 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A handler of this process: its group, committing task, time limit of a call and longest delay, in seconds."""
+    """A handler of this process: its group, the committing task, Celery's time limit in seconds, delay and limits."""
 
     group: str | None = None
     commit: str = "chain"
     time_limit: float | None = None
     longest_delay: float = 0.0
+    max_running: int | None = None
+    rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,8 @@ def _read_all(wiring: Wiring, store: Store, counting: float) -> Facts:
                 "inline" if each.commits_inline(options) else "chain",
                 time_limit(tasks.get(each.task_name)),
                 each.longest_delay,
+                each.max_running,
+                each.per_second or None,
             )
             for each in wiring.handlers
         },
