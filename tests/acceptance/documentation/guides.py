@@ -114,7 +114,7 @@ def handlers(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
 
         bridge = namespace["bridge"]
         names = {handler.name for handler in bridge.handlers}
-        assert names == {"bill", "send_invoice", "mirror_order", "remind"}, names
+        assert names == {"bill", "send_invoice", "mirror_order", "call_partner", "remind"}, names
         assert namespace["bill"].max_retries == 5
         namespace["client"].close()
         _mirrors(bridge, client, mongo_url)
