@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,8 +29,8 @@ class CommandLine:
 
     @classmethod
     def of(cls, app: Celery | None, bridge: str | None = None) -> CommandLine:
-        """Return the line for a process that only knows its app, by the app's name."""
-        name = app.main if app is not None else None
+        """Return the line for any process: with the typed argument of `-A`, otherwise with the app's name."""
+        name = read_typed_app() or (app.main if app is not None else None)
         return cls(name if name and name != "__main__" else "APP", bridge)
 
     def celery(self, *words: str) -> str:
@@ -42,6 +45,19 @@ class CommandLine:
     def on(self, command: str, handler: str, indexes: Sequence[int]) -> str:
         """Return a command for partitions of a handler. It includes the index only if there is one partition."""
         return self.changes(command, handler, *([str(indexes[0])] if len(indexes) == 1 else []))
+
+
+def read_typed_app() -> str | None:
+    """Return the argument of `-A` with which this process was started. None if it is not Celery's command."""
+    program, *words = sys.argv or [""]
+    if Path(program).stem != "celery" and Path(program).parent.name != "celery":  # `python -m celery` is a file in it
+        return None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word in ("-A", "--app"):
+            return following
+        if word.startswith(("-A", "--app=")):
+            return word.removeprefix("--app=").removeprefix("-A")
+    return os.environ.get("APP")
 
 
 ANY_APP = CommandLine()

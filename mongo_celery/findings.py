@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -19,6 +20,9 @@ NAMED = 3
 """Largest number of named handlers, partitions or findings of one kind. Others are counted."""
 
 _TEXT_MAX = 200
+_COMMANDS_MAX, _READ_MAX = 1000, 4000
+_COMMAND = re.compile(r"`celery [^`]{1,400}`")
+"""A command in a text of this package, which must stay whole to be runnable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,7 @@ def list_some(names: Sequence[object], most: int = NAMED) -> str:
 
 
 def shorten(text: object) -> str:
-    """Return foreign text on one line, truncated, without its full stop."""
-    found = " ".join(str(text).split())
-    return (f"{found[:_TEXT_MAX]}..." if len(found) > _TEXT_MAX else found).removesuffix(".")
+    """Return foreign text on one line, truncated after its commands, without its full stop."""
+    found = " ".join(str(text)[:_READ_MAX].split())
+    most = max([_TEXT_MAX, *(each.end() for each in _COMMAND.finditer(found[:_COMMANDS_MAX]))])
+    return (f"{found[:most]}..." if len(found) > most else found).removesuffix(".")

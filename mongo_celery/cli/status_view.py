@@ -82,7 +82,9 @@ def _figures(seen: BridgeSnapshot) -> Iterator[RenderableType]:
     ]
     yield _line(", ".join(facts))
     backlog = seen.backlog
-    if backlog is not None and (backlog.count != 0 or backlog.bytes):
+    if backlog is not None and (
+        backlog.count != 0 or (backlog.share or 0) >= NEAR
+    ):  # else removed, and not yet measured
         count = "? changes" if backlog.count is None else number(backlog.count, "change", "changes")
         taken = "size unknown without a listener"
         if backlog.share is not None:
@@ -150,7 +152,8 @@ def _width(columns: Mapping[str, Sequence[Text]]) -> int:
 def _show_state(handler: HandlerStatus) -> Text:
     blocked = sum(each.is_blocked for each in handler.partitions)
     of = f" ({blocked} of {len(handler.partitions)})" if blocked else ""
-    return Text(f"{handler.state.replace('_', ' ')}{of}", style=_color(handler.state))
+    waiting = f", {handler.limited} limited" if handler.limited else ""
+    return Text(f"{handler.state.replace('_', ' ')}{of}{waiting}", style=_color(handler.state))
 
 
 def _partition(handler: HandlerStatus, partition: PartitionStatus) -> RenderableType:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,9 +106,19 @@ def test_a_check_finds_collections_that_are_missing_or_keep_no_images(
     database.create_collection("orders")
     found = by_code(bridge)
     assert (found["images"].severity, found["sources"].severity) == (severity, "ok")
-    assert f"{database.name}.orders" in found["images"].sentence
-    database.command("collMod", "orders", changeStreamPreAndPostImages={"enabled": True})
+    # As it is printed: `db.getSiblingDB("NAME").runCommand({...})`.
+    ((name, command),) = re.findall(r'db\.getSiblingDB\((".+?")\)\.runCommand\(({.+?}})\)', found["images"].sentence)
+    database.client[json.loads(name)].command(json.loads(command))
     assert by_code(bridge)["images"].severity == "ok"
+
+
+def test_a_check_names_handlers_that_are_only_an_outboxs(make_bridge: MakeBridge) -> None:
+    """An app that forgets the module of its handlers still has those: only the sentence can tell."""
+    bridge = Bridge(Celery("shop", set_as_current=False), make_bridge().wiring.url, name=NAME, autodiscover=False)
+    bridge.outbox("shop.orders")
+    found = by_code(bridge)["handlers"]
+    assert (found.severity, "include=" in found.sentence) == ("ok", True)
+    assert "include=" not in by_code(make_bridge())["handlers"].sentence
 
 
 def test_a_check_finds_settings_that_break_a_bridge(make_bridge: MakeBridge, state_database: str) -> None:

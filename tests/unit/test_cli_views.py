@@ -94,6 +94,13 @@ def test_a_bound_that_is_near_is_loud(*, share: float, color: str | None) -> Non
     assert line.startswith(f"  {color or ''}stored: ")
 
 
+def test_removed_changes_are_not_shown_as_stored() -> None:
+    """Their bytes are measured every few seconds, so they may still be known. A limit that is near is shown."""
+    for share, is_shown in ((1e-7, False), (0.8, True)):
+        report = lease(report={"storedBytes": int(share * 8 * GIB)})
+        assert ("stored:" in view_of(shape(facts(lease=report)))) is is_shown
+
+
 def test_commands_are_told_as_the_person_types_them() -> None:
     """With what was given to `-A`; and with the bridge, where the app has several."""
     app = Celery("told")

@@ -497,6 +497,13 @@ def _with_evil(value: Any, name: str = "") -> Any:
     return f"{value} {EVIL}" if isinstance(value, str) and name in _FOREIGN else value
 
 
+def test_a_broker_that_cannot_be_reached_comes_before_the_identity_that_it_changes() -> None:
+    """A typo in the broker's URL is the cause of both."""
+    known = calm(lease=lease(**serving("summarise", broker=ELSEWHERE)), identity=HERE)
+    found = seen(known, failing("broker", "No answer.")).findings
+    assert [each.code for each in found] == ["broker", "identity"]
+
+
 def test_the_runbook_has_every_reason_and_each_has_a_case() -> None:
     """A row with severity, and an entry with five lines: what it means and costs, shows and fixes it, and the end."""
     assert set(CASES) == set(CODES)

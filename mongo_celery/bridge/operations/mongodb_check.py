@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,7 @@ OPLOG_HOURS_MIN = 24
 _WANTS_IMAGES = ("whenAvailable", "required")
 _SERVER_DATABASES = frozenset({"admin", "config", "local"})
 _STREAMED = "collection"
+_NOT_CREATED = " (not created yet)"
 _KINDS = {"view": "a view", "timeseries": "a time series"}
 _PLAIN_SCHEMES = {"mongodb", "mongodb+srv", "redis", "amqp", "pyamqp", "librabbitmq", "sentinel"}
 
@@ -150,17 +152,24 @@ def _judge_images(sources: Iterable[Source], there: Mapping[str, Collections], a
         if not each.get("options", {}).get("changeStreamPreAndPostImages", {}).get("enabled")
     }
     lacking |= {
-        f"{source} (not created yet)"
+        f"{source}{_NOT_CREATED}"
         for source in sources
         if source.database and source.collection and source.collection not in there.get(source.database, {})
     }
     words = " and ".join(f"{name}={value!r}" for name, value in asked.items())
     if not lacking:
         return ok("images", f"The watched collections keep the images that {words} needs.")
-    text = f"{words} needs images, but these collections keep none: {', '.join(sorted(lacking))}. Run on each: "
-    text += "db.runCommand({collMod: 'COLLECTION', changeStreamPreAndPostImages: {enabled: true}}). Create a new "
-    text += "collection with the same option."
+    text = f"{words} needs images, but these collections keep none: {', '.join(sorted(lacking))}. Type in mongosh, for "
+    text += f"each of them: {_make_image_command(min(lacking))}"
     return (failing if "required" in asked.values() else degraded)("images", text)
+
+
+def _make_image_command(namespace: str) -> str:
+    """Return the command of mongosh that makes a collection keep images, or creates one that does."""
+    name, is_new = namespace.removesuffix(_NOT_CREATED), namespace.endswith(_NOT_CREATED)
+    database, _, collection = name.partition(".")
+    options = {"create" if is_new else "collMod": collection, "changeStreamPreAndPostImages": {"enabled": True}}
+    return f"db.getSiblingDB({json.dumps(database)}).runCommand({json.dumps(options)})"
 
 
 def judge_sources(wanted: Mapping[str, Iterable[Source]], there: Mapping[str, Collections]) -> Iterator[Finding]:

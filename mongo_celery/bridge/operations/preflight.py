@@ -19,6 +19,7 @@ from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import SEVERITIES, Finding, failing, ok
 from mongo_celery.mongo.opening import collect_findings
+from mongo_celery.outbox.watching import TASK_PREFIX
 
 _TASK_PROTOCOL = 2
 
@@ -72,7 +73,13 @@ def _check_celery(wiring: Wiring) -> Iterator[Finding]:
         yield failing("task_protocol", "task_protocol=1 cannot carry chains. Use Celery's default, 2.")
     names = [handler.name for handler in wiring.handlers]
     if names:
-        yield ok("handlers", f"{len(names)} registered: {', '.join(names)}.")
+        text = f"{len(names)} registered: {', '.join(names)}."
+        if all(handler.task_name.startswith(f"{TASK_PREFIX}.") for handler in wiring.handlers):
+            text += (
+                " These belong to outboxes. If you have @bridge.on_change functions, import their module, for example "
+            )
+            text += "with include=[...] of the Celery app."
+        yield ok("handlers", text)
     else:
         yield failing("handlers", NO_HANDLERS)
     yield check_time_limits(wiring)
