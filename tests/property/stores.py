@@ -270,8 +270,8 @@ def may_land(state: Any, one: Write) -> bool:
     if one.kind is Late.WATERMARK:
         return bool(one.term == state.epoch)
     if one.kind in {Late.MARK, Late.CLEAR}:
-        partition: Partition = state.partitions[one.partition]
-        return bool(one.generation == state.generation and one.term == partition.epoch)
+        is_there: bool = one.generation == state.generation and one.term == state.partitions[one.partition].epoch
+        return is_there
     return True
 
 
