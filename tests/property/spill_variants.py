@@ -76,6 +76,7 @@ SOUND = (
     sound(1_000, FULL_LARGE, operator=True),
     sound(5_000, TWO_TERMS, "large changes, two terms, a late write", large=True, late=ANY_WRITE, delays=1),
     sound(5_000, MERGED),
+    sound(1_000, MERGED, "one change, two partitions become one, any late write", keys=(1,), late=ANY_WRITE, delays=1),
     sound(2_500, SPLIT),
     sound(8_000, MERGED, "two partitions become one, a rewind", rewind=0),
     sound(10_000, MERGED_LOST, "two partitions become one, lost history", decision=Decision.OLDEST),
