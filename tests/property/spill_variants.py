@@ -83,8 +83,6 @@ SOUND = (
     sound(7_000, SPLIT, "one partition becomes two, halts, and a later term matches less", faults=HALT, budget=1,
         operator=True, storing=True, matches=(frozenset({1, 2}), frozenset({2}))),
     sound(14_000, MERGED_FULL),
-)  # fmt: skip
-SLOW = (
     sound(60_000, TWO_TERMS, "two changes, two terms, two late writes", late=ANY_WRITE, delays=2),
     sound(40_000, MATCHES_MORE, "a later term matches more, a late write", late=ANY_WRITE, delays=1),
     sound(10_000, ROLLED_BACK, "four changes, lost history behind a rewind", keys=(0,) * 4),
@@ -96,7 +94,6 @@ SLOW = (
     sound(50_000, MERGED, "two partitions become one, and a later term matches less", keys=(0, 1, 0),
         matches=(frozenset({1, 2, 3}), frozenset({2, 3}))),
 )  # fmt: skip
-"""Larger scenarios, minutes of them."""
 
 
 CAUGHT = (
@@ -138,6 +135,4 @@ CAUGHT = (
     caught(Broken.FORMER_STAY, MERGED, "P12"),
 )
 
-SPILL = Scenarios(
-    model=SPILL_MODEL, broken=(*stores.Broken, *Broken), large=6_000, sound=SOUND, caught=CAUGHT, slow=SLOW
-)
+SPILL = Scenarios(model=SPILL_MODEL, broken=(*stores.Broken, *Broken), large=6_000, sound=SOUND, caught=CAUGHT)
