@@ -9,6 +9,7 @@ decorators.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
@@ -64,6 +65,8 @@ class HandlerOptions(TaskOptions, total=False):
     commit: str | None
     coalesce: bool
     bookkeeping: bool
+    max_running: int | None
+    rate: str | float | None
 
 
 TASK_OPTIONS = frozenset(TaskOptions.__annotations__)
@@ -106,6 +109,10 @@ def _is_rate(value: Any) -> bool:
         return False
 
 
+def _is_global_rate(value: Any) -> bool:
+    return value is None or (_is_rate(value) and 0 < rate(value) < math.inf)
+
+
 _EXCEPTIONS = _are_exceptions, "a tuple of exception classes, such as (ConnectionError,)"
 _FLAG = (lambda value: isinstance(value, bool)), "True or False"
 _LIMIT = (lambda value: value is None or (is_number(value) and value > 0)), "None or a number of seconds above 0"
@@ -118,6 +125,11 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0),
         "None or a whole number of at least 0",
     ),
+    "max_running": (
+        lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1),
+        "None, or a whole number of at least 1",
+    ),
+    "rate": (_is_global_rate, "None, or a number of executions in a time above 0, such as '10/s', '100/m' or '1000/h'"),
     "rate_limit": (_is_rate, "None, or a number of changes in a time, such as '10/m'"),
     "retry_backoff": (
         lambda value: isinstance(value, bool) or _is_duration(value),
@@ -143,6 +155,8 @@ class Handler:
         commit: the way to write positions, `"chain"` or `"inline"`. None for the bridge's.
         batch_size: the largest number of changes in a list. None for a handler of single changes.
         coalesce: True if a run gives it only the last of several changes of one document.
+        max_running: the largest number of executions at a time, over all workers. None for no limit.
+        rate: the largest number of executions in a time, over all workers, in Celery's syntax. None for no limit.
     """
 
     name: str
@@ -158,6 +172,18 @@ class Handler:
     commit: str | None = None
     batch_size: int | None = None
     coalesce: bool = False
+    max_running: int | None = None
+    rate: str | float | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Return True if it has a limit over all workers."""
+        return self.max_running is not None or self.rate is not None
+
+    @property
+    def per_second(self) -> float:
+        """Return its `rate` in executions per second. 0 without one."""
+        return rate(cast("str", self.rate)) if self.rate is not None else 0.0
 
     @property
     def is_parted(self) -> bool:
@@ -174,8 +200,9 @@ class Handler:
         """
         Return True if `run_size` applies: the handler is called for each change, outside a transaction.
 
-        It does not apply under a rate limit: users set it for changes, but Celery counts messages.
+        It does not apply under a rate: users set it for changes, but Celery and the listener count messages.
         """
+        is_rate_limited = is_rate_limited or self.rate is not None
         return self.batch_size is None and not self.transactional and not is_rate_limited
 
     def selector(self, default_database: str | None) -> Selector:
@@ -295,6 +322,11 @@ def make_handler(
         ConfigurationError: the first mistake, and its fix.
     """
     check_task_options(given)
+    if given.get("rate") and given.get("rate_limit"):
+        raise ConfigurationError(
+            "rate and rate_limit cannot be combined: rate is for all workers together, rate_limit for each of them. "
+            "Remove one of them.",
+        )
     _check_batch(given, batch_size, options)
     if not targets:
         raise ConfigurationError("on_change needs at least one source, such as 'shop.orders'.")
@@ -330,13 +362,13 @@ def _check_batch(given: Mapping[str, Any], batch_size: int | None, options: Brid
     if batch_size is not None:
         check_count("batch_size", batch_size)
         return
-    alone = [name for name in ("transactional", "rate_limit") if given.get(name)]
+    alone = [name for name in ("transactional", "rate_limit", "rate") if given.get(name)]
     if options is not None and options.run_size == 1:
         alone.append("run_size=1")
     if given.get("coalesce") and alone:
         raise ConfigurationError(
             f"coalesce=True has no effect together with {alone[0]}, because the handler then gets its changes one by "
-            "one. Use @bridge.on_changes. Without transactional and rate_limit, Bridge(..., run_size=200) also works.",
+            "one. Use @bridge.on_changes. Without transactional and a rate, Bridge(..., run_size=200) also works.",
         )
 
 

@@ -152,7 +152,8 @@ def _width(columns: Mapping[str, Sequence[Text]]) -> int:
 def _show_state(handler: HandlerStatus) -> Text:
     blocked = sum(each.is_blocked for each in handler.partitions)
     of = f" ({blocked} of {len(handler.partitions)})" if blocked else ""
-    return Text(f"{handler.state.replace('_', ' ')}{of}", style=_color(handler.state))
+    waiting = f", {handler.limited} limited" if handler.limited else ""
+    return Text(f"{handler.state.replace('_', ' ')}{of}{waiting}", style=_color(handler.state))
 
 
 def _partition(handler: HandlerStatus, partition: PartitionStatus) -> RenderableType:

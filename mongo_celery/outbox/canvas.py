@@ -19,7 +19,7 @@ from kombu.serialization import dumps, prepare_accept_content
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.capture import capture_sends, install
+from mongo_celery.outbox.capture import IS_MESSAGE, capture_sends, install
 from mongo_celery.outbox.stored_id import STORED_ID, derive_id, make_argument, mentions_stored_id, substitute
 
 _SHOWN_CHARS = 200
@@ -33,6 +33,9 @@ class _Messages(list[Signature]):
     """The captured messages of Celery."""
 
     gives_results = False
+
+    def __init__(self) -> None:
+        self.ids: set[Any] = set()
 
     def take(self, signature: Signature) -> None:
         self.append(signature)
@@ -60,7 +63,7 @@ def freeze_messages(app: Celery, given: object, now: datetime, first_id: str) ->
         task: Any = app.tasks.get(leaf["task"])
         if hasattr(task, "explain_refusal"):  # a change handler: its own `delay` reports the same
             raise OutboxRefusedError(task.explain_refusal(), task=leaf["task"])
-    if signature.subtask_type is None and _INVOLVED.isdisjoint(signature.options):
+    if IS_MESSAGE in signature or (signature.subtask_type is None and _INVOLVED.isdisjoint(signature.options)):
         options = {**signature.options, "task_id": signature.options.get("task_id") or first_id}
         plain: Any = {**signature, "options": options}
         messages = [Signature(plain, app=app)]  # a clone costs more than everything else here

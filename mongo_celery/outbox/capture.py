@@ -3,19 +3,22 @@ Capturing sends: `delay` and similar calls go to a transaction's buffer instead 
 
 All of Celery's sending (tasks, signatures, names, canvases) ends in `app.send_task`. It is replaced once per app, and
 looks for the open buffer in the current context. A thread that the body starts has its own context and publishes
-immediately. An asyncio task has the body's context. `app.AsyncResult` is also replaced: for a group Celery queries the
-result backend when it makes the results, and a write must not wait for that server.
+immediately. An asyncio task has the body's context. Without a buffer, the app's finder looks for an open transaction.
+
+The classes of results are also replaced. For a group Celery queries the result backend when it makes the results, and a
+write must not wait for that server. And a `get` must not wait for a task that is sent after it.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from celery import Celery
 from celery.canvas import Signature
@@ -37,8 +40,19 @@ class Taker(Protocol):
 
     gives_results: bool
 
+    @property
+    def ids(self) -> set[Any]:
+        """The ids of its tasks and of their later steps."""
+
     def take(self, signature: Signature) -> None:
         """Take one task."""
+
+
+class Finder(Protocol):
+    """Finds an open transaction."""
+
+    def find(self) -> Taker | None:
+        """Return the receiver of messages that belong to the transaction that is open here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +73,9 @@ class _Open:
 
 _OPEN: ContextVar[_Open | None] = ContextVar("mongo_celery_outbox_takers", default=None)
 clear_in_callbacks(_OPEN)
+FINDERS: WeakKeyDictionary[Celery, Finder] = WeakKeyDictionary()
+"""The apps that look for an open transaction."""
+
 _SEND_TASK = inspect.signature(Celery.send_task)
 
 _OF_THE_CALL = (
@@ -72,6 +89,9 @@ _OF_THE_CALL = (
     "route_name",
 )
 """Arguments of `send_task` about the sending itself, which are not task options."""
+
+IS_MESSAGE = "is_message"
+"""The mark of a captured signature. True if `apply_async` of its task has already run, False if it was sent by name."""
 
 _NONE_COUNTS = ("expires", "time_limit", "soft_time_limit")
 """Options for which None overrides the task's own value."""
@@ -87,7 +107,7 @@ def install(app: Celery) -> None:
     def send_task(*args: Any, **kwargs: Any) -> Any:
         # Read at each call, because tracing tools may replace the class's method at any time.
         send = replaced or type(app).send_task.__get__(app)
-        taker = _takers_here().get(app)
+        taker = _find_taker(app)
         if taker is None:
             return send(*args, **kwargs)
         return _take(app, taker, send, *args, **kwargs)
@@ -105,22 +125,30 @@ def install(app: Celery) -> None:
             callback, on_error
         )  # everything except the query to the result backend, which may be down
 
-    app.AsyncResult = type("AsyncResult", (known,), {"then": then, "__module__": known.__module__})  # type: ignore[misc]
+    def get(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_wait(app, [self])
+        return known.get(self, *args, **kwargs)
+
+    made = {"then": then, "get": get, "wait": get, "__module__": known.__module__}
+    app.AsyncResult = type("AsyncResult", (known,), made)  # type: ignore[misc]
+    known_group: Any = app.GroupResult
+
+    def get_group(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_wait(app, self.results)
+        return known_group.get(self, *args, **kwargs)
+
+    made = {"get": get_group, "__module__": known_group.__module__}
+    app.GroupResult = type("GroupResult", (known_group,), made)  # type: ignore[misc]
 
 
 @contextmanager
-def capture_sends(app: Celery, taker: Taker | None) -> Iterator[None]:
+def capture_sends(app: Celery, taker: Taker) -> Iterator[None]:
     """
-    In the block, a taker gets the app's messages. With None they are published, even inside an open buffer.
+    In the block, a taker gets the app's messages.
 
     Another context may leave it than entered it, as in a block of `transactional`.
     """
-    around = _takers_here()
-    if taker is None and app not in around:
-        yield
-        return
-    others = {each: takes for each, takes in around.items() if each is not app}
-    inside = _Open(others if taker is None else {**others, app: taker}, _OPEN.get())
+    inside = _Open({**_takers_here(), app: taker}, _OPEN.get())
     token = _OPEN.set(inside)
     try:
         yield
@@ -138,6 +166,21 @@ def _takers_here() -> Mapping[Celery, Taker]:
     return {} if found is None else found.takers
 
 
+def _find_taker(app: Celery) -> Taker | None:
+    taker, finder = _takers_here().get(app), FINDERS.get(app)
+    return finder.find() if taker is None and finder is not None else taker
+
+
+def _refuse_wait(app: Celery, results: Sequence[Any]) -> None:
+    taker = _find_taker(app)
+    held = [result.id for result in results if taker is not None and result.id in taker.ids]
+    if held:
+        raise OutboxRefusedError(
+            f"get() would wait forever for task {held[0]}, because it is sent after the commit of the transaction that "
+            "is open here. Call get() after the commit."
+        )
+
+
 def _take(app: Celery, taker: Taker, send: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     given = dict(_SEND_TASK.bind(app, *args, **kwargs).arguments)
     del given["self"]
@@ -152,7 +195,10 @@ def _take(app: Celery, taker: Taker, send: Callable[..., Any], /, *args: Any, **
     _refuse(name, call, options)
     kept = {option: value for option, value in options.items() if value is not None or option in _NONE_COUNTS}
     kept.setdefault("task_id", uuid())
-    taker.take(Signature(name, tuple(task_args or ()), dict(task_kwargs or {}), kept, app=app))
+    signature = Signature(name, tuple(task_args or ()), dict(task_kwargs or {}), kept, app=app)
+    signature[IS_MESSAGE] = call["task_type"] is not None
+    taker.take(signature)
+    taker.ids.update(_ids(kept))
     result = (call["result_cls"] or app.AsyncResult)(kept["task_id"])
     result.ignored = kept.get("ignore_result")
     if running and call["add_to_parent"] is not False:

@@ -25,6 +25,7 @@ from celery.canvas import Signature
 from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure, PyMongoError
 
+from mongo_celery.arguments import check_flags
 from mongo_celery.errors import OutboxRefusedError, TransactionRequiredError
 from mongo_celery.mongo.opening import Source
 from mongo_celery.mongo.transaction.scopes import scope_of
@@ -32,6 +33,7 @@ from mongo_celery.outbox.canvas import has_stored_id, parse_signature
 from mongo_celery.outbox.capture import capture_sends, install
 from mongo_celery.outbox.entries import Entry, list_given
 from mongo_celery.outbox.events import Event
+from mongo_celery.outbox.open_transaction import store_in_every_transaction
 from mongo_celery.outbox.options import SharedOptions
 from mongo_celery.outbox.pending import append_entries, explain_refusals
 from mongo_celery.outbox.registry import BaseOutbox
@@ -65,6 +67,7 @@ class TransactionBuffer:
         self._make = make
         self._key = key
         self._is_closed = False
+        self.ids: set[Any] = set()
 
     def add(self, tasks: Sequence[object] = (), events: Sequence[Event] = (), *, key: object = None) -> None:
         """
@@ -127,16 +130,24 @@ class OutboxCollection(BaseOutbox):
         app: the Celery app.
         collection: a PyMongo collection for this outbox only, or a callable that returns one. The callable runs once in
             each process, because prefork workers make their clients after the fork.
+        every_transaction: True to store what the app sends in any open transaction of this cluster: of `transactional`,
+            also in asyncio, of a handler, and of Django's `atomic`. In a transaction of a cluster without such an
+            outbox, sending is refused. With several in a cluster, the first one stores.
         options: see `SharedOptions`.
 
     Raises:
         ConfigurationError: an option is unknown or cannot work, or the app has an outbox of this name.
     """
 
-    def __init__(self, app: Celery, collection: Source, **options: Unpack[SharedOptions]) -> None:
+    def __init__(
+        self, app: Celery, collection: Source, *, every_transaction: bool = False, **options: Unpack[SharedOptions]
+    ) -> None:
+        check_flags(every_transaction=every_transaction)
         super().__init__(app, collection, options, is_own=True)
         self._contents: WeakKeyDictionary[ClientSession, Contents] = WeakKeyDictionary()
         install(app)
+        if every_transaction:
+            store_in_every_transaction(app, self.runtime, self._entries)
 
     def add(
         self,
@@ -168,6 +179,16 @@ class OutboxCollection(BaseOutbox):
             return
         self.runtime.pending.indexes.ensure(patiently=False)  # an index created later would wait for this transaction
         self._write({chosen: entries}, session)
+
+    def prepare(self) -> None:
+        """
+        Read the signing key and create the index now. An index that is created later conflicts with open transactions.
+
+        Raises:
+            DeploymentError, PyMongoError: the key could not be read.
+        """
+        super().prepare()
+        self.runtime.pending.indexes.ensure(patiently=True)
 
     @contextmanager
     def collect(self, session: ClientSession, *, key: object = None) -> Iterator[TransactionBuffer]:

@@ -25,8 +25,9 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.transaction.scopes import outside_transactions
 from mongo_celery.outbox.canvas import leaves
-from mongo_celery.outbox.capture import capture_sends
+from mongo_celery.outbox.capture import IS_MESSAGE
 from mongo_celery.outbox.entries import Entry, bind_event, decode_canvas
 from mongo_celery.tracing import sending_for, trace_headers
 
@@ -182,8 +183,8 @@ class Publisher:
                     raise BatchAbandonedError
                 else:
                     _add_headers(signature, trace_headers())
-                    with capture_sends(self.app, None):  # a transaction's body may be delivering
-                        signature.apply_async(producer=producer, **retries)
+                    with outside_transactions():  # a transaction's body may be delivering
+                        self._send_task(signature, producer=producer, **retries)
             except Exception as error:
                 if is_collected and _find_time_limit(error) is None:
                     raise BatchAbandonedError from error
@@ -192,6 +193,14 @@ class Publisher:
                     raise
                 _forget(producer, connection)  # it may be in the middle of a message
                 raise verdict from error
+
+    def _send_task(self, signature: Any, **options: Any) -> None:
+        if IS_MESSAGE not in signature:
+            signature.apply_async(**options)
+            return
+        name = signature.task
+        task = self.app.tasks[name] if signature[IS_MESSAGE] else None
+        self.app.send_task(name, signature.args, signature.kwargs, task_type=task, **signature.options, **options)
 
     def _decode(self, entry: Entry, document_id: object) -> Any:
         try:

@@ -130,7 +130,7 @@ class BridgeRunner:
     Use it as a context manager. `deliver` delivers changes that were written inside. It delivers earlier changes only
     if a handler begins with a snapshot. The state is in a temporary database, which is removed at the end. Messages are
     in a broker in memory. The runner has no processes, so it has no pools, time limits, prefetch or broker faults, and
-    it never runs two handlers at the same time. Use one runner at a time in a process.
+    it never runs two handlers at the same time, and a `rate` takes no time. Use one runner at a time in a process.
 
     Args:
         bridges: the bridges to run, of one app or several.

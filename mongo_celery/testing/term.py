@@ -167,10 +167,10 @@ class SteppedTerm:
         self.turn()
 
     def is_busy(self) -> bool:
-        """Return True if a run is in flight, or waits only for its turn."""
+        """Return True if a run is in flight, or waits only for its turn or for a limit."""
         now = time.monotonic()
-        return any(
-            partition.in_flight is not None or _is_due(partition, now) for subscription, partition in self._partitions()
+        return any(each.waiting_for_limit for each in self.leader.subscriptions.values()) or any(
+            partition.in_flight is not None or _is_due(partition, now) for _, partition in self._partitions()
         )
 
     def waits(self) -> bool:
@@ -196,8 +196,11 @@ class SteppedTerm:
         """
         Commit handled runs and send lost runs again, if no messages are left.
 
-        A live claim belongs to a killed or hanging process, so let it lapse.
+        A live claim belongs to a killed or hanging process, so let it lapse. A rate takes no time.
         """
+        for subscription in self.leader.subscriptions.values():
+            if subscription.limit.per_second and subscription.waiting_for_limit:
+                self._fill(subscription)
         for subscription, partition in self._partitions():
             run, image = partition.in_flight, partition.image
             if run is None:
@@ -222,12 +225,18 @@ class SteppedTerm:
             (each, partition) for each in self.leader.subscriptions.values() for partition in each.partitions.values()
         ]
 
+    def _fill(self, subscription: Subscription) -> None:
+        """Give a handler all tokens of its rate."""
+        document = {"bridge": self._wiring.name, "handler": subscription.name}
+        self._documents("handlers").update_one(document, {"$unset": {"tokens": ""}})
+        subscription.limit.refill()
+
     def _set_past(self, partition: Partition, field: str, condition: dict[str, Any]) -> None:
         found = {"_id": partition.partition_id, "$expr": condition}
-        self._documents().update_one(found, [{"$set": {field: {"$subtract": ["$$NOW", 1]}}}])
+        self._documents("partitions").update_one(found, [{"$set": {field: {"$subtract": ["$$NOW", 1]}}}])
 
-    def _documents(self) -> Collection[dict[str, Any]]:
-        return with_majority(self._wiring.client[self._wiring.options.database])["partitions"]
+    def _documents(self, name: str) -> Collection[dict[str, Any]]:
+        return with_majority(self._wiring.client[self._wiring.options.database])[name]
 
 
 def has_read_until(leader: Leader, place: Timestamp) -> bool:

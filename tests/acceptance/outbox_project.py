@@ -83,7 +83,7 @@ def collection(name: str) -> Collection[Document]:
 if "PROJECT_KNOWS" in os.environ:
     app.conf.accept_content = ACCEPTED
 items = Outbox(app, lambda: collection("items"), name="items", **OPTIONS)
-boxes = OutboxCollection(app, lambda: collection("boxes"), name="boxes", **OPTIONS)
+boxes = OutboxCollection(app, lambda: collection("boxes"), name="boxes", every_transaction=True, **OPTIONS)
 
 
 @app.task(name=EFFECT, bind=True)
@@ -184,13 +184,13 @@ def _transaction(key: str) -> None:
     transactional(client).run(write)
 
 
-def _collected(key: str) -> None:
+def _collected(key: str, **options: Any) -> None:
     def write(session: Any) -> None:
         collection("items").insert_one({"_id": key, "ns": [1, 2]}, session=session)
         effect.delay(key, 1)
         effect.delay(key, 2)
 
-    transactional(client, outbox=boxes).run(write)
+    transactional(client, **options).run(write)
 
 
 KINDS: dict[str, Callable[[str], object]] = {
@@ -202,8 +202,10 @@ KINDS: dict[str, Callable[[str], object]] = {
     ),
     "insert_many": lambda key: items.insert_many([{"_id": key, "ns": [1, 2]}], tasks=both(key)),
     "transaction": _transaction,
-    "collected": _collected,
+    "collected": lambda key: _collected(key, outbox=boxes),
+    "unnamed": _collected,
 }
+IN_BOXES = {"collected", "unnamed"}
 POINTS_MAX = 30
 
 
@@ -249,7 +251,7 @@ def _at_each_point(said: str, job: Callable[[int], object], number: signal.Signa
 def write_and_deliver(kind: str, key: str) -> None:
     """Write, and let the dispatcher end its turns, however slow the machine is."""
     KINDS[kind](key)
-    dispatcher = (boxes if kind == "collected" else items).runtime.dispatcher
+    dispatcher = (boxes if kind in IN_BOXES else items).runtime.dispatcher
     changed = dispatcher._thread.changed
     with changed:
         assert changed.wait_for(lambda: dispatcher._is_done() and not dispatcher._polls, _TURNS_SECONDS_MAX)

@@ -13,6 +13,7 @@ Document = dict[str, Any]
 
 SETTINGS = """
 import sys
+import threading
 import django
 from django.conf import settings
 
@@ -143,6 +144,67 @@ with BridgeRunner(bridge, url=url) as runner, MongoClient(url) as client:
     assert len(runner.deliver().calls) == 1
     transactional(client).run(lambda session: pay_inside())
 assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 3, 4, 5, 6, 9, 9]
+outbox.sweep(older_than=0)
+outbox.runtime.close()
+"""
+
+EVERY_TRANSACTION = """
+from celery.contrib.django.task import DjangoTask
+from django.db import transaction as relational
+
+class Seat(models.Model):
+    number = models.IntegerField()
+    class Meta:
+        app_label = "shop"
+        db_table = "seats"
+
+with connection.schema_editor() as editor:
+    editor.create_model(Seat)
+app = Celery("shop", broker=broker, task_cls=DjangoTask)
+
+@app.task
+def ticket(text): ...
+
+outbox = OutboxCollection(app, lambda: connection.get_collection("outbox"), sweep_every=None, every_transaction=True)
+outbox.prepare()
+sent = lambda: outbox.status().dispatched
+
+def book(text):
+    Seat.objects.create(number=len(text))
+    ticket.delay(text)
+    with transaction.atomic():
+        ticket.delay_on_commit(text + ", nested")
+    transaction.on_commit(lambda: ticket.delay(text + ", later"))
+
+with transaction.atomic():
+    book("committed")
+    assert (outbox.status().pending, sent()) == (0, 0)
+deadline = threading.Event()
+for _ in range(300):
+    if sent():
+        break
+    deadline.wait(0.1)
+assert sent() == 1, "nothing has told the dispatcher of the commit"
+
+def fail():
+    with transaction.atomic():
+        book("never")
+        raise KeyError
+
+refused(KeyError, fail)
+runs = []
+
+@with_django()
+def repeat():
+    runs.append(1)
+    book(f"run {len(runs)}")
+    if len(runs) == 1:
+        raise OperationFailure("conflict", 112, {"errorLabels": ["TransientTransactionError"]})
+
+repeat()
+with relational.atomic(using="files"):
+    ticket.delay("relational")
+    assert outbox.status().pending + sent() <= 2
 outbox.sweep(older_than=0)
 outbox.runtime.close()
 """
@@ -315,6 +377,18 @@ def test_what_djangos_transaction_sends_goes_with_its_commit(
     messages = redis_client.lrange("celery", 0, -1)
     sent = [json.loads(message)["headers"]["argsrepr"] for message in messages]
     assert sorted(sent) == ["(1,)", "(3,)", "(4,)", "(5,)", "(6,)"]
+
+
+def test_every_transaction_of_django_stores_what_is_sent(
+    processes: Processes, database: Database[Document], mongo_url: str, redis_url: str, redis_client: Any
+) -> None:
+    """By plain `atomic`, committed or not, and by `transactional`; those of other databases send as before."""
+    booked = processes.python("django", "-c", SETTINGS + EVERY_TRANSACTION, mongo_url, database.name, redis_url)
+    assert booked.wait() == 0, booked.text
+
+    sent = [json.loads(message)["headers"]["argsrepr"] for message in redis_client.lrange("celery", 0, -1)]
+    texts = [f"{text}{end}" for text in ("committed", "run 2") for end in ("", ", nested", ", later")]
+    assert sorted(sent) == sorted(f"('{text}',)" for text in [*texts, "relational"])
 
 
 def test_querysets_are_locked_and_repeated(processes: Processes, database: Database[Document], mongo_url: str) -> None:

@@ -494,6 +494,13 @@ def _leaving(rig: Rig) -> OutboxCollection:
     return made
 
 
+def _take_all(rig: Rig, prepare: Callable[[Rig], object] = lambda _: None) -> None:
+    """Make an outbox that takes all, by another client of the cluster."""
+    prepare(rig)
+    collection = rig.other[rig.database.name].all
+    OutboxCollection(rig.app, collection, every_transaction=True, sweep_every=None).prepare()
+
+
 def _insert_with_task(rig: Rig, session: Any) -> None:
     _outbox(rig).insert_one({}, tasks=[rig.note.s()], session=session)
 
@@ -538,6 +545,14 @@ OUTBOX_ROWS: list[Row] = [
         "OutboxCollection.add without session=", lambda rig: _leaving(rig).add([rig.note.s()]), ALONE, count=_sent_alone
     ),
     Row("OutboxCollection.collect", _collect, JOINS, count=_sent),
+    Row("delay() with every_transaction", lambda rig: rig.note.delay(), JOINS, prepare=_take_all),
+    Row(
+        "TwoPhaseCommit.delay with every_transaction",
+        lambda rig: Bank.of(rig).delay(_transfer(rig, run=False)),
+        JOINS,
+        count=Bank.queued,
+        prepare=lambda rig: _take_all(rig, Bank.prepare),
+    ),
 ]
 
 ROWS = [*TRANSACTION_ROWS, *TRANSFER_ROWS, *ONCE_ROWS, *OUTBOX_ROWS]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +25,7 @@ from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.testing.processes import empty
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
+from tests.rig.commands import CommandRecorder
 from tests.rig.outbox import Rig
 
 Document = dict[str, Any]
@@ -147,8 +149,9 @@ def test_processes_that_begin_at_the_same_time_agree_on_a_key(rig: Rig) -> None:
 
 
 def test_a_process_without_the_key_writes_nothing(rig: Rig, make_client: MakeClient, failpoint: Failpoint) -> None:
-    """The error names the right. A process that has read the key needs it no more."""
-    client = make_client(appName="unkeyed")
+    """The error names the right. A process that has read the key needs it no more, and asks once a minute."""
+    sent = CommandRecorder()
+    client = make_client(appName="unkeyed", event_listeners=[sent])
     outbox = rig.outbox(client[rig.database.name]["orders"], name="o", at_once=False)
     leaving = rig.messages(client[rig.database.name]["leaving"])
     writes: list[Callable[[], object]] = [
@@ -162,9 +165,13 @@ def test_a_process_without_the_key_writes_nothing(rig: Rig, make_client: MakeCli
     assert (rig.orders.count_documents({}), rig.database["leaving"].count_documents({})) == (0, 0)
     for write in writes:
         write()
+    outbox.runtime.signer._read_at = -math.inf
+    sent.sent.clear()
     with failpoint(failCommands=["find", "findAndModify"], appName="unkeyed", errorCode=13, mode="alwaysOn"):
-        outbox.with_tasks({}, [rig.add.s(1, 1)])
+        for _ in range(3):
+            outbox.with_tasks({}, [rig.add.s(1, 1)])
         leaving.add([rig.add.s(1, 1)])
+    assert len(sent.named("find")) == 1
 
 
 def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_client: MakeClient) -> None:
@@ -181,6 +188,24 @@ def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_
         asyncio.run(write())
 
 
+def test_keys_are_read_within_a_limited_time(rig: Rig, make_client: MakeClient) -> None:
+    """P17: before the first write in an event loop, once a minute, and for an entry that fits no known key."""
+    sent = CommandRecorder()
+    orders = make_client(event_listeners=[sent])[rig.database.name]["orders"]
+    outbox = rig.outbox(orders, name="limited", at_once=False)
+
+    async def write() -> object:
+        return outbox.with_tasks({}, [rig.add.s(1, 1)])
+
+    asyncio.run(write())
+    outbox.runtime.signer._read_at = -math.inf
+    outbox.with_tasks({}, [rig.add.s(1, 1)])
+    orders.insert_one(json_of_a_request())
+    assert outbox.sweep(older_than=0).dead == 1
+    reads = [command for command in sent.named("find") if command["find"] == "keys"]
+    assert ["maxTimeMS" in command for command in reads] == [True] * 3
+
+
 def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
     rig: Rig, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,10 +219,14 @@ def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
 
     assert late.sweep(older_than=0).dispatched == 3
     outbox.insert_one({"_id": 4}, tasks=[rig.add.s(4, 4)])
+    assert fresh.sweep(older_than=0).dispatched == 1
+    outbox.insert_one({"_id": 5}, tasks=[rig.add.s(5, 5)])
+    fresh.insert_one({"_id": 6}, tasks=[rig.add.s(6, 6)])
     keys(rig.database).update_one({}, {"$pop": {"keys": 1}})
     monkeypatch.setattr("mongo_celery.outbox.signing._REREAD_SECONDS", 0.0)
-    assert fresh.sweep(older_than=0).dead == 1, "a process that only delivers reads the keys again"
-    outbox.insert_one({"_id": 5}, tasks=[rig.add.s(5, 5)])  # as does one that only writes
+    swept = fresh.sweep(older_than=0)
+    assert (swept.dead, swept.dispatched) == (1, 1), "a process that only delivers reads the keys again"
+    outbox.insert_one({"_id": 7}, tasks=[rig.add.s(7, 7)])  # as does one that only writes
     assert fresh.sweep(older_than=0).dispatched == 1
 
 
@@ -234,7 +263,7 @@ def test_entries_of_a_lost_key_are_dead_letters_until_somebody_vouches_for_them(
 def test_a_document_without_a_usable_key_stops_the_outbox_and_says_so(rig: Rig, outbox: Outbox) -> None:
     """Nothing is set aside for it."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    keys(rig.database).update_one({}, {"$set": {"keys": ["text"]}})
+    keys(rig.database).update_one({}, {"$set": {"keys": ["text", b""]}})
     fresh = rig.outbox(name="fresh", at_once=False)
     with pytest.raises(PyMongoError):
         fresh.insert_one({}, tasks=[rig.add.s(1, 1)])

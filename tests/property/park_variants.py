@@ -37,12 +37,9 @@ SOUND = (
 SLOW = (
     Sound(World("four changes, two commands, two failures", (0, 0, 0, 0), failures=2, commands=2, person=ANY), 210_000),
     Sound(World("two keys, any two commands, two failures", (0, 1, 0, 1), failures=2, commands=2, person=ANY), 60_000),
-    Sound(World("three changes, any command, two failures, a fault", (0, 0, 0), failures=2, person=ANY, faults=EVERY,
-        budget=1), 33_000),
     Sound(World("two changes, any three commands, two failures", (0, 0), failures=2, commands=3, person=ANY), 43_000),
     Sound(World("two changes, any two commands, two failures, a fault", (0, 0), failures=2, commands=2, person=ANY,
         faults=EVERY, budget=1), 98_000),
-    Sound(World("three changes, a replay, two faults", (0, 0, 0), faults=EVERY, budget=2), 500_000),
 )  # fmt: skip
 """Larger scenarios, minutes of them."""
 

@@ -374,6 +374,13 @@ def _retry(old: Partition, new: Partition, _: Write, __: str) -> Partition | Non
     return old._replace(state=FLOWING, head=None, claim=None, fence=_above(old.fence, new.fence))
 
 
+def _void(old: Partition, new: Partition, write: Write, _: str) -> Partition | None:
+    """The listener of a limited handler ends messages, and a claim that has lapsed."""
+    if old.handled is not None or (old.claim is not None and old.claim.until > write.at):
+        return None
+    return old._replace(claim=None, fence=_above(old.fence, new.fence))
+
+
 def _skip(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
     """A person passes over the change at which the partition is halted."""
     if old.state != HALTED or old.handled is not None:
@@ -424,6 +431,7 @@ STEPS: Mapping[type, Mapping[str, Rule]] = {
         "pause": _pause,
         "resume": _resume,
         "retry": _retry,
+        "void": _void,
         "skip": _skip,
         "move": _move,
     },

@@ -14,7 +14,7 @@ NARROWER = (frozenset({1, 2, 3}), frozenset({1, 3}))
 
 
 MORE = frozenset({
-    "terms", "budget", "faults", "late", "delays", "operator", "failures", "commands", "person", "length",
+    "terms", "budget", "faults", "late", "delays", "operator", "failures", "commands", "person",
     "freezes", "losses", "takers", "cancels", "others", "replacements",
 })  # fmt: skip
 """What may happen in a scenario, and how often: with less of it, nothing else can happen. A rewind is such a thing."""

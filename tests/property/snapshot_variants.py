@@ -173,20 +173,14 @@ SOUND = (
         absent=frozenset({2})), 3_800),
 )  # fmt: skip
 SLOW = (
-    sound(20_000, TWO_TERMS, "one by one, a write, two terms", chunk=1),
     sound(60_000, WRITES, "two writes, two terms", terms=2),
     sound(90_000, ONE_WRITE, "one key, two terms, a late write", terms=2, late=ANY_WRITE, delays=1),
-    sound(60_000, ONE_WRITE, "one key, a rewind, a late write", rewind=0, late=ANY_WRITE, delays=1),
-    sound(40_000, ONE_WRITE, "one key, two terms, a rewind", rewind=0, terms=2),
     sound(60_000, with_faults(TWO_TERMS, "two terms, a lapse, a halt or a dead letter", Fault.LAPSE, Fault.HALT,
         Fault.LETTER), operator=True),
     sound(20_000, ELECTED, "an election, a begin answered later, two terms", terms=2),
     sound(70_000, ONE_WRITE, "one key, stored, a late write", spills=True, late=ANY_WRITE, delays=1),
-    sound(150_000, ONE_WRITE, "one key, a write, stored, two terms", spills=True, terms=2),
     sound(13_000, STORED, "two keys, stored, two terms", terms=2),
     sound(50_000, ROOM_THREE, "room for three, stored", spills=True),
-    sound(50_000, ONE_WRITE, "two snapshots, a write", snapshots=2),
-    sound(110_000, LOOKED_UP, "one key, two writes that are looked up, two terms", terms=2),
     sound(18_000, LOOKED_UP, "one key, three writes that are looked up", writes=(1, 1, 1)),
 )  # fmt: skip
 """Larger scenarios, minutes of them."""

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.property import park_model, protocol_model, spill_model, stores
+from tests.property import limits_model, park_model, protocol_model, spill_model, stores
 from tests.property.exploration import Model, Move
+from tests.property.limits_model import LIMITS_MODEL
+from tests.property.limits_variants import LAPSING as LAPSING_LIMIT
+from tests.property.limits_variants import TWO_TERMS as LIMITED_TERMS
 from tests.property.park_model import PARK_MODEL
 from tests.property.park_variants import LAPSING as LAPSING_REPLAY
 from tests.property.park_variants import ONE as PARKED_KEY
@@ -17,6 +20,7 @@ from tests.property.protocol_variants import KEPT, LAPSING, LOCKED, TWO_TERMS
 from tests.property.relation import (
     FLOWING,
     HALTED,
+    PAUSED,
     STEPS,
     Claim,
     Documents,
@@ -99,6 +103,23 @@ def of_park(world: park_model.World, state: park_model.State) -> Documents:
     }  # fmt: skip
 
 
+def of_limits(_: limits_model.World, state: limits_model.State) -> Documents:
+    """Return what the model of limits has stored. A position is the number of the last change."""
+    partitions = {
+        f"b/h/0/{index}": Partition(
+            each.term, each.fence, each.committed, each.committed, 0,
+            claim=each.claim and _claim(each.claim.owner, each.committed + 1, live=each.claim.live),
+            state=PAUSED if each.paused else FLOWING,
+        )
+        for index, each in enumerate(state.partitions)
+    }  # fmt: skip
+    return {
+        "leases": {"b": Lease(state.epoch, frozenset(range(state.epoch + 1)), state.epoch or None)},
+        "handlers": {"b/h": Handler(state.epoch, 0)},
+        "partitions": partitions, "backlog": {}, "dead_letters": {},
+    }  # fmt: skip
+
+
 def changes(world: Any, state: Any) -> dict[str, list[int]]:
     """Return which changes each partition of a model is to handle, where all terms want all of them."""
     if isinstance(world, protocol_model.World):
@@ -113,6 +134,7 @@ def changes(world: Any, state: Any) -> dict[str, list[int]]:
 
 _MODELS: dict[str, tuple[Model[Any, Any], Project]] = {
     "protocol": (PROTOCOL_MODEL, of_protocol), "spill": (SPILL_MODEL, of_spill), "park": (PARK_MODEL, of_park),
+    "limits": (LIMITS_MODEL, of_limits),
 }  # fmt: skip
 
 
@@ -155,9 +177,10 @@ _SOUND: dict[str, list[Any]] = {
     ],
     "spill": [ONE._replace(name="two changes, a late write", late=_LATE, delays=1), HALTING],
     "park": [PARKED_KEY, LAPSING_REPLAY],
+    "limits": [LIMITED_TERMS, LAPSING_LIMIT],
 }
 _PRODUCT_ALONE = {
-    "renew", "raise", "give up history", "repartition", "pause", "resume", "store again", "change a letter",
+    "renew", "raise", "give up history", "repartition", "store again", "change a letter",
 }  # fmt: skip
 """Steps that no model has, or that the scenarios here do not reach."""
 

@@ -1,6 +1,6 @@
-"""The exhaustive searches: every interleaving of small scenarios of five models, judged by the promises.
+"""The exhaustive searches: every interleaving of small scenarios of six models, judged by the promises.
 
-`-k protocol`, `-k spill`, `-k snapshot`, `-k park` and `-k twophase` choose a model. Whoever changes a
+`-k protocol`, `-k spill`, `-k snapshot`, `-k park`, `-k limits` and `-k twophase` choose a model. Whoever changes a
 model runs the slow ones, too.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.property.limits_variants import LIMITS
 from tests.property.park_variants import PARK
 from tests.property.protocol_variants import PROTOCOL
 from tests.property.scenarios import Caught, Scenarios, Sound
@@ -18,7 +19,9 @@ from tests.property.snapshot_variants import SNAPSHOT
 from tests.property.spill_variants import SPILL
 from tests.property.twophase_variants import TWOPHASE
 
-MODELS = {"protocol": PROTOCOL, "spill": SPILL, "snapshot": SNAPSHOT, "park": PARK, "twophase": TWOPHASE}
+MODELS = {
+    "protocol": PROTOCOL, "spill": SPILL, "snapshot": SNAPSHOT, "park": PARK, "limits": LIMITS, "twophase": TWOPHASE,
+}  # fmt: skip
 
 
 def each(choose: Callable[[Scenarios], Iterable[Any]], *, slow: Callable[[Scenarios, Any], bool]) -> list[Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import logging
 from pathlib import Path
 
 import pytest
 from pymongo.errors import BulkWriteError, OperationFailure, ServerSelectionTimeoutError
 
 from mongo_celery import tracing
-from mongo_celery.mongo.redaction import short, terse, without_credentials
+from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short, terse, without_credentials
 from mongo_celery.mongo.verdicts import brief, error_text, traceback_text
 from tests.unit.test_log_events import LEVELS, ROOT, event_of, log_calls
 
@@ -41,6 +42,8 @@ def test_a_servers_error_is_its_name_code_and_sentence() -> None:
     """A missing right is named as such."""
     assert brief(DUPLICATE) == "DuplicateKey, code 11000: E11000 duplicate key"
     assert "update on shop.orders" in brief(REFUSED)
+    assert "4111" not in short(REFUSED)
+    assert without_credentials("of redis://u:hush@h:6379") == "of redis://***@h:6379"
     bulk = BulkWriteError({"writeErrors": [{"code": 11000, "errmsg": "E11000 duplicate key", "op": _DOCUMENT}] * 3})
     assert "11000" in brief(bulk)
     assert brief(AWAY) == "ServerSelectionTimeoutError: db1:27017: timed out"
@@ -92,21 +95,34 @@ def test_no_text_shows_a_secret(text: str) -> None:
         "redis://h:6379 refused, ask ops@example.org",
         "https://h/page and `(@app.task)` or @bridge.on_change",
         "Bearer authentication is required, passwords are 8 characters, if token == 1",
+        "password=***, db=shop; resumeToken: {'_data': '82'}",
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
-    """A host, a port, an address of a person, a decorator and prose."""
+    """A host, a port, an address of a person, a decorator, prose, what follows a secret, and whole documents."""
     assert terse(text) == text
 
 
-@pytest.mark.parametrize("text", ["x", "a://", "mongodb://u:hush@h ", "password=hush ", "\n"])
+@pytest.mark.parametrize("text", ["x", "a://", "mongodb://u:hush@h ", "mongodb://u:hush@h\n", "password=hush ", "\n"])
 def test_a_long_text_is_cut_before_it_is_redacted(text: str) -> None:
-    """Of a megabyte a worker looks at some kilobytes; where it is cut shows no half of a URL."""
-    for shift in range(0, 40, 7):
-        error = ValueError("y" * shift + text * 50_000)
+    """Of a long one a worker looks at some kilobytes; where it is cut shows no half of a URL."""
+    for shift in range(20):
+        error = ValueError("y" * shift + text * (100_000 // len(text)) + "z" * shift)
         for shown in (short(error), error_text(error), traceback_text(error), *tracing._exception(error).values()):
             assert len(shown) <= 16_100
             assert "hush" not in shown
+        assert traceback_text(error).strip()
+
+
+@pytest.mark.parametrize(("driver", "commands", "after"), [(0, 0, logging.INFO), (10, 0, 0), (0, 10, 10)])
+def test_commands_are_logged_for_who_asks_for_them(
+    monkeypatch: pytest.MonkeyPatch, driver: int, commands: int, after: int
+) -> None:
+    """At DEBUG they have whole documents, and the signing key."""
+    monkeypatch.setattr(logging.getLogger("pymongo"), "level", driver)
+    monkeypatch.setattr(logging.getLogger("pymongo.command"), "level", commands)
+    keep_commands_out_of_logs()
+    assert logging.getLogger("pymongo.command").level == after
 
 
 def test_no_record_has_an_error_as_the_driver_has_it() -> None:

@@ -13,6 +13,7 @@ from celery._state import _task_stack  # type: ignore[attr-defined]
 from celery.canvas import Signature
 
 from mongo_celery.errors import OutboxRefusedError
+from mongo_celery.mongo.transaction.scopes import outside_transactions
 from mongo_celery.outbox.capture import capture_sends, install
 from mongo_celery.outbox.collection import TransactionBuffer
 
@@ -32,6 +33,7 @@ class Taken:
 
     def __init__(self) -> None:
         self.signatures: list[Signature] = []
+        self.ids: set[Any] = set()
 
     def take(self, signature: Signature) -> None:
         self.signatures.append(signature)
@@ -98,7 +100,7 @@ def test_a_block_ends_and_blocks_are_nested(app: Celery) -> None:
     with capture_sends(app, outer):
         with capture_sends(app, inner):
             add.delay(1, 1)
-        with capture_sends(app, None):
+        with outside_transactions():
             add.delay(2, 2)
         add.delay(3, 3)
     with capture_sends(Celery("other", set_as_current=False), outer):

@@ -119,6 +119,8 @@ def test_an_option_that_is_none_of_a_handler_is_refused(bridge: Bridge, option: 
         ("on_changes", ("shop.orders",), {"run_size": 5}, "run_size"),
         ("on_changes", ("shop.orders",), {"coalesc": True}, "'coalesce'"),
         ("on_change", ("shop.orders",), {"coalesce": True, "transactional": True}, "on_changes"),
+        ("on_change", ("shop.orders",), {"coalesce": True, "rate": "5/s"}, "on_changes"),
+        ("on_changes", ("shop.orders",), {"rate": "5/s", "rate_limit": "5/s"}, "Remove one"),
         ("on_change", ("shop.orders",), {"coalesce": True}, "run_size"),
     ],
 )

@@ -93,6 +93,8 @@ OF_HANDLERS: dict[str, Iterable[object]] = {
     "coalesce": NO_FLAG,
     "bookkeeping": NO_FLAG,
     "name": (5, True, ODD, "a.b", "x" * 65),
+    "max_running": (0, -1, 1.5, "4", True, ODD),
+    "rate": ("often", "10/x", "0/m", 0, -1, NAN, INF, True, ODD),
 }
 WRONG: dict[str, dict[str, Iterable[object]]] = {
     "Bridge": {

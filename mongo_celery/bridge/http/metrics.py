@@ -49,6 +49,7 @@ GAUGES = {
     "oplog_left_seconds": ("State: seconds until the oplog no longer reaches the handler's position.", "handler"),
     "dead_letters": ("State: dead letters.", "handler"),
     "parked_keys": ("State: parked keys, which wait for a person.", "handler"),
+    "limited": ("Leader: partitions whose next change waits for max_running or rate.", "handler"),
     "partitions": ("State: partitions by state.", "handler state"),
     "listener_alive": ("Process: 1 if the listener's loop works, like /healthz.", ""),
     "leading": ("Process: 1 if it leads.", ""),

@@ -104,7 +104,9 @@ class Leader:
         self.poller = PartitionPoller(wiring, self._storing.session, self.subscriptions, version, activity, fairness)
         self._repartitioning = Repartitioning(wiring, self._watermarks, self._storing, self.snapshots)
         self._replaying = Replaying(wiring)
-        self._publisher = RunPublisher(wiring.app, options, wiring.queue_names, renewal, activity, fairness)
+        self._publisher = RunPublisher(
+            wiring.app, options, wiring.queue_names, renewal, activity, fairness, wiring.store.subscriptions
+        )
         watch = BrokerWatch(wiring.app, self.housekeeping)
         self._unclaimed = UnclaimedRuns(wiring.app, options, self.housekeeping, watch)
 
@@ -166,6 +168,7 @@ class Leader:
             "brokerDown": self._publisher.is_down,
             "untaken": self._unclaimed.report(),
             "sentAgain": [each.name for each in subscriptions if self._activity.of(each.name).is_sending_again(now)],
+            "limited": {each.name: count for each in subscriptions if (count := each.waiting_for_limit)},
             "locked": self.poller.locked.names[:_NAMED],
             **rejected,
             **reading,

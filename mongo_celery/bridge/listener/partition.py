@@ -179,6 +179,7 @@ class Partition:
         self.sent_key: SentKey | None = None
         self.is_repeated = False
         self._given_up: int | None = None
+        self._message_token: int | None = None  # of the last message that may be in its queue
         self._changed_at = now
         self._essence = _essence(image)
         self.observe(image, now)
@@ -240,6 +241,25 @@ class Partition:
         if run is None or not self.won:
             return False
         return image.fencing_token == run.fencing_token and image.handled is None and not image.live
+
+    @property
+    def has_message(self) -> bool:
+        """Return True if a message of a limited handler may still claim a run."""
+        return self._message_token == self.image.fencing_token
+
+    @property
+    def holds_slot(self) -> bool:
+        """Return True if a run is in flight, or a lapsed claim or a limited handler's message may still begin one."""
+        return self.in_flight is not None or self.image.claim is not None or self.has_message
+
+    def note_sending(self) -> None:
+        """Note that a message of a limited handler may be in the queue from now on, even if sending it fails."""
+        self._message_token = self.image.fencing_token
+
+    def note_voided(self) -> None:
+        """Note that no earlier message can claim, so the next one is no repetition. Its grace remains longer."""
+        self.repeats += self.is_repeated
+        self.is_repeated = False
 
     def is_free(self, now: float) -> bool:
         """Return True if a dead letter may be sent: nothing is in flight, and at most a retry time blocks."""

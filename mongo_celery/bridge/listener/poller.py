@@ -209,6 +209,7 @@ class PartitionPoller:
         self._known: Swept = {}
         self._wiring = wiring
         self._partitions = wiring.store.partitions
+        self._version = version
         self._session = session
         self._led = led
         self._activity = activity
@@ -262,6 +263,7 @@ class PartitionPoller:
         return True
 
     def _sweep(self, now: float, reopenings: int) -> list[Image]:
+        self._void_orphans()
         self.times.swept_at = self.times.polled_at = now
         partitionings = {name: led.plan.layout.term for name, led in self._led.items()}
         self._known = self._partitions.sweep(partitionings, self._session, self._known)
@@ -269,6 +271,16 @@ class PartitionPoller:
             self._activity.of(subscription.name).add_counts(subscription.counted)
         self._activity.note_sweep(reopenings)
         return [image for images in self._known.values() for image in images.values()]
+
+    def _void_orphans(self) -> None:
+        """End what may still run in partitions that hold a slot of a limited handler, but wait for something else."""
+        orphans = [each for led in self._led.values() for each in led.list_orphans()]
+        if orphans:
+            self._wiring.store.claims.void(
+                self._version, {each.partition_id: each.image.fencing_token for each in orphans}
+            )
+        for each in orphans:
+            each.note_voided()
 
     def _read_changed(self, now: float) -> list[Image]:
         """Read the partitions with a run in flight and news in the server."""

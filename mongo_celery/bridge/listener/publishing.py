@@ -24,6 +24,7 @@ import os
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.listener.fairness import Fairness
     from mongo_celery.bridge.listener.renewal import Renewal
     from mongo_celery.bridge.listener.subscription import Dispatch, Subscription
+    from mongo_celery.bridge.state.subscriptions import Subscriptions
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -81,6 +83,7 @@ class RunPublisher:
         renewal: the term, whose key signs messages.
         activity: counts sent runs.
         fairness: selects between the handlers of a group.
+        store: stores the tokens of rates. None if no handler has a rate.
 
     Attributes:
         due_at: monotonic time of the next run that waits only for a time.
@@ -94,6 +97,7 @@ class RunPublisher:
         renewal: Renewal,
         activity: Activity,
         fairness: Fairness,
+        store: Subscriptions | None = None,
     ) -> None:
         self.due_at = 0.0
         self._app = app
@@ -102,6 +106,7 @@ class RunPublisher:
         self._renewal = renewal
         self._activity = activity
         self._fairness = fairness
+        self._store = store
         self._broker = RetryGate(_BROKER_PAUSES)
         self._sealing = Sealing(b"", "")
         self._is_traced = True
@@ -134,7 +139,8 @@ class RunPublisher:
         now, is_sent = time.monotonic(), False
         if now >= self._broker.opens_at:
             due = self._fairness.due(subscriptions, now)
-            is_sent = bool(due) and self._renewal.is_trusted() and self.publish(due)
+            if due and self._renewal.is_trusted():
+                is_sent = self.publish(self._reserve_starts(due, subscriptions))
         self.due_at = max(self._fairness.next_due(subscriptions), self._broker.opens_at)
         return is_sent
 
@@ -168,6 +174,21 @@ class RunPublisher:
         if self._careful is not None:
             self._release_careful()
         return any(each.partition.in_flight is not None for each in due)
+
+    def _reserve_starts(self, due: Sequence[Dispatch], led: Mapping[str, Subscription]) -> list[Dispatch]:
+        """Reserve a token for each due run of a handler with a rate. Return the runs to send, each with its slot."""
+        counts = Counter(each.run.subscription for each in due)
+        for name, count in counts.items():
+            if led[name].limit.per_second and self._store is not None:
+                counts[name] = led[name].limit.reserve(self._store, name, led[name].plan.version, count)
+        chosen = []
+        for each in due:
+            if counts[each.run.subscription] > 0:
+                counts[each.run.subscription] -= 1
+                chosen.append(each)
+                if each.run.fencing_token is not None:
+                    each.partition.note_sending()
+        return chosen
 
     # -- outcomes ------------------------------------------------------------------------------------
 

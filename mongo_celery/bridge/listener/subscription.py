@@ -15,6 +15,7 @@ from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.listener.feedback import Feedback
+from mongo_celery.bridge.listener.limit import Limit
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
 from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.options import BridgeOptions
@@ -99,6 +100,7 @@ class Subscription:
         undeliverable: partitions that may have an undeliverable, unstored change.
         too_large: partitions whose next change is too large for a message, and not stored yet.
         run_size: largest number of changes in a run.
+        limit: its limits over all workers.
         feedback: detects whether the handler seems to trigger itself.
         has_replays: True if partitions have dead letters to replay.
         has_ended_replay: True if a sent dead letter is no longer in flight, so another may be next.
@@ -126,6 +128,7 @@ class Subscription:
         self.too_large: set[Partition] = set()
         self.counted = [0, 0]
         self.has_ended_replay = False
+        self.limit = Limit(plan.handler)
         self.feedback = Feedback()
         self.undeliverable: list[Partition] = []
         self._has_begun = False  # True after an item at or after its start: then all later ones are too
@@ -322,9 +325,21 @@ class Subscription:
 
     # -- runs ----------------------------------------------------------------------------------------
 
+    @property
+    def waiting_for_limit(self) -> int:
+        """Return the number of partitions whose next run waits only for a limit of the handler."""
+        return self.limit.waiting if self.candidates or self.has_replays else 0
+
+    def list_orphans(self) -> list[Partition]:
+        """Return partitions that hold a slot of a limited handler although no run is in flight."""
+        if not self.limit.is_limited:
+            return []
+        return [each for each in self.partitions.values() if each.won and each.in_flight is None and each.holds_slot]
+
     def due(self, now: float) -> Iterable[Dispatch]:
         """Yield the runs to dispatch now, numbered from the committed position."""
-        unstored = self.unstored
+        unstored, limit = self.unstored, self.limit
+        limit.begin(self.partitions.values(), now)
         holds_replays = self.is_draining and not self.is_stopped  # a stopped one waits for its parked keys
         chosen = [*self.candidates]
         if self.has_replays and not holds_replays:
@@ -334,21 +349,28 @@ class Subscription:
             if partition.in_flight is not None:
                 self.candidates.pop(partition, None)
                 continue
-            replay = partition.replay
-            if replay is not None and (holds_replays or not partition.is_free(now)):
-                replay = None
+            replay = partition.replay if not holds_replays and partition.is_free(now) else None
+            if not self._is_admitted(partition, replay, now):
+                continue
             if replay is None or partition.has_replayed:  # a partition's changes and its dead letters take turns
                 partition.has_replayed = False
                 changes = self._due_changes(partition, now, unstored)
                 if changes:
                     del self.candidates[partition]
                     self.candidates[partition] = None
+                    limit.note_chosen(partition)
                     yield self._dispatch(partition, changes)
                     continue
             if replay is not None:
                 partition.has_replayed = partition.is_replaying = True
                 partition.replay = None
+                limit.note_chosen(partition)
                 yield self._dispatch_replay(partition, replay)
+
+    def _is_admitted(self, partition: Partition, replay: ReplayRequest | None, now: float) -> bool:
+        """Return True if the limit allows a run of a partition. A partition that is not ready does not wait for it."""
+        is_ready = replay is not None or (partition.ready_at <= now and partition.has_next)
+        return not is_ready or self.limit.admit(partition)
 
     def _due_changes(
         self, partition: Partition, now: float, before: str | None
@@ -389,7 +411,7 @@ class Subscription:
         """Return the monotonic time of the next run that waits only for a time. Infinite if there is none."""
         if not self.candidates or self.unstored is not None:
             return math.inf
-        return min(each.ready_at for each in self.candidates)
+        return max(min(each.ready_at for each in self.candidates), self.limit.opens_at)
 
     def _dispatch(self, partition: Partition, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
         head, plan, index, first = changes[0], self.plan, partition.index, partition.image.committed + 1
@@ -411,9 +433,14 @@ class Subscription:
             hash=head.hash,
             stored=() if travels else tuple(map(_data, changes)),
             hashes=tuple(map(_hash, changes)) if len(changes) > 1 or partition.image.parked_keys else (),
+            fencing_token=self._expect(partition),
         )
         label = _label(changes, first)
         return Dispatch(partition, run, plan.handler.task_name, label, self._queue_names[index], self._commits)
+
+    def _expect(self, partition: Partition) -> int | None:
+        """Return the fencing token that the claim of a message needs. None without a limit."""
+        return partition.image.fencing_token if self.limit.is_limited else None
 
     def _dispatch_replay(self, partition: Partition, replay: ReplayRequest) -> Dispatch:
         index, first = partition.index, partition.next_sequence
@@ -429,6 +456,7 @@ class Subscription:
             dead_letter=replay.letter,
             starts=replay.starts,
             hashes=(replay.hash,) if replay.parked else (),
+            fencing_token=self._expect(partition),
         )
         label, queue = f"({replay.key} replayed)", self.queue_name(index)
         # It moves no position: only its execution writes the outcome.

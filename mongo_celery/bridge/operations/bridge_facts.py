@@ -48,11 +48,13 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A handler of this process: its group, the committing task, and Celery's time limit of a call in seconds."""
+    """A handler of this process: its group, the committing task, Celery's time limit in seconds, and its own limits."""
 
     group: str | None = None
     commit: str = "chain"
     time_limit: float | None = None
+    max_running: int | None = None
+    rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +150,8 @@ def _read_all(wiring: Wiring, store: Store, counting: float) -> Facts:
                 each.group,
                 "inline" if each.commits_inline(options) else "chain",
                 time_limit(tasks.get(each.task_name)),
+                each.max_running,
+                each.per_second or None,
             )
             for each in wiring.handlers
         },

@@ -232,6 +232,9 @@ class HandlerStatus:
         stored: number of stored changes. None if counting took too long.
         commit: `chain` or `inline`.
         time_limit: seconds after which Celery ends the handler.
+        max_running: largest number of executions at a time.
+        rate: largest number of executions a second.
+        limited: number of partitions whose next change waits for `max_running` or `rate`.
         lost: the present oplog gap.
         gaps: changes that were skipped.
         repartitioning: present while new partitions are prepared.
@@ -253,6 +256,9 @@ class HandlerStatus:
     parked_keys: int = 0
     commit: str | None = None
     time_limit: float | None = None
+    max_running: int | None = None
+    rate: float | None = None
+    limited: int = 0
     lost: HistoryLoss | None = None
     gaps: tuple[OplogGap, ...] = ()
     repartitioning: RepartitioningStatus | None = None

@@ -234,6 +234,9 @@ def _shape_handler(facts: Facts, name: str, document: Mapping[str, Any], images:
         parked_keys=sum(each.parked_keys for each in partitions),
         commit=mine.commit if mine is not None else None,
         time_limit=mine.time_limit if mine is not None else None,
+        max_running=mine.max_running if mine is not None else None,
+        rate=mine.rate if mine is not None else None,
+        limited=(report.get("limited") or {}).get(name, 0),
         lost=HistoryLoss(
             **{each: to_time(lost.get(each)) for each in ("since", "at", "oldest")}, error=lost.get("error")
         )

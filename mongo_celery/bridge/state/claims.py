@@ -38,6 +38,8 @@ The partition's document decides which execution may run what::
     and later writes, first the next claim, are majority writes and preserve it. So if a failover rolls one back, this
     costs at most one more start. No process renews the restored claim: it lapses like that of a dead process, and
     no process withdraws the crash.
+11. Under a limit of its handler, a claim matches the fencing token that its message contains. So one claim ends all
+    earlier messages of its partition. If a message or a lapsed claim is needed no more, `void` ends it.
 
 | failure | what happens |
 |---|---|
@@ -106,6 +108,13 @@ _OF_NO_ROW = _is_gone(None)
 _CLAIMED_FIELDS = {"fencingToken": 1, "retry": 1, "parkedKeys.hash": 1, "claim.at": 1, "rewound": 1}
 CHARGE = _charge()
 """Changes to `retry` when a lapsed claim is replaced or ended."""
+
+_SUCCESSION: dict[str, Any] = {
+    "fencingToken": next_number("fencingToken"),
+    "retry": {"$cond": [_REPLACED, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
+    "oneByOneUntil": {"$cond": [_REPLACED, {"$max": ["$oneByOneUntil", "$claim.last"]}, "$oneByOneUntil"]},
+}
+"""Changes with which a lapsed claim ends, if there is one, for anything but the next run."""
 
 COMMIT: dict[str, Any] = {
     "committed": "$handled.last",
@@ -198,6 +207,7 @@ class Claims:
         ttl: float | None = None,
         session: Binary | None = None,
         living: Sequence[str] = (),
+        expected: int | None = None,
     ) -> Claim | None:
         """
         Claim a run.
@@ -209,6 +219,7 @@ class Claims:
             ttl: seconds. The bridge's `claim_ttl` by default.
             session: the server session in which a transactional handler will write. See `end_transactions`.
             living: owners whose processes are known to live, so the lapse of their claims is not counted.
+            expected: the partition's fencing token in the message. None to accept any.
 
         Returns:
             The claim, or None for a message that is a duplicate, stale or early, and is dropped.
@@ -231,6 +242,7 @@ class Claims:
                 "handled": None,
                 "state": "flowing",
                 "$expr": {"$and": conditions},
+                **_match_token(expected),
             },
             [
                 {
@@ -282,6 +294,7 @@ class Claims:
         term: int,
         ttl: float | None = None,
         session: Binary | None = None,
+        expected: int | None = None,
     ) -> Claim | None:
         """
         Claim a partition to replay a dead letter between two of its runs.
@@ -299,18 +312,14 @@ class Claims:
             "leaving": True,
             "replay": literal(letter),
         }
-        change = {
-            "fencingToken": next_number("fencingToken"),
-            "claim": whole(claim),
-            "retry": {"$cond": [_REPLACED, {"$mergeObjects": ["$retry", CHARGE]}, "$retry"]},
-            "oneByOneUntil": {"$cond": [_REPLACED, {"$max": ["$oneByOneUntil", "$claim.last"]}, "$oneByOneUntil"]},
-        }
+        change = {**_SUCCESSION, "claim": whole(claim)}
         guard = {
             "_id": partition_id,
             "term": term,
             "handled": None,
             "state": "flowing",
-            "$expr": {"$lte": ["$claim.until", "$$NOW"]},
+            "$expr": _FREE,
+            **_match_token(expected),
         }
         document = self._table.find_and_update_unretried(guard, [{"$set": change}], _REPLAY_FIELDS)
         if document is None:
@@ -327,6 +336,22 @@ class Claims:
             parked=collect_parked_hashes(document),
             rewound=document.get("rewound", 0),
         )
+
+    def void(self, term: int, tokens: Mapping[str, int]) -> None:
+        """
+        End what may still claim or continue under some fencing tokens: unclaimed messages, and lapsed claims.
+
+        The lapse of a claim is counted as if another one had replaced it. A live claim does not change.
+
+        Args:
+            term: the listener's term.
+            tokens: the fencing tokens by partition.
+        """
+        guards = [
+            {"_id": id_, "term": term, "fencingToken": token, "handled": None, "$expr": _FREE}
+            for id_, token in tokens.items()
+        ]
+        self._table.update_each_unretried(guards, [{"$set": {**_SUCCESSION, "claim": REMOVED}}])
 
     def _claim(self, owner: str, ttl: float | None, session: Binary | None) -> dict[str, Any]:
         """Return the fields of every new claim."""
@@ -620,6 +645,10 @@ def claim_filter(claim: Claim) -> dict[str, Any]:
 def collect_parked_hashes(document: Mapping[str, Any]) -> frozenset[int]:
     """Return the hashes of a partition's parked keys, from 0 to 2^64 - 1."""
     return frozenset(to_unsigned(each["hash"]) for each in document.get("parkedKeys", ()))
+
+
+def _match_token(expected: int | None) -> dict[str, Any]:
+    return {} if expected is None else {"fencingToken": expected}
 
 
 def _build_advance(

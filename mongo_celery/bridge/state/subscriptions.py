@@ -11,6 +11,8 @@ entry at the time, or null) and `error`. It is valid only while the subscription
 partitions in force are those of that term. It exists from the first take-over, and changes in one write. Its term is
 the one that put it in force. So it is above all earlier ones, even after a state database was dropped: targets compare
 it (see `fenced/fence.py`).
+
+`tokens` is the token bucket of a handler with a `rate`: the tokens `left` at a time `at`, by the server's clock.
 """
 
 from __future__ import annotations
@@ -160,6 +162,32 @@ class Subscriptions(StateCollection):
     def clear_lost(self, name: str, term: int) -> bool:
         """Remove the record of an oplog gap that does not exist after all. Return False if the term has ended."""
         return self._table.update({"_id": self._id(name), "term": term}, {"$unset": {"lost": ""}})
+
+    def take_tokens(self, name: str, term: int, wanted: int, per_second: float, burst: float) -> tuple[int, float]:
+        """
+        Take tokens from a handler's bucket, which fills with time up to `burst`. A missing bucket is full.
+
+        A term that has ended gets none. If the answer is lost, the taken tokens are too.
+
+        Returns:
+            The number of taken tokens, at most `wanted`, and those that are left.
+        """
+        before = {"$ifNull": ["$tokens.at", "$$NOW"]}
+        grown = {"$multiply": [{"$max": [{"$subtract": ["$$NOW", before]}, 0]}, per_second / 1000]}
+        filled = {"$min": [{"$add": [{"$ifNull": ["$tokens.left", burst]}, grown]}, burst]}
+        taken = {"$min": [wanted, {"$floor": "$tokens.left"}]}
+        document = self._table.find_and_update_unretried(
+            {"_id": self._id(name), "term": term},
+            [
+                {"$set": {"tokens": {"left": filled, "at": {"$max": [before, "$$NOW"]}}}},
+                {"$set": {"tokens.taken": taken}},
+                {"$set": {"tokens.left": {"$subtract": ["$tokens.left", "$tokens.taken"]}}},
+            ],
+            {"tokens": 1},
+        )
+        if document is None:
+            return 0, 0.0
+        return int(document["tokens"]["taken"]), float(document["tokens"]["left"])
 
     def advance_all(self, advances: Iterable[Advance], fingerprint: str) -> None:
         """

@@ -10,6 +10,7 @@ An undeliverable change travels alone, with its reason and its token. A run of s
 message contains their tokens, and the worker reads their bytes under its claim. A replay contains the id of its dead
 letter and the number of the attempt, and the worker reads the change. A run of several changes, or beside parked keys,
 contains the hash of each change's key: any of them may fail, and a worker stops before a change whose key is parked.
+Under a limit of the handler, a message contains the fencing token of its partition, which its claim needs.
 
 A writer to the broker can forge neither changes nor commits. If it replays a valid message, the claim in MongoDB drops
 it. The envelope also signs the parts of the surrounding message that a worker uses: its id and the link that follows
@@ -84,6 +85,8 @@ class Run:
         dead_letter: `_id` of the dead letter to replay. None for a run of changes.
         starts: number of earlier starts of that dead letter.
         hashes: partition key hashes of all its changes. Empty for one change of a partition without parked keys.
+        fencing_token: the partition's fencing token at the time of sending, which its claim needs. None for a handler
+            without a limit.
     """
 
     bridge: str
@@ -102,6 +105,7 @@ class Run:
     dead_letter: str | None = None
     starts: int = 0
     hashes: tuple[int, ...] = ()
+    fencing_token: int | None = None
 
     @property
     def partition_id(self) -> str:
@@ -157,6 +161,8 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
         document |= {"e": run.dead_letter, "m": Int64(run.starts)}
     if run.hashes:
         document["w"] = Binary(struct.pack(f">{len(run.hashes)}Q", *run.hashes))
+    if run.fencing_token is not None:
+        document["x"] = Int64(run.fencing_token)
     body = bson.encode(document)
     return base64.b64encode(hmac.digest(key, body, hashlib.sha256) + body).decode("ascii")
 
@@ -239,6 +245,7 @@ def _read_run(kind: str, document: Mapping[str, Any]) -> Run:
         document.get("e"),
         document.get("m", 0),
         struct.unpack(f">{len(hashes) // _HASH_BYTES}Q", hashes),
+        document.get("x"),
     )
 
 

@@ -74,7 +74,13 @@ class ReplaySubject(Subject):
         if found is None or found.starts != run.starts or found.due_in > 0:
             return None
         claim = claims.take_for_replay(
-            run.partition_id, self._letter_id, owner=owner, term=run.term, ttl=ttl, session=session
+            run.partition_id,
+            self._letter_id,
+            owner=owner,
+            term=run.term,
+            ttl=ttl,
+            session=session,
+            expected=run.fencing_token,
         )
         if claim is None:
             return None

@@ -248,6 +248,7 @@ class RunSubject(Subject):
             ttl=ttl,
             session=session,
             living=self.runtime.heartbeats.living(run.partition_id),
+            expected=run.fencing_token,
         )
 
     def load(self, claim: Claim) -> Decision:

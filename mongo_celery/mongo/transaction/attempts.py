@@ -108,7 +108,8 @@ async def attempt_async(scope: TransactionScope, session: AsyncClientSession) ->
             await asyncio.sleep(pause)
         with standalone_refused():
             yield
-        ending.raise_rollback_only(scope, session)
+            ending.raise_rollback_only(scope, session)
+            await scope.await_writes()
         if ending.needs_commit(scope, session):
             with scope.limit_calls():
                 scope.cancel = await _run_shielded(partial(_commit_async, scope, session), lambda: scope.remaining > 0)

@@ -24,7 +24,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.client_session import ClientSession
 
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionError
-from mongo_celery.mongo.cluster import is_same_cluster, wait_for_answer
+from mongo_celery.mongo.cluster import connections_in_transaction, is_same_cluster, wait_for_answer
 from mongo_celery.mongo.opening import AsyncClient, Client, resolve_client
 from mongo_celery.mongo.redaction import format_traceback
 
@@ -73,6 +73,8 @@ class TransactionScope:
         rollback_reason: the first error of a joined call in this attempt, which makes it rollback-only.
         callbacks: the callbacks to run after the commit. A failed attempt drops its own.
         joined_calls: joined calls of this attempt that have not ended.
+        writes: asyncio writes for the end of the body, from code that cannot await. A failed attempt drops its own.
+        takes_writes: True while an attempt's body runs.
         cancel: a cancel that arrived during an asyncio commit.
     """
 
@@ -87,6 +89,8 @@ class TransactionScope:
     rollback_reason: BaseException | None = None
     callbacks: list[Callback] = field(default_factory=list)
     joined_calls: set[object] = field(default_factory=set)
+    writes: list[Callable[[], Awaitable[object]]] = field(default_factory=list)
+    takes_writes: bool = False
     cancel: asyncio.CancelledError | None = None
 
     @property
@@ -116,11 +120,14 @@ class TransactionScope:
         self.rollback_reason = None
         self.callbacks.clear()
         self.joined_calls.clear()
+        self.writes.clear()
+        self.takes_writes = True
 
     def close(self) -> None:
         """Mark the scope as ended. Another context may keep it for long, but must not keep other objects alive."""
         self.is_open = False
         self.joined_calls.clear()
+        self.writes.clear()
         self.owner, self.transient_error, self.rollback_reason = (0, 0, None), None, None
 
     def mark_rollback_only(self, error: BaseException) -> None:
@@ -132,6 +139,12 @@ class TransactionScope:
         """Record the end of the body. If the body had no limit, the time of the commit begins now."""
         if self.deadline == math.inf:
             self.deadline = time.monotonic() + self.seconds
+
+    async def await_writes(self) -> None:
+        """Await the writes for the end of the body, also those that other tasks add meanwhile."""
+        for write in self.writes:
+            await write()
+        self.takes_writes = False
 
     def limit_calls(self) -> AbstractContextManager[None]:
         """Limit calls in the block to the remaining time, in any thread."""
@@ -154,6 +167,9 @@ class TransactionScope:
 
 _scopes: ContextVar[tuple[TransactionScope, ...]] = ContextVar("mongo_celery_transactions", default=())
 """The scopes that this context has entered, innermost first. Other contexts may have closed some."""
+
+_skipped: ContextVar[tuple[Session, ...]] = ContextVar("mongo_celery_skipped_transactions", default=())
+"""The transactions that messages of this context do not belong to."""
 
 _of_session: WeakKeyDictionary[Session, TransactionScope] = WeakKeyDictionary()
 _cleared: list[ContextVar[Any]] = []
@@ -260,7 +276,8 @@ def clear_in_callbacks(variable: ContextVar[Any]) -> None:
 @contextmanager
 def outside_transactions() -> Iterator[None]:
     """Send the block's messages immediately, outside any surrounding transaction."""
-    tokens = [(variable, variable.set(None)) for variable in _cleared]
+    values: list[tuple[ContextVar[Any], object]] = [(variable, None) for variable in _cleared]
+    tokens = [(each, each.set(value)) for each, value in [*values, (_skipped, tuple(_sending_sessions()))]]
     try:
         yield
     finally:
@@ -419,6 +436,25 @@ def _transactions_here() -> Iterator[TransactionScope]:
 def innermost_session() -> Session | None:
     """Return the session of the innermost transaction of this thread and asyncio task, of any client."""
     return next((scope.reference() for scope in _transactions_here()), None)
+
+
+def sending_session() -> Session | None:
+    """
+    Return the session of the transaction to which a message from here belongs. None in `outside_transactions`.
+
+    A transaction of `transactional` includes asyncio tasks that its body starts. The next choice is Django's `atomic`.
+    """
+    skipped = _skipped.get()
+    return next((session for session in _sending_sessions() if session not in skipped), None)
+
+
+def _sending_sessions() -> Iterator[Session]:
+    here = get_owner()[:2]
+    for scope in _open_scopes():
+        session = scope.reference()
+        if scope.owner[:2] == here and scope.takes_writes and session is not None and session.in_transaction:
+            yield session
+    yield from (connection.session for connection in connections_in_transaction())
 
 
 def is_beside_transaction() -> bool:

@@ -114,7 +114,7 @@ def handlers(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
 
         bridge = namespace["bridge"]
         names = {handler.name for handler in bridge.handlers}
-        assert names == {"bill", "send_invoice", "mirror_order"}, names
+        assert names == {"bill", "send_invoice", "call_partner", "mirror_order"}, names
         assert namespace["bill"].max_retries == 5
         namespace["client"].close()
         _mirrors(bridge, client, mongo_url)

@@ -31,7 +31,7 @@ EXPECTED = {
     "shop.ship": 2,  # with an update, and of the FastAPI app
     "shop.book": 1,  # `ship` follows when `book` has run
     "shop.remind": 3,  # of two orders that are late, and in a group
-    "shop.note": 7,  # of two orders, of the bridge's handler, of three transactions, and by itself
+    "shop.note": 8,  # of two orders, of the bridge's handler, of four transactions, and by itself
 }
 OUTBOXES = ("outbox", "baskets", "parcels", "django_orders", "summaries", "leaving", "moving")
 _DELIVERY_SECONDS_MAX = 120.0
