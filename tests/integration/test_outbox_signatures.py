@@ -188,6 +188,24 @@ def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_
         asyncio.run(write())
 
 
+def test_keys_are_read_within_a_limited_time(rig: Rig, make_client: MakeClient) -> None:
+    """P17: before the first write in an event loop, once a minute, and for an entry that fits no known key."""
+    sent = CommandRecorder()
+    orders = make_client(event_listeners=[sent])[rig.database.name]["orders"]
+    outbox = rig.outbox(orders, name="limited", at_once=False)
+
+    async def write() -> object:
+        return outbox.with_tasks({}, [rig.add.s(1, 1)])
+
+    asyncio.run(write())
+    outbox.runtime.signer._read_at = -math.inf
+    outbox.with_tasks({}, [rig.add.s(1, 1)])
+    orders.insert_one(json_of_a_request())
+    assert outbox.sweep(older_than=0).dead == 1
+    reads = [command for command in sent.named("find") if command["find"] == "keys"]
+    assert ["maxTimeMS" in command for command in reads] == [True] * 3
+
+
 def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
     rig: Rig, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:

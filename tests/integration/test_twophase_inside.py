@@ -360,5 +360,6 @@ def test_djangos_transactions_have_payments_in_them(
     processes: Processes, database: Database[Document], mongo_url: str
 ) -> None:
     """P18: an `atomic` whose payment has failed cannot be committed. Another client is refused."""
+    pytest.importorskip("django_mongodb_backend", reason="it is not installed: pip install -e '.[dev]'")
     sold = processes.python("django", "-c", DJANGO, mongo_url, database.name)
     assert sold.wait() == 0, sold.text

@@ -50,6 +50,7 @@ PROMISES = {
 _CLAIMS = "tests/integration/test_claims.py::"
 _LEASES = "tests/integration/test_leases.py::"
 _STORING = "tests/integration/test_storing.py::"
+_STREAM = "tests/integration/test_stream.py::"
 _HOLES = "tests/integration/test_twophase_holes.py::"
 _UNREADABLE = "tests/integration/test_unreadable_events.py::"
 _CONFORMANCE = "tests/integration/test_conformance.py::test_a_sound_build_stores_what_the_models_allow"
@@ -62,6 +63,14 @@ MUTANTS = (
         "        return self.run.first + end - 1, dict(self.read_token(end - 1))",
         "        end = len(self.run.changes)\n        return self.run.first + end - 1, dict(self.read_token(end - 1))",
         ("tests/integration/test_runs.py::test_every_change_is_done_or_has_a_letter_whichever_fail",),
+    ),
+    Mutant(
+        "P1",
+        "A marker moves the place of a stream without changes, so that its history is not lost",
+        "bridge/stream/reader.py",
+        "            else:\n                place = mark\n",
+        "            elif not isinstance(item, Mark):\n                place = mark\n",
+        (f"{_STREAM}test_a_marker_comes_only_behind_everything_that_was_read_and_can_be_resumed_from",),
     ),
     Mutant(
         "P1 P2",
@@ -234,5 +243,13 @@ MUTANTS = (
         '        MARKERS: {"$ne": transaction_id},\n        PARTICIPANT_VERSION: {"$eq": participant_version},\n',
         "",
         (f"{_HOLES}test_a_driver_that_was_overtaken_applies_nothing_again_and_leaves_nothing_half_applied",),
+    ),
+    Mutant(
+        "P18",
+        "A commit that the end of an event loop cancels is sent again",
+        "mongo/transaction/attempts.py",
+        "        if not (task.cancelled() and is_due()):\n            break\n",
+        "        break\n",
+        ("tests/integration/test_transaction_tasks.py::test_a_cancel_during_the_commit_waits_for_its_answer",),
     ),
 )

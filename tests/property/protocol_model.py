@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 from tests.property import exploration
 from tests.property.exploration import Model, Step, changed, gone_back, passed, put
-from tests.property.stores import can, counted, spent, with_partition
+from tests.property.stores import can, counted, spent, with_listener, with_partition
 
 MARK = -1
 """In a stream: a post-batch token instead of a change."""
@@ -385,8 +385,8 @@ def release(world: World, state: State) -> Steps:
     """The holder stops: only a lease that carries its term is emptied, and the listener is gone."""
     listener = in_office(state)
     if listener is not None and len(state.listeners) < world.terms:
-        gone = put(state.listeners, len(state.listeners) - 1, ended(listener))
-        yield Step("release", listener, fair=False), state._replace(holder=0, listeners=gone)
+        gone = with_listener(state, listener, ended(listener))
+        yield Step("release", listener, fair=False), gone._replace(holder=0)
 
 
 def ended(listener: Listener) -> Listener:
@@ -410,8 +410,8 @@ def take_over(world: World, state: State, which: int) -> Steps:
         images = (*listener.images, image)
         numbered = world.broken is Broken.NUMBERED_AT_READING
         taken = listener._replace(taken=listener.taken + 1, images=images, at_opening=images if numbered else ())
-    listener = taken if epoch == listener.term else ended(listener)
-    yield Step("take over", listener), after._replace(listeners=put(state.listeners, which, listener))
+    known = taken if epoch == listener.term else ended(listener)
+    yield Step("take over", known), with_listener(after, listener, known)
 
 
 def taken_over(world: World, state: State, index: int, listener: Listener) -> tuple[State, Image]:
@@ -437,7 +437,7 @@ def win(world: World, state: State, which: int) -> Steps:
             won = listener._replace(images=put(listener.images, index, image), locked=listener.locked - {index})
         else:
             won = ended(listener)
-        yield Step("win", won), after._replace(listeners=put(state.listeners, which, won))
+        yield Step("win", won), with_listener(after, listener, won)
 
 
 def read(world: World, state: State, which: int) -> Steps:
@@ -445,13 +445,13 @@ def read(world: World, state: State, which: int) -> Steps:
     listener = state.listeners[which]
     if listener.cursor < len(world.stream):
         onward = listener._replace(cursor=listener.cursor + 1)
-        yield Step("read", onward), state._replace(listeners=put(state.listeners, which, onward))
+        yield Step("read", onward), with_listener(state, listener, onward)
     for index, partition in enumerate(state.partitions):
         found = partition if world.broken is Broken.LOOK_BEFORE_MAJORITY else partition.seen
         image = Image(found.committed, found.token)
         if image != listener.images[index]:
             aware = listener._replace(images=put(listener.images, index, image))
-            yield Step("look", aware), state._replace(listeners=put(state.listeners, which, aware))
+            yield Step("look", aware), with_listener(state, listener, aware)
 
 
 def buffered(world: World, listener: Listener, index: int, after: int) -> list[int]:
@@ -741,8 +741,7 @@ def reopen(world: World, state: State, which: int) -> Steps:
     listener = state.listeners[which]
     if listener.cursor > state.watermark and can(world, state, Fault.REOPEN):
         again = listener._replace(opened=state.watermark, cursor=state.watermark)
-        after = state._replace(listeners=put(state.listeners, which, again))
-        yield Step("reopen", again, fair=False), spent(after)
+        yield Step("reopen", again, fair=False), spent(with_listener(state, listener, again))
 
 
 def lock(world: World, state: State, which: int) -> Steps:
@@ -755,8 +754,7 @@ def lock(world: World, state: State, which: int) -> Steps:
         passed = listener._replace(
             taken=listener.taken + 1, images=(*listener.images, image), locked=listener.locked | {index}
         )
-        after = state._replace(listeners=put(state.listeners, which, passed))
-        yield Step("lock", passed, fair=False), spent(after)
+        yield Step("lock", passed, fair=False), spent(with_listener(state, listener, passed))
 
 
 def rewind(world: World, state: State) -> Steps:

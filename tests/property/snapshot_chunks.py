@@ -63,7 +63,7 @@ def begin(world: World, state: State, listener: Listener, index: int) -> Steps:
         return
     if listener.stage < (1 if world.broken is Broken.BEGIN_BEFORE_TAKE_OVER else 2):
         return
-    if listener.stage == 2 and not may_begin(world, state, listener):
+    if listener.leads and not may_begin(world, state, listener):
         return
     mine = record.epoch == listener.term
     if world.broken is Broken.RECORDS_LAST and state.epoch == listener.term:

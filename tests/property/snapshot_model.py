@@ -1,4 +1,4 @@
-"""A snapshot beside the stream as a finite machine: its state, and what a scenario fixes.
+"""A snapshot beside the stream as a finite machine: its rules, but for those of a chunk.
 
 An extension of ``stores``, with the conventions of ``protocol_model``: time is absent, a message that was sent
 stays deliverable, and nothing is imported from the package. What is new here:
@@ -389,7 +389,7 @@ def led(world: World, state: State, listener: Listener) -> Steps:
             yield from read_chunk(world, state, listener, index)
             yield from pass_on(world, state, listener, index)
             yield from move_cursor(world, state, listener, index)
-    if listener.stage < 2:
+    if not listener.leads:
         return
     yield from read(world, state, listener)
     if mine:
@@ -412,14 +412,15 @@ ZOMBIES = frozenset({Broken.CURSOR_UNGUARDED, Broken.CURSOR_IGNORES_EPOCH})
 def steps(world: World, state: State) -> Steps:
     """Yield every step that a state allows, with the state it leads to in its plainest form."""
     for step, after in all_steps(world, state):
-        yield step, plain(world, after)
+        acting = (trimmed(world, after, each) for each in after.listeners if may_act(world, after, each))
+        yield step, stores.plain(world, after, acting, may_land)
 
 
 def all_steps(world: World, state: State) -> Steps:
     """Yield every step that a state allows."""
     yield from acquire(world, state, lambda term, _: Listener(term))
     for listener in state.listeners:
-        if listener.stage < 2:
+        if not listener.leads:
             yield from take_over(world, state, listener)
         yield from led(world, state, listener)
     yield from deliver(world, state)
@@ -432,14 +433,6 @@ def all_steps(world: World, state: State) -> Steps:
     yield from land(world, state, landed)
     yield from stop_or_resume(world, state)
     yield from rewind(world, state)
-
-
-def plain(world: World, state: State) -> State:
-    """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
-    listeners = tuple(trimmed(world, state, each) for each in state.listeners if may_act(world, state, each))
-    messages = frozenset(each for each in state.messages if stores.may_claim(state, each))
-    writes = frozenset(each for each in state.writes if may_land(world, state, each))
-    return state._replace(listeners=listeners, messages=messages, writes=writes)
 
 
 def may_act(world: World, state: State, listener: Listener) -> bool:

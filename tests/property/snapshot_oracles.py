@@ -10,6 +10,7 @@ from tests.property.snapshot_model import steps
 from tests.property.snapshot_state import (
     START,
     Item,
+    Listener,
     State,
     Token,
     exists,
@@ -17,7 +18,6 @@ from tests.property.snapshot_state import (
     initial,
     is_partial,
     key_of,
-    leader,
     partition_of,
     value_at,
 )
@@ -133,7 +133,7 @@ def bounded_memory(move: Move) -> Iterator[str]:
     """P12: a listener never keeps more than its share."""
     if move.world.room:
         for listener in move.after.listeners:
-            if listener.stage == 2 and listener.term == move.after.epoch:
+            if listener.leads and listener.term == move.after.epoch:
                 count = in_memory(move.after, listener)
                 if count > move.world.room:
                     yield f"a listener keeps {count}"
@@ -170,7 +170,7 @@ def behind(state: State, key: int) -> bool:
 
 def left_undone(world: World, state: State) -> Iterator[str]:
     """P12, where nothing more will happen: every snapshot has ended, and nothing has to wait for what stands."""
-    listener = leader(state)
+    listener: Listener | None = stores.leader(state)
     if listener is None:
         yield "nobody is in office"
         return

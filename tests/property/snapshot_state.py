@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tests.property import stores
 from tests.property.exploration import Step, put
 from tests.property.snapshot_world import AWAY, BACK, DROP, MARK, Broken, Fault, Late, Progress, World
-from tests.property.stores import Document, Message, Partition, Write, in_office
+from tests.property.stores import Document, Message, Partition, Write
 
 
 class Token(NamedTuple):
@@ -90,6 +90,11 @@ class Listener(NamedTuple):
     stored: tuple[Token, ...] = ()
     chunks: tuple[Chunk | None, ...] = ()
     first: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether it has taken everything over."""
+        return self.stage == 2
 
 
 class RecordWrite(NamedTuple):
@@ -217,12 +222,6 @@ def with_raised_records(state: State, term: int, *, stopped: bool = True) -> Sta
 def with_chunk(listener: Listener, index: int, chunk: Chunk | None) -> Listener:
     """Return a listener that knows something else of a snapshot's chunk."""
     return listener._replace(chunks=put(listener.chunks, index, chunk))
-
-
-def leader(state: State) -> Listener | None:
-    """Return the listener in office, if it has taken everything over."""
-    listener: Listener | None = in_office(state)
-    return listener if listener is not None and listener.stage == 2 else None
 
 
 def buffered(state: State, listener: Listener, item: Item) -> Listener:

@@ -33,7 +33,6 @@ from tests.property.stores import (
     can,
     counted,
     found,
-    in_office,
     land,
     spent,
     stored,
@@ -705,12 +704,6 @@ def sent_back(world: World, partition: Partition, place: int) -> Partition:
     return back if world.broken is Broken.REWIND_KEEPS_HEAD else back._replace(head=None)
 
 
-def leader(state: State) -> Listener | None:
-    """Return the listener in office, if it has taken everything over."""
-    listener = in_office(state)
-    return listener if listener is not None and listener.leads else None
-
-
 # === the oracles, and the search ===
 
 Move = exploration.Move[World, State]
@@ -784,7 +777,7 @@ def bytes_at_hand(move: Move) -> Iterator[str]:
 
 def left_undone(world: World, state: State) -> Iterator[str]:
     """P12, where nothing more will happen: everything is done but what stands, and nothing has to wait for that."""
-    listener = leader(state)
+    listener: Listener | None = stores.leader(state)
     if listener is None:
         yield "nobody is in office"
         return
@@ -838,7 +831,8 @@ def led(world: World, state: State, listener: Listener) -> Steps:
 def steps(world: World, state: State) -> Steps:
     """Yield every step that a state allows, with the state it leads to in its plainest form."""
     for step, after in all_steps(world, state):
-        yield step, plain(world, after)
+        acting = (each for each in after.listeners if may_act(after, each))
+        yield step, stores.plain(world, after, acting, may_land)
 
 
 def all_steps(world: World, state: State) -> Steps:
@@ -857,14 +851,6 @@ def all_steps(world: World, state: State) -> Steps:
     yield from land(world, state, landed)
     yield from roll(world, state)
     yield from rewind(world, state)
-
-
-def plain(world: World, state: State) -> State:
-    """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
-    listeners = tuple(each for each in state.listeners if may_act(state, each))
-    messages = frozenset(each for each in state.messages if stores.may_claim(state, each))
-    writes = frozenset(each for each in state.writes if may_land(world, state, each))
-    return state._replace(listeners=listeners, messages=messages, writes=writes)
 
 
 def may_land(world: World, state: State, one: Write) -> bool:

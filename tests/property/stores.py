@@ -67,6 +67,12 @@ def in_office(state: Any) -> Any:
     return last if last is not None and last.term == state.epoch else None
 
 
+def leader(state: Any) -> Any:
+    """Return the listener in office, if it has taken everything over."""
+    listener = in_office(state)
+    return listener if listener is not None and listener.leads else None
+
+
 def acquire(world: Any, state: Any, make: Callable[[int, int], Any]) -> Steps:
     """A standby takes the lease and the subscription; without anybody in office it happens sooner or later.
 
@@ -264,9 +270,22 @@ def may_land(state: Any, one: Write) -> bool:
     if one.kind is Late.WATERMARK:
         return bool(one.term == state.epoch)
     if one.kind in {Late.MARK, Late.CLEAR}:
-        partition: Partition = state.partitions[one.partition]
-        return bool(one.generation == state.generation and one.term == partition.epoch)
+        is_there: bool = one.generation == state.generation and one.term == state.partitions[one.partition].epoch
+        return is_there
     return True
+
+
+def plain(world: Any, state: StateT, listeners: Iterable[Any], may_land: Callable[[Any, Any, Any], bool]) -> StateT:
+    """Return the state without what can never matter again: it differs in nothing, and is one state more often.
+
+    Args:
+        listeners: Those that may still act.
+        may_land: Whether the guard of a write may still match.
+    """
+    known = cast("Any", state)
+    messages = frozenset(each for each in known.messages if may_claim(state, each))
+    writes = frozenset(each for each in known.writes if may_land(world, state, each))
+    return replaced(state, listeners=tuple(listeners), messages=messages, writes=writes)
 
 
 # === the steps of a listener that has taken over ===

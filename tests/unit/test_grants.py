@@ -1,10 +1,8 @@
-"""The roles that `changes grants` prints, by the options and sources of a bridge; and what the docs say of them."""
+"""The roles that `changes grants` prints, by the options and sources of a bridge."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed, missing_right
 
 _OPLOG = {"resource": {"cluster": True}, "actions": ["serverStatus"]}
-PAGE = Path(__file__).parents[2] / "docs/security.md"
 
 
 def wiring_on(*sources: Any, **options: Any) -> Wiring:
@@ -145,24 +142,3 @@ def test_the_right_is_read_from_the_refusal(said: str, right: str | None) -> Non
     assert missing_right(RuntimeError(f"not authorized on s to execute command {said}")) == right
     atlas = RuntimeError("user is not allowed to do action [insert] on [shop.spill]")
     assert [missing_right(each) for each in (atlas, RuntimeError("not primary"))] == ["insert on shop.spill", None]
-
-
-# -- the docs --------------------------------------------------------------------------------------
-
-
-def test_the_docs_have_the_rights_that_the_command_prints() -> None:
-    """A table a role in docs/security.md: resources, actions and what is optional, as for its bridge."""
-    wiring = wiring_on("shop.orders")
-    for role in ROLES:
-        assert _rows_of(role) == [_row(right) for right in list_rights(wiring, role)]
-
-
-def _row(right: Right) -> tuple[str, str, bool]:
-    where = "the cluster" if right.database is None else f"{right.database}.{right.collection}"
-    return where, ", ".join(right.actions), right.without is not None
-
-
-def _rows_of(role: str) -> Sequence[tuple[str, str, bool]]:
-    text = PAGE.read_text().partition(f"### {role.capitalize()}s\n")[2].partition("\n##")[0]
-    rows = re.findall(r"^\| `?([^|`]+)`? \| `([^|`]+)` \| (.+) \|$", text, re.MULTILINE)
-    return [(where.strip(), actions, meaning.startswith("optional")) for where, actions, meaning in rows]
