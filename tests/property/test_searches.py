@@ -24,24 +24,21 @@ MODELS = {
 }  # fmt: skip
 
 
-def each(choose: Callable[[Scenarios], Iterable[Any]], *, slow: Callable[[Scenarios, Any], bool]) -> list[Any]:
+def each(choose: Callable[[Scenarios], Iterable[Any]]) -> list[Any]:
     """Return what is chosen of each model, with the model, as parameters of a test."""
     return [
         pytest.param(
             one,
             found,
             id=f"{name}: {getattr(found, 'name', found)}",
-            marks=[pytest.mark.slow] if slow(one, found) else [],
+            marks=[pytest.mark.slow] if getattr(found, "floor", 0) >= one.large else [],
         )
         for name, one in MODELS.items()
         for found in choose(one)
     ]
 
 
-@pytest.mark.parametrize(
-    ("scenarios", "sound"),
-    each(lambda one: (*one.sound, *one.slow), slow=lambda one, sound: sound in one.slow or sound.floor >= one.large),
-)
+@pytest.mark.parametrize(("scenarios", "sound"), each(lambda one: one.sound))
 def test_no_interleaving_violates_an_invariant(scenarios: Scenarios, sound: Sound[Any]) -> None:
     """P1-P6, P12, P13 hold in every state that can be reached, and where all comes to rest.
 
@@ -53,7 +50,7 @@ def test_no_interleaving_violates_an_invariant(scenarios: Scenarios, sound: Soun
     assert seen.quiescent > 0
 
 
-@pytest.mark.parametrize(("scenarios", "variant"), each(lambda one: one.caught, slow=lambda *_: False))
+@pytest.mark.parametrize(("scenarios", "variant"), each(lambda one: one.caught))
 def test_a_model_with_one_rule_broken_is_caught(scenarios: Scenarios, variant: Caught[Any]) -> None:
     """P1-P13: the shortest violation of each broken variant breaks exactly the invariants that it should."""
     finding = scenarios.model.search(variant.world, watched=variant.watched).finding
@@ -61,7 +58,7 @@ def test_a_model_with_one_rule_broken_is_caught(scenarios: Scenarios, variant: C
     assert finding.invariants == variant.breaks, str(finding)
 
 
-@pytest.mark.parametrize(("scenarios", "world"), each(Scenarios.whole, slow=lambda *_: False))
+@pytest.mark.parametrize(("scenarios", "world"), each(Scenarios.whole))
 def test_the_scenario_of_a_variant_is_clean_with_all_rules_whole(scenarios: Scenarios, world: Any) -> None:
     """P1-P13: what catches a variant is its broken rule, not the scenario."""
     finding = scenarios.model.search(world).finding
