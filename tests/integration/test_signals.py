@@ -173,7 +173,7 @@ def test_a_receiver_that_blocks_delays_no_change(
 
 
 def test_a_leader_names_the_one_before_it(mongo_url: str, state_database: str, redis_url: str) -> None:
-    """A receiver that blocks costs no lease: the second listener would wait for it."""
+    """The first one names none."""
     app = Celery("shop", broker=redis_url, set_as_current=False)
     bridge = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False)
 
