@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import DocumentLockedError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
+from mongo_celery.mongo.transaction.scopes import scope_of
 from tests.fixtures.process import wait_for
 from tests.integration.locking_rig import GENEROUS, SHORT, Document, as_block_or_function, held, texts
 from tests.rig.commands import CommandRecorder
@@ -57,6 +59,20 @@ def test_a_body_that_outlasts_the_limit_is_aborted_and_frees_its_documents(
     assert notes.find_one() == {"_id": 1, "text": "old"}
     assert transactional(client)(select_for_update)(notes, {"_id": 1}, nowait=True)
     assert committed == []
+
+
+def test_no_commit_is_tried_in_the_last_milliseconds(notes: Notes, client: Client, sent: CommandRecorder) -> None:
+    """PyMongo might refuse to send it. After that it would not abort, and the documents would stay locked."""
+
+    def body(session: ClientSession) -> None:
+        notes.insert_one({}, session=session)
+        scope = scope_of(session)
+        assert scope is not None
+        scope.deadline = time.monotonic() + 0.009
+
+    with pytest.raises(TransactionTimeoutError):
+        transactional(client).run(body)
+    assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (1, 0)
 
 
 def return_busy(_notes: Notes, _session: ClientSession) -> str:

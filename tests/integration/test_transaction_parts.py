@@ -16,7 +16,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.errors import (
     ConfigurationError,
@@ -26,6 +26,8 @@ from mongo_celery.errors import (
 from mongo_celery.locking import after_commit, current, transactional
 from tests.integration.locking_rig import CONFLICT, GENEROUS, Document, as_block_or_function, texts
 from tests.rig.commands import CommandRecorder
+
+TRANSIENT = "TransientTransactionError"
 
 Client = MongoClient[Document]
 MakeClient = Callable[..., Client]
@@ -124,12 +126,13 @@ def test_a_part_that_fails_makes_the_whole_rollback_only_though_its_error_is_cau
     assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (1, 0)
 
 
-@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=repr)
+@pytest.mark.parametrize("error", [None, ZeroDivisionError(), PyMongoError("", [TRANSIENT])], ids=repr)
 @pytest.mark.parametrize("as_block", [False, True])
 def test_a_part_that_ends_the_transaction_is_no_success(
     notes: Collection[Document], client: Client, as_block: bool, error: Exception | None
 ) -> None:
-    """After an abort PyMongo would send what follows outside of any transaction. What was before it is gone."""
+    """After an abort PyMongo would send what follows outside of any transaction. It is never run again."""
+    runs: list[int] = []
 
     @transactional(client)
     def give_up(*, session: ClientSession) -> None:
@@ -139,8 +142,9 @@ def test_a_part_that_ends_the_transaction_is_no_success(
             raise error
 
     def body(session: ClientSession) -> None:
+        runs.append(1)
         notes.insert_one({"text": "before"}, session=session)
-        with suppress(ZeroDivisionError):
+        with suppress(ZeroDivisionError, PyMongoError):
             give_up()
         if error is None:
             notes.insert_one({"text": "after"}, session=session)
@@ -148,7 +152,7 @@ def test_a_part_that_ends_the_transaction_is_no_success(
     with pytest.raises(TransactionError) as caught:
         as_block_or_function(client, body, as_block=as_block)
     assert error is None or caught.value.__cause__ is error
-    assert texts(notes) == []
+    assert (texts(notes), runs) == ([], [1])
 
 
 def test_the_next_attempt_is_not_rollback_only(
