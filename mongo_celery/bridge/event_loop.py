@@ -11,7 +11,7 @@ coroutine, so Celery's time limits, signals, shutdowns and pools see a plain fun
 | the soft time limit, or a signal that ends the process | the coroutine is canceled, and has some seconds to end |
 | the canceled coroutine returns after the soft time limit | success, as when a plain function catches the limit |
 | the canceled coroutine raises another error | that error |
-| the canceled coroutine does not end in time | logged, and the limit is raised. The coroutine may continue |
+| the canceled coroutine does not end in time | canceled again, then logged. The limit is raised, it may continue |
 | the coroutine is canceled by its own code | an error of the handler |
 
 The coroutine, its tasks and its threads have the context variables of the task's thread (traces, Flask's context).

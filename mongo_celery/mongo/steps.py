@@ -37,12 +37,14 @@ AnyCollection = Collection[Any] | AsyncCollection[Any]
 def run_sync(steps: Steps[Result]) -> Result:
     """Run the steps of a call on a `MongoClient`."""
     answer = None
-    while True:
-        try:
+    try:
+        while True:
             answer = steps.send(answer)
-        except StopIteration as ended:
-            result: Result = ended.value
-            return result
+    except StopIteration as ended:
+        result: Result = ended.value
+        return result
+    finally:
+        steps.close()  # a signal may be raised here, between two steps
 
 
 async def run_async(steps: Steps[Result]) -> Result:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -27,6 +28,7 @@ from mongo_celery.bridge.declarations import OnChange
 from mongo_celery.bridge.event_loop import EVENT_LOOP
 from mongo_celery.errors import ConfigurationError, HandlerUsageError, StaleFencingTokenError
 from mongo_celery.testing import BridgeRunner
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.rig.fenced import Act, every_write, fence, view
 
@@ -181,13 +183,13 @@ def test_a_soft_time_limit_cancels_the_coroutine(
 
     One that loses the first cancel, as in `wait_for` of Python 3.11, is canceled again.
     """
-    stays, left = asyncio.Event(), []
+    stays = asyncio.Event()
+    left: list[bool] = []
 
     async def set_event() -> None:
         stays.set()
 
-    if end in ("again", "stays"):
-        monkeypatch.setattr(event_loop, "_ENDING_SECONDS", 0.05 if end == "stays" else 1)
+    monkeypatch.setattr(event_loop, "_ENDING_SECONDS", {"again": 1, "stays": 0.05}.get(end, 5))
 
     @shop.on_change(transactional=transactional)
     async def slow(change: Change) -> None:
@@ -217,6 +219,43 @@ def test_a_soft_time_limit_cancels_the_coroutine(
     if end == "stays":
         EVENT_LOOP.get().run(set_event)
         wait_for(lambda: left)
+
+
+def test_a_commit_that_the_limit_interrupts_blocks_no_outcome(
+    database: Database[Document], mongo_url: str, limit: Callable[[], None], failpoint: Failpoint
+) -> None:
+    """P2: PyMongo does not abort a transaction whose commit has begun, and its locks would stop the outcome."""
+    shop = Shop(database, f"{mongo_url}&appName=interrupted")
+    commits: list[Document] = [
+        {"$currentOp": {}},
+        {"$match": {"command.commitTransaction": 1, "appName": "interrupted"}},
+    ]
+
+    def interrupt() -> None:
+        wait_for(lambda: list(database.client.admin.aggregate(commits)))
+        limit()
+
+    @shop.on_change(transactional=True)
+    async def together(change: Change) -> None:
+        await shop.fenced(change).replace_one({"_id": 1}, {}, upsert=True)
+        threading.Thread(target=interrupt).start()
+
+    with (
+        BridgeRunner(shop.bridge) as runner,
+        failpoint(
+            mode={"times": 1},
+            failCommands=["commitTransaction"],
+            appName="interrupted",
+            blockConnection=True,
+            blockTimeMS=1000,
+            errorCode=50,
+        ),
+    ):
+        shop.data["orders"].insert_one({"_id": 1})
+        failures = runner.deliver(raises=False).failures
+        assert [type(call.error) for call in failures] == [SoftTimeLimitExceeded]
+        assert len(shop.bridge.operations.find_dead_letters().letters) == 1
+    assert shop.copies == []
 
 
 def test_a_handler_that_cancels_itself_has_failed(shop: Shop) -> None:

@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import pymongo
 from celery import Celery
@@ -62,6 +62,7 @@ _LINK_RETRIES = {
     "interval_start": 0,
 }  # for a connection that has gone stale; more would hold the slot
 _ENDING_SECONDS = 5.0
+_UNKNOWN_RESULT = "UnknownTransactionCommitResult"
 _LIMIT_REACHED = 0.9  # the driver gives up a little early: a much earlier error comes from the handler's own limit
 NOT_AWAITED = (
     "The handler returned a coroutine that nothing awaits, so it has done nothing. Write it as async def, and let its "
@@ -423,18 +424,21 @@ def _commit_handled(
 ) -> Steps[None]:
     """Run a handler's own transaction. Its effects and its mark are committed when this returns."""
     *before, change = args
-    seconds, started = wiring.options.transaction_seconds, time.monotonic()
+    seconds, started, is_commit = wiring.options.transaction_seconds, time.monotonic(), False
 
     def is_at_limit() -> bool:
         return time.monotonic() - started >= seconds * _LIMIT_REACHED
 
     def body(session: Session) -> Steps[None]:
+        nonlocal is_commit
+        is_commit = False
         scope.reset_attempt()
         try:
             yield from _run_body(scope, session, lambda: function(*before, change.with_session(session)))
             if isinstance(session, AsyncClientSession):
                 yield scope.await_writes()
             yield from execution.write_in_transaction(session)
+            is_commit = True
         except Exception as error:
             if not is_at_limit():
                 execution.attempt.note_body_error(error)
@@ -443,11 +447,11 @@ def _commit_handled(
     try:
         with open_scope(session, seconds) as scope, pymongo.timeout(seconds):
             yield transact(session.client, session, body, ReadConcern("snapshot"))
-    except PyMongoError as error:
-        # The body did not prevent a commit without an answer.
-        if error.timeout and is_at_limit() and not error.has_error_label("UnknownTransactionCommitResult"):
+    except BaseException as error:
+        if _is_timeout(error) and is_at_limit():
             execution.attempt.timeout = error
-        if is_unanswered(error):
+        # PyMongo does not abort what it may have committed, for example if a soft time limit interrupts it.
+        if is_unanswered(error) if isinstance(error, PyMongoError) else is_commit:
             _end_later(wiring, execution.give_session())
         raise
     execution.note_commit()
@@ -455,6 +459,11 @@ def _commit_handled(
         yield scope.await_callbacks()
     else:
         scope.run_callbacks()
+
+
+def _is_timeout(error: BaseException) -> TypeGuard[PyMongoError]:
+    """Return True for a time-out, except of a commit without an answer, which the body did not prevent."""
+    return isinstance(error, PyMongoError) and error.timeout and not error.has_error_label(_UNKNOWN_RESULT)
 
 
 def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: tuple[Any, ...]) -> Steps[Any]:
