@@ -54,13 +54,21 @@ def write(notes: Collection[Document], client: Client) -> Write:
 def test_a_conflict_in_a_part_repeats_the_whole(
     notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
 ) -> None:
-    """Also where the body catches it: the server has aborted the transaction by then."""
+    """Also where the body catches it, and a later part fails: the server has aborted the transaction by then."""
     runs: list[int] = []
+
+    @transactional(client)
+    def fail(*, session: ClientSession) -> None:
+        del session
+        raise ZeroDivisionError
 
     def body(_: ClientSession, catch: type[Exception]) -> None:
         runs.append(1)
         with suppress(catch):
             write("inner")
+        if len(runs) == 1:
+            with suppress(ZeroDivisionError):
+                fail()
 
     for catch in (KeyError, OperationFailure):
         runs.clear()
