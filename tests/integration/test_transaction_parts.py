@@ -56,6 +56,7 @@ def test_a_conflict_in_a_part_repeats_the_whole(
 ) -> None:
     """Also where the body catches it, and a later part fails: the server has aborted the transaction by then."""
     runs: list[int] = []
+    called: list[type[Exception]] = []
 
     @transactional(client)
     def fail(*, session: ClientSession) -> None:
@@ -64,6 +65,7 @@ def test_a_conflict_in_a_part_repeats_the_whole(
 
     def body(_: ClientSession, catch: type[Exception]) -> None:
         runs.append(1)
+        after_commit(lambda: called.append(catch))
         with suppress(catch):
             write("inner")
         if len(runs) == 1:
@@ -75,7 +77,7 @@ def test_a_conflict_in_a_part_repeats_the_whole(
         with failpoint(mode={"times": 1}, **CONFLICT):
             transactional(client).run(lambda session, catch=catch: body(session, catch))  # type: ignore[misc]
         assert len(runs) == 2
-    assert texts(notes) == ["inner", "inner"]
+    assert (texts(notes), called) == (["inner", "inner"], [KeyError, OperationFailure])
 
 
 def test_another_client_of_the_cluster_joins_nothing(
