@@ -54,20 +54,30 @@ def write(notes: Collection[Document], client: Client) -> Write:
 def test_a_conflict_in_a_part_repeats_the_whole(
     notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
 ) -> None:
-    """Also where the body catches it: the server has aborted the transaction by then."""
+    """Also where the body catches it, and a later part fails: the server has aborted the transaction by then."""
     runs: list[int] = []
+    called: list[type[Exception]] = []
+
+    @transactional(client)
+    def fail(*, session: ClientSession) -> None:
+        del session
+        raise ZeroDivisionError
 
     def body(_: ClientSession, catch: type[Exception]) -> None:
         runs.append(1)
+        after_commit(lambda: called.append(catch))
         with suppress(catch):
             write("inner")
+        if len(runs) == 1:
+            with suppress(ZeroDivisionError):
+                fail()
 
     for catch in (KeyError, OperationFailure):
         runs.clear()
         with failpoint(mode={"times": 1}, **CONFLICT):
             transactional(client).run(lambda session, catch=catch: body(session, catch))  # type: ignore[misc]
         assert len(runs) == 2
-    assert texts(notes) == ["inner", "inner"]
+    assert (texts(notes), called) == (["inner", "inner"], [KeyError, OperationFailure])
 
 
 def test_another_client_of_the_cluster_joins_nothing(
