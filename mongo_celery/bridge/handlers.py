@@ -2,8 +2,7 @@
 A handler that a decorator registers. It is checked when the decorator runs.
 
 Mistakes that would fail later are refused here, with a sentence that names the fix: options that would break the
-protocol (`queue`, `expires`, `acks_late` ...), misspelt ones, coroutine functions, methods, duplicates and stacked
-decorators.
+protocol (`queue`, `expires`, `acks_late` ...), misspelt ones, generators, methods, duplicates and stacked decorators.
 """
 
 from __future__ import annotations
@@ -197,6 +196,11 @@ class Handler:
     def per_second(self) -> float:
         """Return its `rate` in executions per second. 0 without one."""
         return rate(cast("str", self.rate)) if self.rate is not None else 0.0
+
+    @property
+    def is_async(self) -> bool:
+        """Return True if its function is a coroutine function."""
+        return inspect.iscoroutinefunction(self.function)
 
     @property
     def is_parted(self) -> bool:
@@ -447,12 +451,8 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
         raise ConfigurationError(
             "on_change was applied to a Celery task. Apply it once to the plain function: on_change makes the task.",
         )
-    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
-    if any(is_kind(function) for is_kind in kinds):
-        raise ConfigurationError(
-            "a change handler must be a plain function, because Celery runs neither coroutines nor generators. Use def "
-            "without async and yield."
-        )
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigurationError("a change handler cannot be a generator. Use def or async def, without yield.")
     if not inspect.isfunction(function):
         raise ConfigurationError(f"on_change needs a function, not {type(function).__name__}.")
     parameters = list(inspect.signature(function).parameters.values())

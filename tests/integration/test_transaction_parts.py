@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -155,10 +155,11 @@ def test_a_part_that_ends_the_transaction_is_no_success(
     assert (texts(notes), runs) == ([], [1])
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
 def test_the_next_attempt_is_not_rollback_only(
-    notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
+    notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint, goes_on: bool
 ) -> None:
-    """A part that failed belongs to its attempt, and so does one that is thrown away later."""
+    """A part that failed belongs to its attempt, and so does one that is thrown away later; but none may go on."""
     runs: list[int] = []
 
     def part() -> Iterator[None]:
@@ -175,11 +176,14 @@ def test_the_next_attempt_is_not_rollback_only(
                 write("partial", ZeroDivisionError())
             with failpoint(mode={"times": 1}, **CONFLICT):
                 notes.insert_one({"text": "refused"}, session=session)
+        elif goes_on:
+            next(late, None)
         late.close()
         write("second")
 
-    transactional(client).run(body)
-    assert (len(runs), texts(notes)) == (2, ["second"])
+    with pytest.raises(TransactionError) if goes_on else nullcontext():
+        transactional(client).run(body)
+    assert (len(runs), texts(notes)) == (2, [] if goes_on else ["second"])
 
 
 # -- own and durable -------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def test_what_a_decorator_cannot_mean_is_refused(
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        *((function, {}) for function in (handle_later, handle_yielding, Shop.handle, Shop().handle, Shop(), Shop)),
+        *((function, {}) for function in (handle_yielding, Shop.handle, Shop().handle, Shop(), Shop)),
         *((function, {}) for function in (functools.partial(handle), len, "handle", handle_without)),
         *((function, {}) for function in (lambda: None, lambda change, more: (change, more), lambda change: change)),
         (handle, {"bind": True}),

@@ -40,14 +40,12 @@ from mongo_celery.errors import ConfigurationError, DocumentLockedError, Transac
 from mongo_celery.mongo.cluster import connections_in_transaction, is_same_cluster, wait_for_answer
 from mongo_celery.mongo.opening import AsyncClient, Client, resolve_client
 from mongo_celery.mongo.redaction import format_traceback
+from mongo_celery.mongo.steps import Session
 
 logger = logging.getLogger("mongo_celery.locking")
 
 _LEAST_SECONDS = 0.001
 """An expired limit. PyMongo takes 0 for no limit."""
-
-Session = ClientSession | AsyncClientSession
-"""A session of either kind of client."""
 
 Result = TypeVar("Result")
 Callback = Callable[[], object]
@@ -361,8 +359,8 @@ def current(client: Any) -> Any:
             raise ConfigurationError(
                 "A transaction of another client of this cluster is open here. This client cannot join it: its "
                 "writes would stay after an abort. Use the client of the open transaction: session.client, or "
-                "bridge.client in a handler. For an independent transaction, use transactional(client, "
-                "independent=True)."
+                "bridge.client in a handler, or bridge.async_client in an async handler. For an independent "
+                "transaction, use transactional(client, independent=True)."
             )
     return None
 
@@ -464,7 +462,14 @@ def _sending_sessions() -> Iterator[Session]:
     yield from others
 
 
-def is_beside_transaction() -> bool:
-    """Return True if another thread or task of this process started this one inside an open transaction."""
-    others = {*_open_scopes()} - {*_scopes_here()}
-    return any(scope.is_in_transaction and scope.owner[0] == os.getpid() for scope in others)
+def is_beside_transaction(client: Any = None) -> bool:
+    """
+    Return True if another thread or task of this process started this one inside an open transaction.
+
+    Args:
+        client: its cluster must be that of the transaction. By default any.
+    """
+    others = [scope for scope in {*_open_scopes()} - {*_scopes_here()} if scope.owner[0] == os.getpid()]
+    return any(
+        scope.is_in_transaction and (client is None or is_same_cluster(scope.client, client)) for scope in others
+    )
