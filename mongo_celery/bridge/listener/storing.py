@@ -313,6 +313,7 @@ class Storing:
         waits = is_tail and not (self._has_swept or self.is_full)
         seconds, first = now - partition.blocked_since[1], partition.queue.first
         if why == DELAYED and subscription.delay is not None and first is not None:
+            partition.blocked_since = -1, 0.0  # a run after the delay is not slow yet
             seconds = subscription.delay.age(first.data, now)  # with a steady stream, no change blocks for long
             if partition.backlog is not None and subscription.delay.coalesces:
                 seconds = math.inf  # a run has either stored changes or buffered ones, and must have a whole burst
