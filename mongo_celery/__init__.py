@@ -15,7 +15,7 @@ from mongo_celery.visible import guard_logs
 if TYPE_CHECKING:
     from mongo_celery.bridge.bridge import Bridge
     from mongo_celery.bridge.change import Change, Changes
-    from mongo_celery.bridge.fenced import FencedCollection
+    from mongo_celery.bridge.fenced import AsyncFencedCollection, FencedCollection
     from mongo_celery.bridge.fenced.fence import Fence
     from mongo_celery.locking import select_for_update, select_many_for_update, transactional
     from mongo_celery.outbox import STORED_ID, Event, Outbox, OutboxCollection
@@ -29,7 +29,7 @@ _load, _list_names = load_lazily(
     {
         "bridge.bridge": ("Bridge",),
         "bridge.change": ("Change", "Changes"),
-        "bridge.fenced": ("FencedCollection",),
+        "bridge.fenced": ("AsyncFencedCollection", "FencedCollection"),
         "bridge.fenced.fence": ("Fence",),
         "locking": ("select_for_update", "select_many_for_update", "transactional"),
         "outbox": ("STORED_ID", "Event", "Outbox", "OutboxCollection", "once"),
@@ -39,6 +39,7 @@ _load, _list_names = load_lazily(
 
 __all__ = [
     "STORED_ID",
+    "AsyncFencedCollection",
     "Bridge",
     "Change",
     "Changes",

@@ -12,7 +12,8 @@ handlers, and a team without Prometheus is paged::
 
 `sender` is the name of the bridge. A receiver runs in the process in which the event happens, in a separate thread, so
 it may be slow or fail without any effect on changes. An error is logged (`signal_receiver_failed`). If 1000 signals
-wait for a slow receiver, further ones are dropped and logged (`signal_dropped`).
+wait for a slow receiver, further ones are dropped and logged (`signal_dropped`), as are those that wait when the
+process ends. Celery keeps a weak reference to a receiver, unless you connect it with `weak=False`.
 
 Each event is signalled at most once. If the process dies between the write of the state and the signal, there is none.
 So also look at `changes status`, which shows the state itself. No argument contains a document, except for text that a
@@ -117,22 +118,21 @@ class SignalQueue:
                 self._waiting.append((signal, bridge, arguments))
                 has_room = self._thread is not None or self._start()
         if not has_room:
-            logger.error(
-                "the signal %s of bridge %s was dropped, because a receiver is slow or the process ends: %s",
-                _name(signal),
-                bridge,
-                dict(arguments),
-                extra={"event": "signal_dropped", "signal": _name(signal)},
-            )
+            _log_drop(signal, bridge, arguments)
 
     def close_soon(self) -> None:
         """Do nothing: the thread ends after the last signal."""
 
     def close(self) -> None:
-        """Wait a short time for the last signal to be sent."""
+        """Wait a short time for the last signal to be sent. Drop and log those that still wait."""
         thread = self._thread
         if thread is not None:
             thread.join(_ENDING_SECONDS)
+        with self._lock:
+            dropped = [*self._waiting]
+            self._waiting.clear()
+        for each in dropped:
+            _log_drop(*each)
 
     def _start(self) -> bool:
         thread = threading.Thread(target=self._run, name="mongo_celery-signals", daemon=True)
@@ -167,6 +167,16 @@ def send_signal(signal: Signal, bridge: str, **arguments: Any) -> None:
 
 def _name(signal: Signal) -> str:
     return str(getattr(signal, "name", signal))
+
+
+def _log_drop(signal: Signal, bridge: str, arguments: Mapping[str, Any]) -> None:
+    logger.error(
+        "the signal %s of bridge %s was dropped, because a receiver is slow or the process ends: %s",
+        _name(signal),
+        bridge,
+        dict(arguments),
+        extra={"event": "signal_dropped", "signal": _name(signal)},
+    )
 
 
 def _log_failure(signal: Signal, receiver: object, error: BaseException) -> None:

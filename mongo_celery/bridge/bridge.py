@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from celery import Celery, current_app, current_task, signals
 from celery.local import Proxy
-from pymongo import MongoClient
+from pymongo import AsyncMongoClient, MongoClient
 from pymongo.collection import Collection
 
 from mongo_celery.app import check_app
@@ -152,6 +152,20 @@ class Bridge:
         return self.wiring.client
 
     @property
+    def async_client(self) -> AsyncMongoClient[dict[str, Any]]:
+        """
+        This process's `AsyncMongoClient` for `async def` handlers. Use it only there: it belongs to their event loop.
+
+        ::
+
+            @bridge.on_change("shop.orders")
+            async def copy(change):
+                copies = change.fenced(bridge.async_client.shop.copies)
+                await copies.replace_one(change.document_key, change.full_document or {}, upsert=True)
+        """
+        return self.wiring.async_client
+
+    @property
     def operations(self) -> Operations:
         """The commands that change the state of the bridge, such as `operations.pause("orders")`."""
         from mongo_celery.bridge.operations.operations import Operations
@@ -169,6 +183,9 @@ class Bridge:
         Afterwards the listener dispatches each matching change to the task, in order within a partition.
         A change may be handled more than once (see `Change.fenced` and `transactional`).
 
+        The function may be a coroutine function (`async def`). All of a process run on one event loop, so they can
+        share clients. It needs a prefork, threads or solo pool. Celery's soft time limit cancels it.
+
         Args:
             sources: `"db.collection"`, `"db.*"`, `"*"`, `"collection"` if the URL names a database, a PyMongo
                 collection, a Django model or a MongoEngine document class.
@@ -181,7 +198,7 @@ class Bridge:
             partition_by: rule of the partition key. By default the bridge's.
             failure_policy: `halt`, `dead_letter`, `park_key`, `skip` or `discard`. By default the bridge's.
             transactional: run the handler in a transaction that also records its success. The session is
-                `change.session`.
+                `change.session`, of `client` or, for a coroutine function, of `async_client`.
             group: name of a worker group. Runs go to the queues `BRIDGE.GROUP.INDEX`, which can have their own workers:
                 see `celery -A app changes queues --group`. Letters, digits, `_`, `-`, and not only digits.
             start_from: the start of a handler without a position. By default the bridge's `start_from`. It applies
@@ -191,6 +208,12 @@ class Bridge:
                 with half the messages). By default the bridge's.
             coalesce: give only the last of several changes of one document in a run. Use it for handlers that need only
                 the latest state.
+            delay: seconds or a `timedelta`, at most a day. No change runs sooner than this long after its cluster time,
+                by MongoDB's clock. It may wait one second longer, because cluster times have whole seconds. With
+                `coalesce=True` a partition key, by default a document, runs when it has been quiet for this long. After
+                two delays, the overlapping bursts of a partition may be split into two runs. After ten delays, all its
+                due changes run. Snapshot rows and replayed dead letters are due immediately, and a retry has its own
+                countdown.
             max_running: largest number of executions of this handler at a time, over all workers. Exact, also across
                 kills and take-overs. A list of `on_changes` is one execution.
             rate: largest number of executions in a time, over all workers: `"10/s"`, `"100/m"`, `"1000/h"`, or a number

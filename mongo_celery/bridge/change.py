@@ -7,28 +7,30 @@ PyMongo's names.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, overload
 
 import bson
 from bson import ObjectId, Timestamp
 from bson.codec_options import CodecOptions, DatetimeConversion
 from bson.raw_bson import RawBSONDocument
+from pymongo.asynchronous.collection import AsyncCollection
 
-from mongo_celery.bridge.fenced import FencedCollection
+from mongo_celery.bridge.fenced import AsyncFencedCollection, FencedCollection
 from mongo_celery.bridge.fenced.fence import HAND_MADE, HAND_MADE_TOKEN, Fence, Origin
 from mongo_celery.bridge.raw_event import RawEvent
-from mongo_celery.errors import HandlerUsageError
+from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.mongo.identity import id_key
 from mongo_celery.mongo.opening import find_collection
+from mongo_celery.mongo.steps import AnyCollection, Session
 from mongo_celery.mongo.verdicts import storable
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from pymongo.client_session import ClientSession
     from pymongo.collection import Collection
 
     from mongo_celery.outbox import Outbox
@@ -47,7 +49,7 @@ _LENIENT: CodecOptions[Any] = CodecOptions(
 _UNREADABLE = "an event that cannot be read"
 
 
-OriginsOf = Callable[["Collection[dict[str, Any]]"], Callable[[Any], Origin | None]]
+OriginsOf = Callable[[AnyCollection], Callable[[Any], Origin | None]]
 """Given a target collection, return a function from a document's `_id` to the change that it is written for."""
 
 
@@ -74,7 +76,8 @@ class Change:
         seq: number of this change within its partition, from 1, without gaps.
         fencing_token: grows with every claim of the partition. A resource that has seen a larger one should refuse this
             one. It is -1 in a change from `build`.
-        session: the open transaction's session in a handler with `transactional=True`. Otherwise None.
+        session: the open transaction's session in a handler with `transactional=True`: a `ClientSession`, or an
+            `AsyncClientSession` in an `async def` handler. Otherwise None.
         replayed: True for a replayed dead letter. Newer changes of its document may have been handled meanwhile.
             `fenced` refuses to overwrite their data. Check this attribute before other effects.
     """
@@ -83,7 +86,7 @@ class Change:
     partition: int = 0
     seq: int = 1
     fencing_token: int = 1
-    session: ClientSession | None = None
+    session: Any = None
     replayed: bool = False
     _fence: Callable[[Change], Fence] | None = field(default=None)
     _named: Callable[[str], Collection[dict[str, Any]]] | None = field(default=None)
@@ -218,9 +221,17 @@ class Change:
             raise HandlerUsageError(HAND_MADE)
         return self._fence(self)
 
-    def fenced(self, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
+    @overload
+    def fenced(self, collection: Collection[dict[str, Any]] | str) -> FencedCollection: ...
+
+    @overload
+    def fenced(self, collection: AsyncCollection[dict[str, Any]]) -> AsyncFencedCollection: ...
+
+    def fenced(self, collection: AnyCollection | str) -> FencedCollection | AsyncFencedCollection:
         """
         Return a view of a collection whose writes carry this change's fencing token.
+
+        The collection decides about the methods of the view: for one of an `AsyncMongoClient` they are coroutines.
 
         A write raises `StaleFencingTokenError` if a newer execution of the partition has already
         written to the document. It raises `OutdatedChangeError` if another partition has written there for a later
@@ -228,30 +239,31 @@ class Change:
         Documents that the newer execution has not touched are not protected.
 
         Args:
-            collection: a PyMongo collection, `"db.collection"` of the bridge's cluster, or `"collection"` of
-                the URL's database.
+            collection: a PyMongo collection of either kind of client, `"db.collection"` of `bridge.client`, or
+                `"collection"` of the URL's database.
 
         Raises:
             HandlerUsageError: the change comes from `build`, without a fence.
+            ConfigurationError: the collection belongs to an `AsyncMongoClient`, and no event loop runs here.
         """
         return self.fence_collection(collection)
 
     def fence_collection(
-        self, collection: Collection[dict[str, Any]] | str, origins: OriginsOf | None = None
-    ) -> FencedCollection:
+        self, collection: AnyCollection | str, origins: OriginsOf | None = None
+    ) -> FencedCollection | AsyncFencedCollection:
         """Return the view of `fenced`. For several changes, `origins` finds the change of each write."""
         fence, view = self.fence, self._view
         if isinstance(collection, str):
             assert self._named is not None, "it comes with the fence"
             collection = self._named(collection)
-        return FencedCollection(
-            collection,
-            fence,
-            outboxes=tuple if view is None else partial(view.find_outboxes, collection.full_name),
-            origin_of=None if origins is None else origins(collection),
-        )
+        outboxes = tuple if view is None else partial(view.find_outboxes, collection.full_name)
+        origin_of = None if origins is None else origins(collection)
+        if isinstance(collection, AsyncCollection):
+            _demand_loop(collection)
+            return AsyncFencedCollection(collection, fence, outboxes=outboxes, origin_of=origin_of)
+        return FencedCollection(collection, fence, outboxes=outboxes, origin_of=origin_of)
 
-    def with_session(self, session: ClientSession) -> Change:
+    def with_session(self, session: Session) -> Change:
         """Return the same change, bound to a transaction's session."""
         return replace(self, session=session)
 
@@ -319,6 +331,17 @@ class Change:
                 _named=partial(_find_collection, client),
             )
         return cls(event, fencing_token=HAND_MADE_TOKEN if fencing_token is None else fencing_token)
+
+
+def _demand_loop(collection: AsyncCollection[Any]) -> None:
+    """Refuse a view in a plain handler: it would write nothing, because nothing would await its methods."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise ConfigurationError(
+            f"{collection.full_name} belongs to an AsyncMongoClient, whose methods return coroutines, but no event "
+            "loop runs here. Write the handler as async def, or pass a collection of a MongoClient."
+        ) from None
 
 
 def _as_given(fence: Fence, _change: Change) -> Fence:
@@ -458,20 +481,26 @@ class Changes(tuple[Change, ...]):
         return made
 
     @property
-    def session(self) -> ClientSession | None:
-        """The open transaction's session in a handler with `transactional=True`. Otherwise None."""
+    def session(self) -> Any:
+        """The open transaction's session in a handler with `transactional=True`, as in `Change`. Otherwise None."""
         return self[0].session
 
-    def with_session(self, session: ClientSession) -> Changes:
+    def with_session(self, session: Session) -> Changes:
         """Return the same changes, bound to a transaction's session."""
         return Changes(change.with_session(session) for change in self)
 
-    def fenced(self, collection: Collection[dict[str, Any]] | str) -> FencedCollection:
+    @overload
+    def fenced(self, collection: Collection[dict[str, Any]] | str) -> FencedCollection: ...
+
+    @overload
+    def fenced(self, collection: AsyncCollection[dict[str, Any]]) -> AsyncFencedCollection: ...
+
+    def fenced(self, collection: AnyCollection | str) -> FencedCollection | AsyncFencedCollection:
         """
         Return a view of a collection whose writes carry the fencing token of these changes, as `Change.fenced`.
 
         Args:
-            collection: a PyMongo collection, or `"db.collection"` on the bridge's cluster.
+            collection: as for `Change.fenced`.
 
         Raises:
             HandlerUsageError: a change was made by `build` without a fence, or the changes have several fences.
@@ -483,7 +512,7 @@ class Changes(tuple[Change, ...]):
             )
         return self[0].fence_collection(collection, None if self[0].fence.origin is None else self._origins)
 
-    def _origins(self, collection: Collection[dict[str, Any]]) -> Callable[[Any], Origin | None]:
+    def _origins(self, collection: AnyCollection) -> Callable[[Any], Origin | None]:
         """Return the last change of each document, by its `_id`. Other `_id`s need a list of one document."""
         codec = collection.codec_options
         found = {id_key(change.document_key.get("_id"), codec): change.fence.origin for change in self}

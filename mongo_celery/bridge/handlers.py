@@ -2,8 +2,7 @@
 A handler that a decorator registers. It is checked when the decorator runs.
 
 Mistakes that would fail later are refused here, with a sentence that names the fix: options that would break the
-protocol (`queue`, `expires`, `acks_late` ...), misspelt ones, coroutine functions, methods, duplicates and stacked
-decorators.
+protocol (`queue`, `expires`, `acks_late` ...), misspelt ones, generators, methods, duplicates and stacked decorators.
 """
 
 from __future__ import annotations
@@ -20,9 +19,19 @@ from celery import Celery, Task
 from celery.local import Proxy
 from celery.utils.time import rate
 
-from mongo_celery.arguments import check_count, check_name, is_number, nearest
+from mongo_celery.arguments import Duration, check_count, check_name, is_number, nearest
 from mongo_celery.bridge.existing import SNAPSHOT
-from mongo_celery.bridge.options import COMMIT, POLICY, BridgeOptions, PartitionKey, Rule, StartFrom, check_start
+from mongo_celery.bridge.options import (
+    COMMIT,
+    LONGEST_BURST,
+    POLICY,
+    BridgeOptions,
+    PartitionKey,
+    Rule,
+    StartFrom,
+    check_duration,
+    check_start,
+)
 from mongo_celery.bridge.partitioning import Partitioner, partitioner, rule_named
 from mongo_celery.bridge.stream.filter import Filter, check_are_sent, make_filter
 from mongo_celery.bridge.stream.source import Selector, parse_source
@@ -64,6 +73,7 @@ class HandlerOptions(TaskOptions, total=False):
     start_from: StartFrom | None
     commit: str | None
     coalesce: bool
+    delay: Duration | None
     bookkeeping: bool
     max_running: int | None
     rate: str | float | None
@@ -155,6 +165,7 @@ class Handler:
         commit: the way to write positions, `"chain"` or `"inline"`. None for the bridge's.
         batch_size: the largest number of changes in a list. None for a handler of single changes.
         coalesce: True if a run gives it only the last of several changes of one document.
+        delay: seconds between a change and its run. None to run it immediately.
         max_running: the largest number of executions at a time, over all workers. None for no limit.
         rate: the largest number of executions in a time, over all workers, in Celery's syntax. None for no limit.
     """
@@ -172,6 +183,7 @@ class Handler:
     commit: str | None = None
     batch_size: int | None = None
     coalesce: bool = False
+    delay: float | None = None
     max_running: int | None = None
     rate: str | float | None = None
 
@@ -184,6 +196,11 @@ class Handler:
     def per_second(self) -> float:
         """Return its `rate` in executions per second. 0 without one."""
         return rate(cast("str", self.rate)) if self.rate is not None else 0.0
+
+    @property
+    def is_async(self) -> bool:
+        """Return True if its function is a coroutine function."""
+        return inspect.iscoroutinefunction(self.function)
 
     @property
     def is_parted(self) -> bool:
@@ -204,6 +221,11 @@ class Handler:
         """
         is_rate_limited = is_rate_limited or self.rate is not None
         return self.batch_size is None and not self.transactional and not is_rate_limited
+
+    @property
+    def longest_delay(self) -> float:
+        """Return the seconds for which `delay` may keep a change that has become the next one. 0 without a delay."""
+        return (self.delay or 0.0) * (LONGEST_BURST if self.coalesce else 1)
 
     def selector(self, default_database: str | None) -> Selector:
         """Return sources and filter, with the sources resolved."""
@@ -331,6 +353,8 @@ def make_handler(
     if not targets:
         raise ConfigurationError("on_change needs at least one source, such as 'shop.orders'.")
     name = check_name(given.get("name") or function.__name__, "handler name")
+    if given.get("delay") is not None:
+        given = {**given, "delay": check_duration("delay", given["delay"])}
     handler = Handler(
         name=name,
         task_name=task_name,
@@ -361,6 +385,8 @@ def _check_batch(given: Mapping[str, Any], batch_size: int | None, options: Brid
     """Refuse an invalid size, and `coalesce` for a handler that gets changes one by one."""
     if batch_size is not None:
         check_count("batch_size", batch_size)
+        if given.get("coalesce") and batch_size == 1:
+            raise ConfigurationError("coalesce=True has no effect together with batch_size=1. Use a larger batch_size.")
         return
     alone = [name for name in ("transactional", "rate_limit", "rate") if given.get(name)]
     if options is not None and options.run_size == 1:
@@ -425,12 +451,8 @@ def check_function(function: object, *, bind: bool, given: str = "the change") -
         raise ConfigurationError(
             "on_change was applied to a Celery task. Apply it once to the plain function: on_change makes the task.",
         )
-    kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
-    if any(is_kind(function) for is_kind in kinds):
-        raise ConfigurationError(
-            "a change handler must be a plain function, because Celery runs neither coroutines nor generators. Use def "
-            "without async and yield."
-        )
+    if inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
+        raise ConfigurationError("a change handler cannot be a generator. Use def or async def, without yield.")
     if not inspect.isfunction(function):
         raise ConfigurationError(f"on_change needs a function, not {type(function).__name__}.")
     parameters = list(inspect.signature(function).parameters.values())

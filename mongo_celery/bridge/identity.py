@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _EVERY_DATABASE = "*"
 _DIGEST_CHARS = 16
 _SHOWN = 4
-_DEFINING = ("task_name", "transactional", "group", "batch_size", "coalesce", "max_running", "per_second")
+_DEFINING = ("task_name", "transactional", "group", "batch_size", "coalesce", "delay", "max_running", "per_second")
 """Fields of a handler that its definition includes unchanged."""
 
 

@@ -30,6 +30,11 @@ from mongo_celery.mongo.table import call_timeout
 SETTING_PREFIX = "mongo_celery_"
 _QUEUES = 4  # a worker's work for one message grows with the number of its queues
 _DAY = 86_400
+LONGEST_BURST = 10
+"""Delays after the first change of a burst, after which it is handled although its key is not quiet."""
+SPLIT_BURST = 2
+"""Delays after the first change of a partition, after which quiet keys need not be in one run."""
+
 _TOKEN_DATA = re.compile(r"82(?:[0-9A-Fa-f]{2}){8,}")  # a key string that begins with a Timestamp
 
 PartitionKey = str | Callable[[Mapping[str, Any]], Any]
@@ -43,7 +48,13 @@ def one_of(*choices: object) -> Rule:
     return partial(check_choice, choices=choices)
 
 
-def _check_duration(name: str, value: Any) -> float:
+def check_duration(name: str, value: Any) -> float:
+    """
+    Return a duration in seconds.
+
+    Raises:
+        ConfigurationError: it is not above 0, or it is longer than a day.
+    """
     found = seconds(value, name)
     if not 0 < found <= _DAY:
         raise ConfigurationError(f"{name}={found} must be more than 0 seconds and at most {_DAY} seconds, a day.")
@@ -51,7 +62,7 @@ def _check_duration(name: str, value: Any) -> float:
 
 
 def _check_ttl(name: str, value: Any) -> float:
-    if _check_duration(name, value) < 1:
+    if check_duration(name, value) < 1:
         raise ConfigurationError(f"{name}={value} must be at least 1 second.")
     return seconds(value, name)
 
@@ -122,7 +133,7 @@ class BridgeOptions:
     queues: int | None = _option(None, check_count)
     partition_by: PartitionKey | None = None
     run_size: int = _option(1, check_count)
-    run_seconds: float = _option(1.0, _check_duration)
+    run_seconds: float = _option(1.0, check_duration)
     run_bytes: int = _option(1 << 20, check_count)
     lease_ttl: float = _option(10.0, _check_ttl)
     claim_ttl: float = _option(10.0, _check_ttl)
@@ -136,15 +147,15 @@ class BridgeOptions:
     commit: str = _option("chain", COMMIT)
     on_history_lost: str = _option("halt", one_of("halt", "oldest", "now"))
     max_crashes: int = _option(3, check_count)
-    transaction_seconds: float = _option(30.0, _check_duration)
-    commit_grace: float = _option(3.0, _check_duration)
-    dispatch_grace: float | None = _option(None, _check_duration)
+    transaction_seconds: float = _option(30.0, check_duration)
+    commit_grace: float = _option(3.0, check_duration)
+    dispatch_grace: float | None = _option(None, check_duration)
     buffer_bytes: int = _option(64 << 20, check_count)
     spill_bytes: int = _option(8 << 30, check_count)
-    spill_after: float = _option(5.0, _check_duration)
+    spill_after: float = _option(5.0, check_duration)
     max_message_bytes: int = _option(512 << 10, check_count)
     comment: str | Mapping[str, Any] | None = _option(None, _check_comment)
-    start_timeout: float = _option(60.0, _check_duration)
+    start_timeout: float = _option(60.0, check_duration)
     autodiscover: bool = _option(True, check_flag)
 
     def __post_init__(self) -> None:

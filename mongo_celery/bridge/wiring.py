@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import pymongo
 from bson.raw_bson import RawBSONDocument
 from celery import Celery
-from pymongo import MongoClient
+from pymongo import AsyncMongoClient, MongoClient
 from pymongo.collection import Collection
 from pymongo.errors import ConfigurationError as ClientConfigurationError
 from pymongo.errors import InvalidURI, PyMongoError
@@ -26,6 +26,7 @@ from pymongo.uri_parser import parse_uri
 
 from mongo_celery.app import Registry, app_name
 from mongo_celery.arguments import NAME, nearest
+from mongo_celery.bridge.event_loop import EVENT_LOOP
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import OPTION_NAMES, SETTING_PREFIX, BridgeOptions, early, merge_options
 from mongo_celery.bridge.raw_event import EVENT_TYPES
@@ -289,6 +290,14 @@ class Wiring:
             raise self._bad_url(error) from None
 
     @per_process
+    def async_client(self) -> AsyncMongoClient[dict[str, Any]]:
+        """This process's client for coroutine handlers. It belongs to their event loop."""
+        keep_commands_out_of_logs()
+        client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(self.url, **_client_options(self.url))
+        weakref.finalize(self, _close_elsewhere, client, os.getpid()).atexit = False
+        return client
+
+    @per_process
     def store(self) -> Store:
         """The bridge's state, read through this process's client."""
         return Store(self.client, self.options)
@@ -386,7 +395,7 @@ def _open_client(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str,
     return client
 
 
-def _close_elsewhere(client: MongoClient[dict[str, Any]], pid: int) -> None:
+def _close_elsewhere(client: MongoClient[Any] | AsyncMongoClient[Any], pid: int) -> None:
     """
     Close a client after the garbage collector has removed its bridge.
 
@@ -398,10 +407,13 @@ def _close_elsewhere(client: MongoClient[dict[str, Any]], pid: int) -> None:
             _thread.start_new_thread(_close, (client,))  # `threading` would wait for its thread to start
 
 
-def _close(client: MongoClient[dict[str, Any]]) -> None:
+def _close(client: MongoClient[Any] | AsyncMongoClient[Any]) -> None:
     """Close a client without waiting long for a server that may be gone."""
     with contextlib.suppress(Exception), pymongo.timeout(_CLOSING_SECONDS):
-        client.close()
+        if isinstance(client, AsyncMongoClient):
+            EVENT_LOOP.get().run(client.close)
+        else:
+            client.close()
 
 
 def _settings(app: Celery) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def listener(
 
     app = app_of(ctx, BRIDGES)
     chosen = _Start(bridges, on_history_lost, take_over, reason)
-    beside = _serving(ctx, http)
+    beside = _serving(http)
     if not detach:
         maybe_drop_privileges(uid=uid, gid=gid)
         ctx.exit(_run(app, chosen, beside, loglevel, logfile, pidfile))
@@ -114,7 +114,7 @@ def listener(
         ctx.exit(_run(app, chosen, beside, loglevel, logfile, pidfile))
 
 
-def _serving(ctx: click.Context, given: str | None) -> Beside | None:
+def _serving(given: str | None) -> Beside | None:
     """Return the HTTP service beside the listeners, if requested."""
     if given is None:
         return None
@@ -122,7 +122,7 @@ def _serving(ctx: click.Context, given: str | None) -> Beside | None:
     from mongo_celery.cli.apps import one_sentence_errors
 
     with one_sentence_errors():
-        return make_http_service(given, ctx.find_root().params.get("app"))
+        return make_http_service(given)
 
 
 def _run(

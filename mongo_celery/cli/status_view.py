@@ -111,6 +111,10 @@ def _handlers(handlers: Sequence[HandlerStatus], *, everything: bool) -> Iterato
     if len(handlers) > len(shown):
         more = number(len(handlers) - len(shown), "more handler", "more handlers")
         yield _line(f"and {more}. To see them, use --all", indent=4)
+    for each in handlers:
+        if each.delayed:
+            waits = number(each.delayed, "partition waits", "partitions wait")
+            yield _line(f"{each.name}: {waits} for its delay, until {moment(each.delayed_until)}")
     if inline := [each.name for each in handlers if each.commit == "inline"]:
         more = f" and {len(inline) - _ROWS} more" if len(inline) > _ROWS else ""
         yield _line(f"commit inline: {', '.join(inline[:_ROWS])}{more}")

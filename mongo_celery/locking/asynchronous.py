@@ -12,7 +12,8 @@ from typing import Any, Unpack
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 
-from mongo_celery.locking.call import LockOptions, lock_call, lock_many, lock_one, run_async
+from mongo_celery.locking.call import LockOptions, lock_call, lock_many, lock_one
+from mongo_celery.mongo.steps import run_async
 
 
 async def select_for_update(

@@ -1,9 +1,7 @@
 """
 One locking call: its commands, and the meaning of a refusal.
 
-A call is a generator of *steps*, so that threads and asyncio share its code. It calls the client, yields the result,
-and continues with the answer. The result of a `MongoClient` is the answer. The result of an `AsyncMongoClient` is
-awaited first.
+A call is a generator of steps (`mongo.steps`), so that threads and asyncio share its code.
 
 | refusal by the server | effect |
 |---|---|
@@ -16,11 +14,10 @@ awaited first.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 from bson import ObjectId
 from pymongo import ReturnDocument
@@ -30,12 +27,10 @@ from pymongo.errors import OperationFailure
 
 from mongo_celery.arguments import check_flags
 from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionRequiredError
+from mongo_celery.mongo.steps import Session, Steps
 from mongo_celery.mongo.transaction.ending import AFTER_CRASH
-from mongo_celery.mongo.transaction.scopes import Session, scope_of
+from mongo_celery.mongo.transaction.scopes import scope_of
 from mongo_celery.mongo.verdicts import Code, server_words, standalone_refused
-
-Result = TypeVar("Result")
-Steps = Generator[Any, Any, Result]
 
 _FILTER_CHARS = 300
 """Largest part of a filter in a message."""
@@ -83,35 +78,6 @@ class LockCall:
     def update(self) -> dict[str, Any]:
         """Return the locking write. It is not a pipeline, which MongoDB 4.4 shows to change streams as a `replace`."""
         return {"$set": {f"{self.field}.id": ObjectId()}, "$currentDate": {f"{self.field}.at": True}}
-
-
-# -- steps -----------------------------------------------------------------------------------------
-
-
-def run_sync(steps: Steps[Result]) -> Result:
-    """Run the steps of a call on a `MongoClient`."""
-    answer = None
-    while True:
-        try:
-            answer = steps.send(answer)
-        except StopIteration as ended:
-            result: Result = ended.value
-            return result
-
-
-async def run_async(steps: Steps[Result]) -> Result:
-    """Run a call's steps on an `AsyncMongoClient`. An answer's error, or a cancellation, is raised in the steps."""
-    go_on: Callable[[], Awaitable[Any]] = partial(steps.send, None)
-    while True:
-        try:
-            called = go_on()
-        except StopIteration as ended:
-            result: Result = ended.value
-            return result
-        try:
-            go_on = partial(steps.send, await called)
-        except BaseException as error:  # noqa: BLE001 - the steps raise it again, or an error in its place
-            go_on = partial(steps.throw, error)
 
 
 # -- calls -----------------------------------------------------------------------------------------

@@ -19,8 +19,9 @@ from pymongo.client_session import ClientSession
 from pymongo.errors import PyMongoError
 
 from mongo_celery.errors import ConfigurationError, TransactionRequiredError
-from mongo_celery.locking.call import LockOptions, lock_call, lock_ids, run_sync
+from mongo_celery.locking.call import LockOptions, lock_call, lock_ids
 from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.steps import run_sync
 from mongo_celery.mongo.transaction import after_commit, current
 
 _TRANSIENT = "TransientTransactionError"

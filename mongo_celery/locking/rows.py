@@ -26,7 +26,8 @@ from typing import Any, Unpack
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.locking.call import LockOptions, lock_call, lock_many, lock_one, run_sync
+from mongo_celery.locking.call import LockOptions, lock_call, lock_many, lock_one
+from mongo_celery.mongo.steps import run_sync
 
 
 def select_for_update(

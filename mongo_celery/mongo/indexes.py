@@ -25,6 +25,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
+from mongo_celery.mongo.steps import run_sync
 from mongo_celery.mongo.table import create_indexes, reading_seconds
 from mongo_celery.mongo.verdicts import is_transient
 
@@ -109,7 +110,7 @@ class Indexes:
             seconds += reading_seconds(self._collection) if patiently else 0.0
             begun = True
             with pymongo.timeout(seconds):
-                create_indexes(self._collection, self._wanted)
+                run_sync(create_indexes(self._collection, self._wanted))
         except PyMongoError as error:
             if begun and error.timeout:
                 logger.warning(

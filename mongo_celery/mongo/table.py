@@ -25,6 +25,7 @@ from pymongo.collection import Collection
 from pymongo.errors import BulkWriteError, OperationFailure
 
 from mongo_celery.mongo.opening import ANSWER_SECONDS, open_session
+from mongo_celery.mongo.steps import AnyCollection, Steps
 from mongo_celery.mongo.verdicts import Code, list_failures
 
 Update = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -203,9 +204,9 @@ _THERE = (Code.IndexOptionsConflict, Code.IndexKeySpecsConflict)
 _DOCUMENTS_A_SECOND = 10_000
 
 
-def create_indexes(collection: Collection[Any], indexes: Sequence[IndexModel]) -> None:
+def create_indexes(collection: AnyCollection, indexes: Sequence[IndexModel]) -> Steps[None]:
     """
-    Create indexes with a single read of the collection.
+    Create indexes with a single read of the collection, as steps.
 
     An existing index with other options, such as a TTL changed by a DBA, does not change.
 
@@ -213,13 +214,13 @@ def create_indexes(collection: Collection[Any], indexes: Sequence[IndexModel]) -
         PyMongoError: any of them may be missing.
     """
     try:
-        collection.create_indexes([*indexes])
+        yield collection.create_indexes([*indexes])
     except OperationFailure as error:
         if error.code not in _THERE:
             raise
         if len(indexes) > 1:  # the server has made none of them
             for each in indexes:
-                create_indexes(collection, [each])
+                yield from create_indexes(collection, [each])
 
 
 def reading_seconds(collection: Collection[Any]) -> float:

@@ -29,6 +29,10 @@ _INVOLVED = {*_LINKS, "chord", "countdown", "eta", "expires"}
 """Options that make a single task more than its arguments."""
 
 
+ELSEWHERE = "elsewhere"
+"""The mark of a message with the names of tasks that its sender does not know, such as those of another app."""
+
+
 class _Messages(list[Signature]):
     """The captured messages of Celery."""
 
@@ -58,14 +62,18 @@ def freeze_messages(app: Celery, given: object, now: datetime, first_id: str) ->
         OutboxRefusedError: it is not a canvas, is empty, a chord, or contains a change handler. Or Celery would run it
             immediately, because of `task_always_eager`.
     """
-    signature = parse_signature(app, given)
+    signature, unknown = parse_signature(app, given), set[str]()
     for leaf in leaves(signature):
         task: Any = app.tasks.get(leaf["task"])
+        if task is None:
+            unknown.add(leaf["task"])
         if hasattr(task, "explain_refusal"):  # a change handler: its own `delay` reports the same
             raise OutboxRefusedError(task.explain_refusal(), task=leaf["task"])
     if IS_MESSAGE in signature or (signature.subtask_type is None and _INVOLVED.isdisjoint(signature.options)):
         options = {**signature.options, "task_id": signature.options.get("task_id") or first_id}
         plain: Any = {**signature, "options": options}
+        if IS_MESSAGE in signature and unknown:
+            plain[ELSEWHERE] = sorted(unknown)
         messages = [Signature(plain, app=app)]  # a clone costs more than everything else here
         _check_arguments(app, messages[0])
     else:

@@ -19,7 +19,8 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.cluster import connections_in_transaction, is_same_cluster
-from mongo_celery.mongo.transaction.scopes import Session, after_commit, join_transaction, scope_of, sending_session
+from mongo_celery.mongo.steps import Session
+from mongo_celery.mongo.transaction.scopes import after_commit, join_transaction, scope_of, sending_session
 from mongo_celery.outbox.capture import FINDERS
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import append_entries, explain_refusals

@@ -26,7 +26,7 @@ from mongo_celery.forking import PerProcess
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.transaction.scopes import outside_transactions
-from mongo_celery.outbox.canvas import leaves
+from mongo_celery.outbox.canvas import ELSEWHERE, leaves
 from mongo_celery.outbox.capture import IS_MESSAGE
 from mongo_celery.outbox.entries import Entry, bind_event, decode_canvas
 from mongo_celery.tracing import sending_for, trace_headers
@@ -212,7 +212,7 @@ class Publisher:
             raise
         signature["args"] = tuple(signature["args"])  # monitors show them as for `delay`
         for leaf in leaves(signature):
-            if leaf["task"] not in self.app.tasks:
+            if leaf["task"] not in self.app.tasks and leaf["task"] not in signature.get(ELSEWHERE, ()):
                 raise UnknownTaskError(f"Task {leaf['task']!r} is not registered in this process. Import its module.")
         return signature
 

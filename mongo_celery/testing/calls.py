@@ -21,8 +21,9 @@ from mongo_celery.bridge.change import Change, describe_change
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.bridge.worker.execution import current
-from mongo_celery.bridge.worker.tasks import COMMIT_TASK
+from mongo_celery.bridge.worker.tasks import COMMIT_TASK, NOT_AWAITED
 from mongo_celery.errors import StaleFencingTokenError
+from mongo_celery.mongo.transaction.scopes import refuse_coroutine
 
 CrashPoint = Literal["claimed", "called", "handled"]
 CRASH_POINTS: tuple[CrashPoint, ...] = get_args(CrashPoint)
@@ -147,7 +148,8 @@ class CallRecorder:
             yield
 
     def _call(self, handler: Handler, function: Callable[..., Any], *args: Any) -> Any:
-        if current.get() is None:  # the test calls the handler itself
+        execution = current.get()
+        if execution is None or execution.handler.name != handler.name:  # a test or another handler calls it
             return function(*args)
         given = args[-1]
         changes = (given,) if isinstance(given, Change) else tuple(given)
@@ -157,7 +159,7 @@ class CallRecorder:
             self._overtake()
         try:
             self._reach("claimed", handler.name)
-            function(*args)
+            result = refuse_coroutine(function(*args), NOT_AWAITED)  # as the task does with the result
             self._reach("called", handler.name)
         except ProcessKilledError as error:
             self.calls.append(HandlerCall(handler.name, changes, error, was_killed=True, was_stale=was_stale))
@@ -166,7 +168,7 @@ class CallRecorder:
             self.calls.append(HandlerCall(handler.name, changes, error, was_stale=was_stale))
             raise
         self.calls.append(HandlerCall(handler.name, changes, was_stale=was_stale))
-        return None
+        return result
 
     def _link(self, publish: Callable[..., Any], *args: Any, **options: Any) -> Any:
         self._reach("handled", self.calls[-1].handler)  # of the call that has just returned

@@ -119,6 +119,9 @@ def deleted(ns: str, key: Any, **options: Any) -> Change:
     return _build("delete", ns, {"_id": key}, None, options)
 
 
+_MAKE_CASE = "Make it with celery -A APP changes dead-letters list --id ID --json."
+
+
 def load_change(
     case: str | Path | Mapping[str, Any],
     *,
@@ -145,25 +148,35 @@ def load_change(
     Raises:
         HandlerUsageError: it contains no change, several changes, or one whose event is not stored or unreadable.
     """
-    found = case
+    found: Any = case
     if not isinstance(found, Mapping):
-        text = found if isinstance(found, str) and found.lstrip()[:1] in ("{", "[") else Path(found).read_text("utf-8")
-        found = json.loads(text)
+        is_text = isinstance(found, str) and found.lstrip()[:1] in ("{", "[")
+        try:
+            found = json.loads(found if is_text else Path(found).read_bytes())  # bytes: PowerShell writes UTF-16
+        except ValueError as error:
+            raise HandlerUsageError(f"This case is not whole JSON ({error}). {_MAKE_CASE}") from error
     letters = found.get("dead_letters", [found]) if isinstance(found, Mapping) else found
-    if len(letters) != 1 or "event" not in letters[0]:
+    events = [each["event"] for each in letters or () if isinstance(each, Mapping) and "event" in each]
+    if len(events) != 1:
         raise HandlerUsageError(
-            f"This case has {number(len(letters), 'change', 'changes')}, and needs exactly one with its event. Make it "
-            "with celery -A APP changes dead-letters list --id ID --json."
+            f"This case has {number(len(events), 'change', 'changes')} with an event, and needs one. {_MAKE_CASE}"
         )
-    if letters[0]["event"] is None:
+    if events[0] is None:
         raise HandlerUsageError(
             "The event of this case is not stored, or no client can decode it, so no handler could get it. Choose "
             "another dead letter, or build the change with inserted(), updated(), replaced() or deleted()."
         )
     codec = DEFAULT_CODEC_OPTIONS if client is None else client.codec_options
-    event = bson.decode(bson.encode(json_util.loads(json.dumps(letters[0]["event"]))), codec)
+    try:
+        event = bson.decode(bson.encode(json_util.loads(json.dumps(events[0]))), codec)
+        operation = event["operationType"]
+    except (BSONError, KeyError, TypeError, ValueError) as error:
+        raise HandlerUsageError(
+            f"The event of this case cannot be decoded ({type(error).__name__}: {error}). If your handlers have codec "
+            "options, such as datetime_conversion, pass a client with them as client=..."
+        ) from error
     return Change.build(
-        event["operationType"],
+        operation,
         ns=read_namespace({"ns": event.pop("ns", {})}),
         client=client,
         fence=fence,

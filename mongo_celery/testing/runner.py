@@ -271,6 +271,9 @@ class BridgeRunner:
         """
         Deliver all changes, including those that handlers write meanwhile, until all work is done.
 
+        It waits for no `delay` of a handler: when nothing else is left to do, delayed changes are due. With
+        `coalesce=True` their keys then count as quiet.
+
         Args:
             retries: True to run changes that wait for a retry immediately. With False they wait.
             duplicates: run each message twice, like a broker that delivers it again.
@@ -409,12 +412,13 @@ class BridgeRunner:
         return True
 
     def _end_waits(self) -> bool:
-        """End the waits of changes, if requested. Return True if there were any."""
+        """End delays, and if requested the waits for retries. Return True if there were any."""
+        delays = [term.end_delays() for term in self._terms]
         waiting = [term for term in self._terms if term.waits()] if self._options["retries"] else []
         for term in waiting:
             term.end_waits()
             term.look()
-        return bool(waiting)
+        return any(delays) or bool(waiting)
 
     def _has_messages(self) -> bool:
         queues = set(self._broker.queues())

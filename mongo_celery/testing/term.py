@@ -192,6 +192,15 @@ class SteppedTerm:
                 _demand_servers(partition)
                 self._set_past(partition, "retry.notBefore", {"$gt": ["$retry.notBefore", "$$NOW"]})
 
+    def end_delays(self) -> bool:
+        """Let changes be due that wait for their handler's delay. Return True if there were any."""
+        delayed = [pair for pair in self._partitions() if pair[1].delayed_until and pair[1].in_flight is None]
+        for subscription, partition in delayed:
+            assert subscription.delay is not None, "its partitions wait for it"
+            subscription.delay.elapse(subscription.window.seen)
+            partition.delayed_until = 0.0
+        return bool(delayed)
+
     def make_up(self) -> None:
         """
         Commit handled runs and send lost runs again, if no messages are left.
@@ -261,7 +270,7 @@ def _demand_servers(partition: Partition) -> None:
 
 
 def _is_due(partition: Partition, now: float) -> bool:
-    return partition.has_next and partition.ready_at <= now
+    return partition.has_next and partition.next_time <= now
 
 
 def await_ends(before: set[threading.Thread]) -> None:

@@ -62,7 +62,7 @@ def test_whatever_its_handlers_do_positions_follow_without_a_second_message(make
     [
         ("plain", {"at": "Claims.finish"}, 2),
         ("plain", {"at": "Claims.finish", "behind": True}, 1),
-        ("together", {"at": "Claims.finish", "behind": True}, 2),
+        ("together", {"at": "Claims.write_inside", "behind": True}, 2),
         ("together", {"at": "Execution.note_commit"}, 1),
     ],
     ids=["before the write", "behind the write", "before the commit of a transaction", "behind the commit"],

@@ -116,9 +116,25 @@ def test_the_codec_of_a_client_decodes_a_case(make_client: MakeClient) -> None:
         {"dead_letters": [{"event": {}}, {"event": {}}]},
         {"dead_letters": [{"event": None, "raw": "AAAA"}]},
         {"handler": "orders"},
+        {"dead_letters": None},
+        {"event": [1]},
+        {"event": {"_id": {"_data": "82"}}},
+        {"event": {"operationType": "insert", "at": {"$date": {"$numberLong": "253402300800000"}}}},
+        {"event": {"operationType": "insert", "at": {"$date": "a user's text"}}},
         "[]",
+        "[null]",
+        '{"dead_letters": [{"event": {"operationType": "ins',
     ],
 )
 def test_a_case_without_one_readable_change_is_refused(case: str | Document) -> None:
     with pytest.raises(HandlerUsageError):
         load_change(case)
+
+
+def test_a_file_in_the_encoding_of_powershell_is_read_and_one_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "case.json"
+    file.write_text(json.dumps({"event": {"operationType": "insert", "note": "é"}}), "utf-16")
+    assert load_change(file)["note"] == "é"
+    file.write_text("orders/3 is halted at change 7")
+    with pytest.raises(HandlerUsageError):
+        load_change(file)

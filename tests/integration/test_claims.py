@@ -22,11 +22,12 @@ from pymongo import MongoClient
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.existing import make_token
-from mongo_celery.bridge.state.claims import Claim
+from mongo_celery.bridge.state.claims import Claim, build_advance, build_finished, build_handled
 from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.bridge.worker.outcome import retry_time
 from mongo_celery.errors import HandlerUsageError
 from mongo_celery.mongo.expressions import LONGEST_SECONDS, SHIFT
+from mongo_celery.mongo.steps import run_sync
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
@@ -408,13 +409,17 @@ def test_in_a_transaction_a_success_is_written_once(
 ) -> None:
     """P6: else a body that is repeated behind its own commit would have its effects twice."""
     claim = rig.claim(1, 3)
-    write = getattr(rig.claims, how)
+    change: Any = {
+        "finish": build_finished(claim, 1, token(1)),
+        "handle": build_handled(claim, 1, token(1)),
+        "advance": build_advance(1, token(1), None),
+    }[how]
     with mongo_client.start_session() as session:
         with session.start_transaction():
-            assert write(claim, 1, token(1), session=session)
+            assert run_sync(rig.claims.write_inside(session, claim, change))
         assert (how != "handle") == (rig.document["committed"] == 1) == (rig.document["handled"] is None)
         with session.start_transaction():
-            assert not write(claim, 1, token(1), session=session)
+            assert not run_sync(rig.claims.write_inside(session, claim, change))
 
 
 def test_the_position_of_a_list_moves_under_its_claim_and_not_under_an_older_one(rig: PartitionRig) -> None:

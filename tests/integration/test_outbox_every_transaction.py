@@ -261,6 +261,23 @@ def test_a_task_class_that_sends_in_its_own_way_runs_once(rig: Rig, outbox: Outb
     assert all(message.headers["locked"] for message in messages)
 
 
+def test_tasks_of_another_app_are_sent_by_name(rig: Rig, outbox: OutboxCollection) -> None:
+    """No process of this app knows them, so none may wait for such a process. One that this app knew still waits."""
+
+    def body(_session: Any) -> None:
+        rig.app.send_task("elsewhere.ship", args=(1, 1), link=rig.app.signature("elsewhere.bill"))
+        rig.add.delay(2, 2)
+
+    rig.run(body)
+    deliver(outbox)
+    assert rig.sent() == [[1, 1], [2, 2]]
+    rig.run(lambda _: rig.app.send_task("add", args=(3, 3)))
+    rig.app.tasks.pop("add")
+    outbox.sweep(older_than=0)
+    assert [each.name for each in outbox.runtime.find_unknown_tasks()] == ["add"]
+    assert rig.sent() == []
+
+
 def test_a_transaction_of_a_cluster_without_an_outbox_refuses(rig: Rig, standalone_url: str) -> None:
     """Both or neither is impossible there. What is made for a cluster serves it, whichever was made first."""
     with MongoClient[Document](standalone_url) as elsewhere:

@@ -20,6 +20,7 @@ from mongo_celery import Changes
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Carrier
 from mongo_celery.errors import HandlerCrashedError
+from mongo_celery.signals import change_halted
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.rig.changes import BRIDGE, HANDLER, Document, event_of_key, hash_of, number_of, token
@@ -169,6 +170,24 @@ def test_an_outcome_that_is_refused_at_last_takes_back_what_was_charged_meanwhil
         assert worker.rig.claim(owner="duplicate").crashes == 1
     wait_for(lambda: worker.rig.document["retry"]["crashes"] == 0, timeout=30)
     assert worker.rig.document["claim"]["owner"] == "duplicate"
+
+
+def test_a_halt_that_is_written_late_is_signalled_then(begin: Begin, unanswered: AbstractContextManager[None]) -> None:
+    """Not before it is stored: a receiver that looks at the status must find it."""
+    worker, states = begin(failure_policy="halt"), list[str]()
+    worker.patience = 0.1
+    worker.bad = {"a"}
+
+    def look(**_: Any) -> None:
+        states.append(worker.rig.document["state"])
+
+    change_halted.connect(look)
+    try:
+        with unanswered, pytest.raises(Ignore):
+            worker.run(1, "a")
+        wait_for(lambda: states == ["halted"], timeout=30)
+    finally:
+        change_halted.disconnect(look)
 
 
 def test_an_outcome_that_is_refused_at_last_leaves_no_claim(

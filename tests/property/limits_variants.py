@@ -20,13 +20,10 @@ SOUND = (
     Sound(World("one term, any two faults", faults=EVERY, budget=2), 2_000),
     Sound(World("a rate, any fault", (2, 1), tokens=2, refills=1, faults=EVERY, budget=1), 1_000),
     Sound(World("two of three, two terms", (1, 1, 1), terms=2, most=2), 3_000),
-)
-SLOW = (
     Sound(World("two terms, any two faults", terms=2, faults=EVERY, budget=2), 100_000),
     Sound(World("two changes, two terms, any fault", (2, 1), terms=2, faults=EVERY, budget=1), 20_000),
     Sound(World("a rate, two terms, any fault", terms=2, most=2, tokens=1, refills=1, faults=EVERY, budget=1), 14_000),
 )
-"""Larger scenarios, minutes of them."""
 
 CAUGHT = (
     caught(Broken.MESSAGE_WITHOUT_TOKEN, RETRYING, "running"),
@@ -39,4 +36,4 @@ CAUGHT = (
     caught(Broken.TOKENS_NOT_STORED, RATED, "rate", watched="rate"),
 )
 
-LIMITS = Scenarios(model=LIMITS_MODEL, broken=Broken, large=20_000, sound=SOUND, caught=CAUGHT, slow=SLOW)
+LIMITS = Scenarios(model=LIMITS_MODEL, broken=Broken, large=14_000, sound=SOUND, caught=CAUGHT)

@@ -33,15 +33,12 @@ SOUND = (
     Sound(World("two keys, any two commands", (0, 1, 0), commands=2, person=ANY), 2_200),
     sound(5_500, RUNS, "two keys in runs, any fault", faults=EVERY, budget=1),
     sound(10_000, HANDED, "three changes, a letter removed by hand", keys=(0, 0, 0), commands=2),
-)  # fmt: skip
-SLOW = (
     Sound(World("four changes, two commands, two failures", (0, 0, 0, 0), failures=2, commands=2, person=ANY), 210_000),
     Sound(World("two keys, any two commands, two failures", (0, 1, 0, 1), failures=2, commands=2, person=ANY), 60_000),
     Sound(World("two changes, any three commands, two failures", (0, 0), failures=2, commands=3, person=ANY), 43_000),
     Sound(World("two changes, any two commands, two failures, a fault", (0, 0), failures=2, commands=2, person=ANY,
         faults=EVERY, budget=1), 98_000),
 )  # fmt: skip
-"""Larger scenarios, minutes of them."""
 
 
 CAUGHT = (
@@ -66,4 +63,4 @@ CAUGHT = (
     caught(Broken.STARTS_FORGOTTEN, LAPSING, "P3"),
 )
 
-PARK = Scenarios(model=PARK_MODEL, broken=Broken, large=10_000, sound=SOUND, caught=CAUGHT, slow=SLOW)
+PARK = Scenarios(model=PARK_MODEL, broken=Broken, large=10_000, sound=SOUND, caught=CAUGHT)

@@ -74,7 +74,6 @@ class Scenarios(NamedTuple):
         broken: Its rules, the first of which says that none is broken.
         large: States from which on a sound scenario takes too long for every run.
         sound: Scenarios without a violation.
-        slow: Larger ones, minutes of them.
         caught: Broken variants.
         unsearched: Scenarios of variants that are too large, or not sound, with all rules whole.
     """
@@ -84,12 +83,11 @@ class Scenarios(NamedTuple):
     large: int
     sound: tuple[Sound[Any], ...]
     caught: tuple[Caught[Any], ...]
-    slow: tuple[Sound[Any], ...] = ()
     unsearched: tuple[Any, ...] = ()
 
     def whole(self) -> list[Any]:
         """Return the scenarios of the variants with all rules whole, but for those that are within sound ones."""
-        known = [*self.unsearched, *(each.world for each in (*self.sound, *self.slow))]
+        known = [*self.unsearched, *(each.world for each in self.sound)]
         nothing = next(iter(self.broken))
         worlds = dict.fromkeys(each.world._replace(broken=nothing) for each in self.caught)
         return [world for world in worlds if not any(is_within(world, each) for each in known)]

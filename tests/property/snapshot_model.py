@@ -1,4 +1,4 @@
-"""A snapshot beside the stream as a finite machine: its state, and what a scenario fixes.
+"""A snapshot beside the stream as a finite machine: its rules, but for those of a chunk.
 
 An extension of ``stores``, with the conventions of ``protocol_model``: time is absent, a message that was sent
 stays deliverable, and nothing is imported from the package. What is new here:

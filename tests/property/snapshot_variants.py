@@ -171,8 +171,6 @@ SOUND = (
     sound(1_800, with_faults(GROWING, "one by one, the last is created meanwhile, a stop", Fault.STOP)),
     Sound(World("three keys, one by one, the last created, then the one before it deleted", 3, writes=(3, -2), chunk=1,
         absent=frozenset({2})), 3_800),
-)  # fmt: skip
-SLOW = (
     sound(60_000, WRITES, "two writes, two terms", terms=2),
     sound(90_000, ONE_WRITE, "one key, two terms, a late write", terms=2, late=ANY_WRITE, delays=1),
     sound(60_000, with_faults(TWO_TERMS, "two terms, a lapse, a halt or a dead letter", Fault.LAPSE, Fault.HALT,
@@ -183,7 +181,6 @@ SLOW = (
     sound(50_000, ROOM_THREE, "room for three, stored", spills=True),
     sound(18_000, LOOKED_UP, "one key, three writes that are looked up", writes=(1, 1, 1)),
 )  # fmt: skip
-"""Larger scenarios, minutes of them."""
 
 
 CAUGHT = (
@@ -244,6 +241,5 @@ SNAPSHOT = Scenarios(
     large=5_500,
     sound=SOUND,
     caught=CAUGHT,
-    slow=SLOW,
     unsearched=(HALVES_APART,),
 )

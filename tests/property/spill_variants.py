@@ -76,14 +76,13 @@ SOUND = (
     sound(1_000, FULL_LARGE, operator=True),
     sound(5_000, TWO_TERMS, "large changes, two terms, a late write", large=True, late=ANY_WRITE, delays=1),
     sound(5_000, MERGED),
+    sound(1_000, MERGED, "one change, two partitions become one, any late write", keys=(1,), late=ANY_WRITE, delays=1),
     sound(2_500, SPLIT),
     sound(8_000, MERGED, "two partitions become one, a rewind", rewind=0),
     sound(10_000, MERGED_LOST, "two partitions become one, lost history", decision=Decision.OLDEST),
     sound(7_000, SPLIT, "one partition becomes two, halts, and a later term matches less", faults=HALT, budget=1,
         operator=True, storing=True, matches=(frozenset({1, 2}), frozenset({2}))),
     sound(14_000, MERGED_FULL),
-)  # fmt: skip
-SLOW = (
     sound(60_000, TWO_TERMS, "two changes, two terms, two late writes", late=ANY_WRITE, delays=2),
     sound(40_000, MATCHES_MORE, "a later term matches more, a late write", late=ANY_WRITE, delays=1),
     sound(10_000, ROLLED_BACK, "four changes, lost history behind a rewind", keys=(0,) * 4),
@@ -95,7 +94,6 @@ SLOW = (
     sound(50_000, MERGED, "two partitions become one, and a later term matches less", keys=(0, 1, 0),
         matches=(frozenset({1, 2, 3}), frozenset({2, 3}))),
 )  # fmt: skip
-"""Larger scenarios, minutes of them."""
 
 
 CAUGHT = (
@@ -137,6 +135,4 @@ CAUGHT = (
     caught(Broken.FORMER_STAY, MERGED, "P12"),
 )
 
-SPILL = Scenarios(
-    model=SPILL_MODEL, broken=(*stores.Broken, *Broken), large=6_000, sound=SOUND, caught=CAUGHT, slow=SLOW
-)
+SPILL = Scenarios(model=SPILL_MODEL, broken=(*stores.Broken, *Broken), large=6_000, sound=SOUND, caught=CAUGHT)

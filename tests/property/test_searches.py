@@ -1,7 +1,7 @@
-"""The exhaustive searches: every interleaving of small scenarios of six models, judged by the promises.
+"""The exhaustive searches: every interleaving of small scenarios of seven models, judged by the promises.
 
-`-k protocol`, `-k spill`, `-k snapshot`, `-k park`, `-k limits` and `-k twophase` choose a model. Whoever changes a
-model runs the slow ones, too.
+`-k protocol`, `-k spill`, `-k snapshot`, `-k park`, `-k limits`, `-k delay` and `-k twophase` choose a model. Whoever
+changes a model runs the slow ones, too.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.property.delay_variants import DELAY
 from tests.property.limits_variants import LIMITS
 from tests.property.park_variants import PARK
 from tests.property.protocol_variants import PROTOCOL
@@ -20,28 +21,26 @@ from tests.property.spill_variants import SPILL
 from tests.property.twophase_variants import TWOPHASE
 
 MODELS = {
-    "protocol": PROTOCOL, "spill": SPILL, "snapshot": SNAPSHOT, "park": PARK, "limits": LIMITS, "twophase": TWOPHASE,
+    "protocol": PROTOCOL, "spill": SPILL, "snapshot": SNAPSHOT, "park": PARK, "limits": LIMITS, "delay": DELAY,
+    "twophase": TWOPHASE,
 }  # fmt: skip
 
 
-def each(choose: Callable[[Scenarios], Iterable[Any]], *, slow: Callable[[Scenarios, Any], bool]) -> list[Any]:
+def each(choose: Callable[[Scenarios], Iterable[Any]]) -> list[Any]:
     """Return what is chosen of each model, with the model, as parameters of a test."""
     return [
         pytest.param(
             one,
             found,
             id=f"{name}: {getattr(found, 'name', found)}",
-            marks=[pytest.mark.slow] if slow(one, found) else [],
+            marks=[pytest.mark.slow] if getattr(found, "floor", 0) >= one.large else [],
         )
         for name, one in MODELS.items()
         for found in choose(one)
     ]
 
 
-@pytest.mark.parametrize(
-    ("scenarios", "sound"),
-    each(lambda one: (*one.sound, *one.slow), slow=lambda one, sound: sound in one.slow or sound.floor >= one.large),
-)
+@pytest.mark.parametrize(("scenarios", "sound"), each(lambda one: one.sound))
 def test_no_interleaving_violates_an_invariant(scenarios: Scenarios, sound: Sound[Any]) -> None:
     """P1-P6, P12, P13 hold in every state that can be reached, and where all comes to rest.
 
@@ -53,7 +52,7 @@ def test_no_interleaving_violates_an_invariant(scenarios: Scenarios, sound: Soun
     assert seen.quiescent > 0
 
 
-@pytest.mark.parametrize(("scenarios", "variant"), each(lambda one: one.caught, slow=lambda *_: False))
+@pytest.mark.parametrize(("scenarios", "variant"), each(lambda one: one.caught))
 def test_a_model_with_one_rule_broken_is_caught(scenarios: Scenarios, variant: Caught[Any]) -> None:
     """P1-P13: the shortest violation of each broken variant breaks exactly the invariants that it should."""
     finding = scenarios.model.search(variant.world, watched=variant.watched).finding
@@ -61,7 +60,7 @@ def test_a_model_with_one_rule_broken_is_caught(scenarios: Scenarios, variant: C
     assert finding.invariants == variant.breaks, str(finding)
 
 
-@pytest.mark.parametrize(("scenarios", "world"), each(Scenarios.whole, slow=lambda *_: False))
+@pytest.mark.parametrize(("scenarios", "world"), each(Scenarios.whole))
 def test_the_scenario_of_a_variant_is_clean_with_all_rules_whole(scenarios: Scenarios, world: Any) -> None:
     """P1-P13: what catches a variant is its broken rule, not the scenario."""
     finding = scenarios.model.search(world).finding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, assert_type
@@ -11,8 +12,9 @@ from celery import Celery
 from pymongo import MongoClient, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
+from pymongo.results import DeleteResult
 
-from mongo_celery import Bridge, Change, Changes, Fence, FencedCollection
+from mongo_celery import AsyncFencedCollection, Bridge, Change, Changes, Fence, FencedCollection
 from mongo_celery.errors import HandlerUsageError
 
 app = Celery("shop", broker="redis://localhost:6379/0")
@@ -51,11 +53,23 @@ def bill(self: Any, change: Change) -> ObjectId:
     """A handler with its task, called without it."""
     if self.request.retries > 3:
         raise self.retry(countdown=5)
-    assert_type(change.session, ClientSession | None)
+    session: ClientSession | None = change.session
+    bridge.collection("shop.bills").insert_one({}, session=session)
     return ObjectId()
 
 
-@late.on_changes("shop.carts", batch_size=100, coalesce=True)
+@bridge.on_change("shop.orders", transactional=True)
+async def bill_later(change: Change) -> ObjectId:
+    """An async handler, whose collection decides about the methods of the view."""
+    bills = bridge.async_client["shop"]["bills"]
+    assert_type(change.fenced(bills), AsyncFencedCollection)
+    assert_type(change.fenced("shop.bills"), FencedCollection)
+    assert_type(await change.fenced(bills).delete_one(change.document_key), DeleteResult)
+    await bills.insert_one({}, session=change.session)
+    return ObjectId()
+
+
+@late.on_changes("shop.carts", batch_size=100, coalesce=True, delay=timedelta(minutes=1))
 def count(changes: Changes) -> dict[str, int]:
     """A bulk handler."""
     for change in changes:
@@ -73,6 +87,7 @@ def use() -> None:
     assert_type(summarise(change), int)
     assert_type(summarise.name, str)
     assert_type(bill(change), ObjectId)
+    assert_type(asyncio.run(bill_later(change)), ObjectId)
     assert_type(count([change]), dict[str, int])
     assert_type([handler.name for handler in bridge.handlers], list[str])
     summarise("no change")  # type: ignore[arg-type]

@@ -12,7 +12,18 @@ import pytest
 import mongo_celery
 
 NAMES = [
-    *("STORED_ID", "Bridge", "Change", "Changes", "Event", "Fence", "FencedCollection", "Outbox", "OutboxCollection"),
+    *(
+        "STORED_ID",
+        "AsyncFencedCollection",
+        "Bridge",
+        "Change",
+        "Changes",
+        "Event",
+        "Fence",
+        "FencedCollection",
+        "Outbox",
+        "OutboxCollection",
+    ),
     *("Participant", "TwoPhaseCommit", "once", "select_for_update", "select_many_for_update", "transactional"),
 ]
 

@@ -112,12 +112,12 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 def functions() -> Iterator[tuple[str, list[str]]]:
-    """Yield the words of each function's name and its place, without properties and special methods."""
+    """Yield the words of each function's name and its place, without properties, overloads and special methods."""
     for path, module in modules().items():
         for node in ast.walk(module):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("__"):
                 continue
-            if any("property" in ast.unparse(each) for each in node.decorator_list):
+            if any(re.search("property|overload", ast.unparse(each)) for each in node.decorator_list):
                 continue
             words = [word for word in node.name.split("_") if word]
             if words:

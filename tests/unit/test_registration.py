@@ -122,6 +122,7 @@ def test_an_option_that_is_none_of_a_handler_is_refused(bridge: Bridge, option: 
         ("on_change", ("shop.orders",), {"coalesce": True, "rate": "5/s"}, "on_changes"),
         ("on_changes", ("shop.orders",), {"rate": "5/s", "rate_limit": "5/s"}, "Remove one"),
         ("on_change", ("shop.orders",), {"coalesce": True}, "run_size"),
+        ("on_changes", ("shop.orders",), {"coalesce": True, "batch_size": 1}, "batch_size"),
     ],
 )
 def test_what_a_decorator_cannot_mean_is_refused(
@@ -136,7 +137,7 @@ def test_what_a_decorator_cannot_mean_is_refused(
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        *((function, {}) for function in (handle_later, handle_yielding, Shop.handle, Shop().handle, Shop(), Shop)),
+        *((function, {}) for function in (handle_yielding, Shop.handle, Shop().handle, Shop(), Shop)),
         *((function, {}) for function in (functools.partial(handle), len, "handle", handle_without)),
         *((function, {}) for function in (lambda: None, lambda change, more: (change, more), lambda change: change)),
         (handle, {"bind": True}),

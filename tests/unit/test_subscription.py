@@ -54,10 +54,12 @@ def subscription(
     images: Mapping[int, Image] | None = None,
     transactional: bool = False,
     batch_size: int | None = None,
+    delay: float | None = None,
+    coalesce: bool = False,
     **options: Any,
 ) -> Subscription:
     made = BridgeOptions(name="shop", partitions=PARTITIONS, **options)
-    given = {"transactional": transactional}
+    given = {"transactional": transactional, "delay": delay, "coalesce": coalesce}
     handler = make_handler(handle, ("shop.orders",), made, task_name="shop.handle", given=given, batch_size=batch_size)
     layout, begin = Layout(3, PARTITIONS, "blake2b-64:_id"), Timestamp(1000, start)
     plan = TermFacts(handler, handler.selector(None), Chosen("test", id_of), layout, VERSION, begin, watermark)
@@ -214,3 +216,38 @@ def test_a_bulk_handler_gets_runs_of_its_own_size_with_the_keys_of_all(transacti
             one.ingest_item(change(number))
         (run,) = due(one)
         assert (numbers(run), run.run.hashes) == (sent, hashes)
+
+
+# Delays
+
+
+def delayed(at: float, **options: Any) -> Subscription:
+    """A subscription with a delay of ten seconds, whose server shows this time. Its changes are of the time 1000."""
+    one = subscription(delay=10, **options)
+    assert one.delay is not None
+    one.delay.observe(at - NOW, float("inf"))
+    return one
+
+
+def test_a_delayed_partition_is_next_when_its_change_is_due() -> None:
+    """P17: nothing polls for it, and a command that passes the change ends its wait."""
+    one = delayed(1003)
+    one.ingest_item(change(1))
+    one.ingest_item(change(2, 1))
+    assert due(one) == []
+    assert one.next_due() == NOW + 8
+    assert one.report_delayed() is not None
+    one.observe(committed(0, 1, 1), NOW)
+    assert one.partitions[0].delayed_until == 0
+    assert [numbers(each) for each in due(one, NOW + 8)] == [[2]]
+    assert one.report_delayed() is None
+
+
+def test_a_change_that_was_tried_does_not_wait_for_later_ones() -> None:
+    """Its own retry time decides, and it is alone as its counts are."""
+    one = delayed(1012, coalesce=True, run_size=5, images={0: image(retry={"count": 1}, retries=1)})
+    one.ingest_item(change(1))
+    later = change(2)
+    data = f"82{1009:08x}{2:08x}2b02"
+    one.ingest_item(ChangeEvent(Mark({"_data": data}, data, Timestamp(1009, 2)), later.document, later.raw))
+    assert [numbers(each) for each in due(one)] == [[1]]

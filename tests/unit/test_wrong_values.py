@@ -91,6 +91,7 @@ OF_HANDLERS: dict[str, Iterable[object]] = {
     "start_from": [value for value in NO_START if value is not None],
     "commit": (5, "inlined", True),
     "coalesce": NO_FLAG,
+    "delay": (*NO_NUMBER, 0, -1, 86_401),
     "bookkeeping": NO_FLAG,
     "name": (5, True, ODD, "a.b", "x" * 65),
     "max_running": (0, -1, 1.5, "4", True, ODD),

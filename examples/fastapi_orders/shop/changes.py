@@ -5,12 +5,12 @@ from shop.celery import bridge
 
 
 @bridge.on_change("shop.orders")
-def show(change: Change) -> None:
-    """Keep one line beside each order. A handler is a plain function: it runs in a worker, which has no event loop."""
+async def show(change: Change) -> None:
+    """Keep one line beside each order. The worker runs it on the event loop of all async handlers."""
     key = {"_id": change.document_key["_id"]}
-    lines = change.fenced("shop.order_lines")
+    lines = change.fenced(bridge.async_client.shop.order_lines)
     if change.full_document is None:  # deleted since
-        lines.delete_one(key)
+        await lines.delete_one(key)
     else:
         order = change.full_document
-        lines.replace_one(key, {"text": f"{order['customer']}: {order['status']}"}, upsert=True)
+        await lines.replace_one(key, {"text": f"{order['customer']}: {order['status']}"}, upsert=True)

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
-from pymongo.client_session import ClientSession
 from pymongo.errors import BulkWriteError, OperationFailure, WriteError
 from pymongo.results import DeleteResult, UpdateResult
 
@@ -34,6 +33,7 @@ from mongo_celery.bridge.fenced.documents import Documents, FencedUpdate
 from mongo_celery.bridge.fenced.tombstones import Stamps, read_stamps
 from mongo_celery.errors import OutboxRefusedError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.steps import Session, Steps
 from mongo_celery.mongo.writes import COUNTS, Target
 
 BATCH = 500
@@ -45,7 +45,7 @@ class BulkStep:
     """One request, its place in the user's list, and its write for running it alone."""
 
     place: int
-    act: Callable[[], UpdateResult | DeleteResult | None]
+    act: Callable[[], Steps[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ StepT = TypeVar("StepT", BulkUpdate, BulkDelete)
 
 class BulkWrite:
     """
-    Many writes, and the sum of their results in the form of PyMongo's result.
+    Many writes, and the sum of their results in the form of PyMongo's result. Its methods are steps (`mongo.steps`).
 
     Args:
         documents: the target.
@@ -79,7 +79,7 @@ class BulkWrite:
     """
 
     def __init__(
-        self, documents: Documents, command: Mapping[str, Any], session: ClientSession | None, *, ordered: bool = True
+        self, documents: Documents, command: Mapping[str, Any], session: Session | None, *, ordered: bool = True
     ) -> None:
         self._details: dict[str, Any] = {
             **dict.fromkeys(COUNTS, 0),
@@ -92,7 +92,7 @@ class BulkWrite:
         self._session = session
         self._ordered = ordered
 
-    def run(self, steps: Iterable[BulkStep]) -> dict[str, Any]:
+    def run(self, steps: Iterable[BulkStep]) -> Steps[dict[str, Any]]:
         """
         Run steps in order, in batches of one kind, and return the sum of the results.
 
@@ -101,11 +101,11 @@ class BulkWrite:
             OutboxRefusedError: pending entries of a document cannot be delivered before its delete.
             BulkWriteError: at least one write failed. Indexes refer to the user's list.
         """
-        ways: dict[type, Callable[[Any], None]] = {BulkUpdate: self._update, BulkDelete: self._delete}
+        ways: dict[type, Callable[[Any], Steps[None]]] = {BulkUpdate: self._update, BulkDelete: self._delete}
         for kind, found in groupby(steps, type):
             group: Any = found
             for batch in self._batches(group) if kind in ways else [group]:
-                ways.get(kind, self._try_alone)(batch)
+                yield from ways.get(kind, self._try_alone)(batch)
                 if self._has_ended:
                     raise BulkWriteError(self._details)
         if self._has_failed:
@@ -138,12 +138,12 @@ class BulkWrite:
         if batch:
             yield batch
 
-    def _try_alone(self, steps: Iterable[BulkStep]) -> None:
+    def _try_alone(self, steps: Iterable[BulkStep]) -> Steps[None]:
         """Run steps one by one. Collect their errors."""
         details = self._details
         for step in steps:
             try:
-                result = step.act()
+                result = yield from step.act()
             except WriteError as error:
                 known = error.details or {}
                 details["writeErrors"].append({**known, "index": step.place, "code": error.code, "errmsg": str(error)})
@@ -157,7 +157,7 @@ class BulkWrite:
 
     # -- updates -----------------------------------------------------------------------------------
 
-    def _update(self, batch: Sequence[BulkUpdate]) -> None:
+    def _update(self, batch: Sequence[BulkUpdate]) -> Steps[None]:
         documents, statements, steps = self._documents, [], list[int]()
         for at, step in enumerate(batch):
             guarded = step.write.statements(documents.make_fence(step.target.id, step.write.body), step.target)
@@ -165,9 +165,10 @@ class BulkWrite:
             steps += [at] * len(guarded)
         is_over = False
         try:
-            done: Any = documents.collection.bulk_write(
+            written = yield documents.collection.bulk_write(
                 statements, ordered=self._ordered, session=self._session, **self._command
-            ).bulk_api_result
+            )
+            done: Any = written.bulk_api_result
         except BulkWriteError as error:
             done, is_over = error.details, self._is_in_transaction  # then nothing of it is left
         self._count(done)
@@ -176,41 +177,36 @@ class BulkWrite:
         end = min(failed, default=len(batch)) if self._ordered else len(batch)
         tried = [step for at, step in enumerate(batch[:end]) if at not in failed]
         if done["nMatched"] < len(tried) and not is_over:
-            self._settle_misses(tried)
+            yield from self._settle_misses(tried)
         if not self._has_ended:  # otherwise an earlier error ended it
             self._details["writeErrors"] += [{**each, "index": batch[at].place} for at, each in failed.items()]
 
-    def _settle_misses(self, batch: Sequence[BulkUpdate]) -> None:
+    def _settle_misses(self, batch: Sequence[BulkUpdate]) -> Steps[None]:
         documents, session = self._documents, self._session
-        found = [
-            *zip(
-                batch,
-                read_stamps(documents.collection, [step.target.id for step in batch], session, bare={}),
-                strict=True,
-            )
-        ]
+        ids = [step.target.id for step in batch]
+        present = yield from read_stamps(documents.collection, ids, session, bare={})
+        found = [*zip(batch, present, strict=True)]
         self._require_fresh(found)
         absent = [step for step, stamps in found if stamps is None]
         again = [step for step, stamps in found if stamps is not None and not documents.fence.has_token(stamps)]
         gone = [step for step in absent if not step.upsert]
         if gone:
-            self._require_fresh(
-                zip(gone, documents.tombstones.read([step.target.id for step in gone], session), strict=True)
-            )
+            buried = yield from documents.tombstones.read([step.target.id for step in gone], session)
+            self._require_fresh(zip(gone, buried, strict=True))
         new = [step for step in absent if step.upsert]
-        if new and not self._create(new):
+        if new and not (yield from self._create(new)):
             again = sorted([*new, *again], key=lambda step: step.place)
-        self._try_alone(again)
+        yield from self._try_alone(again)
 
     def _require_fresh(self, found: Iterable[tuple[BulkUpdate, Stamps | None]]) -> None:
         for step, stamps in found:
             fence = self._documents.make_fence(step.target.id, step.write.body)
             self._documents.require_fresh(step.target.id, fence, stamps)
 
-    def _create(self, steps: Sequence[BulkUpdate]) -> bool:
+    def _create(self, steps: Sequence[BulkUpdate]) -> Steps[bool]:
         """Create documents in one transaction. Return False if each must be created alone instead."""
         try:
-            results = self._documents.create([(step.write, step.target) for step in steps], self._session)
+            results = yield from self._documents.create([(step.write, step.target) for step in steps], self._session)
         except WriteError:
             # The transaction left nothing behind, so each may be tried alone. Inside the user's own transaction, which
             # has also ended, raise the error.
@@ -223,18 +219,18 @@ class BulkWrite:
 
     # -- deletes -----------------------------------------------------------------------------------
 
-    def _delete(self, batch: Sequence[BulkDelete]) -> None:
+    def _delete(self, batch: Sequence[BulkDelete]) -> Steps[None]:
         if len(batch) > 1:
             ids = [step.target.id for step in batch]
             try:
-                self._details["nRemoved"] += self._documents.delete_all(ids, self._session)
+                self._details["nRemoved"] += yield from self._documents.delete_all(ids, self._session)
             except (StaleFencingTokenError, OutdatedChangeError, OutboxRefusedError, OperationFailure):
                 # As for creations: nothing is left, so each may be tried alone, except in the user's transaction.
                 if self._is_in_transaction:
                     raise
             else:
                 return
-        self._try_alone(batch)
+        yield from self._try_alone(batch)
 
     # -- results -----------------------------------------------------------------------------------
 

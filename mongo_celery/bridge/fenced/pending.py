@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kombu.exceptions import OperationalError
-from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
+from pymongo.asynchronous.collection import AsyncCollection
 
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.steps import AnyCollection, Session, Steps
 from mongo_celery.mongo.writes import Body, Operators, Target
 from mongo_celery.outbox.pending import COUNT, FIELD
 
@@ -36,8 +38,8 @@ class PendingTasks:
         outboxes: returns the outboxes that keep entries in them. Called when a write could remove entries.
     """
 
-    def __init__(self, collection: Collection[Any], outboxes: Callable[[], Sequence[Outbox]]) -> None:
-        self._collection = collection
+    def __init__(self, collection: AnyCollection, outboxes: Callable[[], Sequence[Outbox]]) -> None:
+        self._collection: Any = collection
         self._find = outboxes
         self._found: Sequence[Outbox] | None = None
 
@@ -70,41 +72,47 @@ class PendingTasks:
                 "bulk_write([outbox.with_tasks(ReplaceOne(filter, document, upsert=True), tasks)]).",
             )
 
-    def deliver(self, target: Target, session: ClientSession | None) -> bool:
+    def deliver(self, target: Target, session: Session | None) -> Steps[bool]:
         """
         Deliver the pending entries of a document, and return True if there were any.
 
         Raises:
             OutboxRefusedError: they cannot be delivered now, for example because the broker is down.
         """
-        there = [self._deliver(outbox, target.where(), session) for outbox in self._outboxes]
-        return any(there)
+        is_there = False
+        for outbox in self._outboxes:
+            is_there |= yield from self._deliver(outbox, target.where(), session)
+        return is_there
 
-    def _deliver(self, outbox: Outbox, where: Mapping[str, Any], session: ClientSession | None) -> bool:
+    def _deliver(self, outbox: Outbox, where: Mapping[str, Any], session: Session | None) -> Steps[bool]:
         deadline, attempts = time.monotonic() + _HELD_SECONDS, 0
-        while (document_id := self._waiting(where, session)) is not None:
+        while (document_id := (yield from self._waiting(where, session))) is not None:
             if session is not None and session.in_transaction:
                 raise self.make_refusal(document_id[0], _IN_TRANSACTION)
-            delivery = outbox.runtime.deliver_now(document_id[0])
+            delivery = yield self._call(partial(outbox.runtime.deliver_now, document_id[0]))
             if delivery.broker_down:
                 raise self.make_refusal(document_id[0], _BROKER) from OperationalError(_BROKER)
             if delivery.error is not None or time.monotonic() > deadline:
                 raise self.make_refusal(document_id[0], delivery.error or _HELD)
             if not delivery.dispatched:
-                time.sleep(_PAUSES.nth(attempts))
+                yield self._call(partial(time.sleep, _PAUSES.nth(attempts)))
             attempts += 1
         return attempts > 0
 
-    def refuse_any(self, where: Mapping[str, Any], session: ClientSession) -> None:
+    def refuse_any(self, where: Mapping[str, Any], session: Session) -> Steps[None]:
         """
         Refuse to delete documents if one of them has pending entries.
 
         Raises:
             OutboxRefusedError: one of them has pending entries.
         """
-        found = self._waiting(where, session) if self._outboxes else None
+        found = (yield from self._waiting(where, session)) if self._outboxes else None
         if found is not None:
             raise self.make_refusal(found[0], _IN_TRANSACTION)
+
+    def _call(self, blocking: Callable[[], Any]) -> Any:
+        """Call a function that waits. For asyncio, return an awaitable of a thread that calls it."""
+        return asyncio.to_thread(blocking) if isinstance(self._collection, AsyncCollection) else blocking()
 
     def make_refusal(self, document_id: Any, reason: str) -> OutboxRefusedError:
         """Return the error of a delete that would remove pending entries."""
@@ -115,8 +123,8 @@ class PendingTasks:
             retryable=True,
         )
 
-    def _waiting(self, where: Mapping[str, Any], session: ClientSession | None) -> tuple[Any] | None:
+    def _waiting(self, where: Mapping[str, Any], session: Session | None) -> Steps[tuple[Any] | None]:
         """Return the `_id` of a document with pending entries, in a tuple because an `_id` may be null."""
         pending = {**where, "$and": [*where.get("$and", ()), {COUNT: {"$gt": 0}}]}
-        found = self._collection.find_one(pending, {"_id": 1}, session=session)
+        found = yield self._collection.find_one(pending, {"_id": 1}, session=session)
         return None if found is None else (found["_id"],)

@@ -31,12 +31,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pymongo import IndexModel, ReturnDocument, UpdateOne
-from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
-from pymongo.mongo_client import MongoClient
 
 from mongo_celery.bridge.fenced.fence import FIELD
 from mongo_celery.mongo.identity import id_key
+from mongo_celery.mongo.steps import AnyCollection, Session, Steps
 from mongo_celery.mongo.table import create_indexes
 
 SUFFIX = ".fence_tombstones"
@@ -45,28 +43,29 @@ SUFFIX = ".fence_tombstones"
 TTL_MS = 7 * 24 * 60 * 60 * 1000
 """How long a delete is remembered: far longer than any execution or queued message lives."""
 
-_prepared: weakref.WeakKeyDictionary[MongoClient[Any], set[str]] = weakref.WeakKeyDictionary()
+_prepared: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 Stamps = Mapping[str, Any]
 
 
 class Tombstones:
     """
-    The tombstones of one collection. All methods except `prepare` and `read` run in the caller's transaction.
+    The tombstones of one collection, as steps (`mongo.steps`). All methods except `prepare` and `read` run in the
+    caller's transaction.
 
     Args:
         target: the collection of the documents, with its concerns.
     """
 
-    def __init__(self, target: Collection[Any]) -> None:
-        self._collection = target.database.get_collection(
+    def __init__(self, target: AnyCollection) -> None:
+        self._collection: Any = target.database.get_collection(
             target.name + SUFFIX,
             codec_options=target.codec_options,
             write_concern=target.write_concern,
             read_preference=target.read_preference,
         )
 
-    def prepare(self) -> None:
+    def prepare(self) -> Steps[None]:
         """
         Create the TTL index, once per client and process.
 
@@ -75,14 +74,14 @@ class Tombstones:
         """
         done = _prepared.setdefault(self._collection.database.client, set())
         if self._collection.full_name not in done:
-            create_indexes(self._collection, [IndexModel("expireAt", expireAfterSeconds=0)])
+            yield from create_indexes(self._collection, [IndexModel("expireAt", expireAfterSeconds=0)])
             done.add(self._collection.full_name)
 
-    def take_slots(self, ids: Sequence[Any], session: ClientSession) -> list[Stamps | None]:
+    def take_slots(self, ids: Sequence[Any], session: Session) -> Steps[list[Stamps | None]]:
         """Write the slots of `ids` (T1) and return their stamps, or None for no tombstone."""
         touch = {"$inc": {"writes": 1}}
         if len(ids) == 1:
-            found: Any = self._collection.find_one_and_update(
+            found: Any = yield self._collection.find_one_and_update(
                 {"_id": {"$eq": ids[0]}},
                 touch,
                 {FIELD: 1},
@@ -91,25 +90,25 @@ class Tombstones:
                 session=session,
             )
             return [found.get(FIELD)]
-        self._collection.bulk_write(
+        yield self._collection.bulk_write(
             [UpdateOne({"_id": {"$eq": i}}, touch, upsert=True) for i in ids], ordered=False, session=session
         )
-        return self.read(ids, session)
+        return (yield from self.read(ids, session))
 
-    def settle_slots(self, outcome: Sequence[tuple[Any, Stamps | None]], session: ClientSession) -> None:
+    def settle_slots(self, outcome: Sequence[tuple[Any, Stamps | None]], session: Session) -> Steps[None]:
         """Store a tombstone with these stamps for each id. If the stamps are None, remove the tombstone (T2)."""
         gone = [i for i, stamps in outcome if stamps is None]
         if gone:
-            self._collection.delete_many({"_id": {"$in": gone}}, session=session)
+            yield self._collection.delete_many({"_id": {"$in": gone}}, session=session)
         kept = [UpdateOne({"_id": {"$eq": i}}, self._tombstone(s)) for i, s in outcome if s is not None]
         if kept:
-            self._collection.bulk_write(kept, ordered=False, session=session)
+            yield self._collection.bulk_write(kept, ordered=False, session=session)
 
-    def read(self, ids: Sequence[Any], session: ClientSession | None) -> list[Stamps | None]:
+    def read(self, ids: Sequence[Any], session: Session | None) -> Steps[list[Stamps | None]]:
         """Return the stamps of `ids`, or None for no tombstone."""
         if session is not None and session.in_transaction:
-            self.prepare()
-        return read_stamps(self._collection, ids, session)
+            yield from self.prepare()
+        return (yield from read_stamps(self._collection, ids, session))
 
     @staticmethod
     def _tombstone(stamps: Stamps) -> list[Mapping[str, Any]]:
@@ -117,14 +116,15 @@ class Tombstones:
 
 
 def read_stamps(
-    collection: Collection[Any],
+    collection: AnyCollection,
     ids: Sequence[Any],
-    session: ClientSession | None,
+    session: Session | None,
     *,
     bare: Stamps | None = None,
-) -> list[Stamps | None]:
+) -> Steps[list[Stamps | None]]:
     """Return the ``_fence`` of each document: None if there is no document, `bare` if it has no stamp."""
-    found = list(collection.find({"_id": {"$in": list(ids)}}, {FIELD: 1}, session=session))
+    whose: Any = collection
+    found = yield whose.find({"_id": {"$in": list(ids)}}, {FIELD: 1}, session=session).to_list()
     if len(ids) == 1:
         return [document.get(FIELD, bare) for document in found] or [None]
     codec = collection.codec_options
@@ -133,7 +133,7 @@ def read_stamps(
     if stamps.keys() <= set(asked):
         return [stamps.get(key) for key in asked]
     # The collection's collation may treat different ids as equal, and only the server knows which.
-    return [
-        stamps[key] if key in stamps else read_stamps(collection, [i], session, bare=bare)[0]
-        for i, key in zip(ids, asked, strict=True)
-    ]
+    for i, key in zip(ids, asked, strict=True):
+        if key not in stamps:
+            [stamps[key]] = yield from read_stamps(collection, [i], session, bare=bare)
+    return [stamps[key] for key in asked]

@@ -8,13 +8,12 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.listener.process import Beside
 
 
-def make_http_service(address: str, app_argument: object = None, *, tried: bool = False) -> Beside:
+def make_http_service(address: str, *, tried: bool = False) -> Beside:
     """
     Return the HTTP service for `run_listeners`. No server is imported before this call.
 
     Args:
         address: `[HOST:]PORT`.
-        app_argument: the value of `celery -A`, for displayed commands.
         tried: True to bind the address once and release it.
 
     Raises:
@@ -26,4 +25,4 @@ def make_http_service(address: str, app_argument: object = None, *, tried: bool 
     parse_address(address)
     if tried:
         HttpServer(address, lambda _path: None).server_close()
-    return lambda app, activities: HttpService(app, activities, address, app_argument)
+    return lambda app, activities: HttpService(app, activities, address)

@@ -31,7 +31,6 @@ from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, Worke
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.broker.workers import ask_for_queues
-from mongo_celery.command_line import CommandLine
 from mongo_celery.findings import EXIT_CODES
 
 if TYPE_CHECKING:
@@ -43,8 +42,8 @@ if TYPE_CHECKING:
 class _Bridge:
     """One bridge: its listener in this process, and its servers' answers."""
 
-    def __init__(self, wiring: Wiring, activity: Activity, program: str) -> None:
-        read = partial(read_snapshot, wiring, CommandLine(program, wiring.line.bridge))
+    def __init__(self, wiring: Wiring, activity: Activity) -> None:
+        read = partial(read_snapshot, wiring, wiring.line)
         self.activity = activity
         self.reach: Recent[object] = Recent(wiring.reach, str)
         self.snapshot = Recent(read, partial(unreadable, wiring.name))
@@ -73,11 +72,10 @@ class HttpService(HttpServer):
         ConfigurationError: the address cannot be bound.
     """
 
-    def __init__(self, app: Celery, activities: Sequence[Activity], address: str, app_argument: object) -> None:
+    def __init__(self, app: Celery, activities: Sequence[Activity], address: str) -> None:
         wirings = BRIDGES.select(app, [each.bridge for each in activities])
-        program = app_argument if isinstance(app_argument, str) else "APP"
         self._activities = activities
-        self._bridges = [_Bridge(*each, program) for each in zip(wirings, activities, strict=True)]
+        self._bridges = [_Bridge(*each) for each in zip(wirings, activities, strict=True)]
         self._metrics_of_others = Recent(partial(_read_metrics, app), lambda _error: [])
         self._host, self._pid = socket.gethostname(), os.getpid()
         routes: dict[str, Callable[[], Response]] = {

@@ -186,10 +186,8 @@ class ListenerStep(bootsteps.StartStopStep):
         if self._http is None:
             return None
         assert self.serving is not None, "it is installed"
-        context = click.get_current_context(silent=True)
-        app_argument = context.find_root().params.get("app") if context is not None else None
         try:
-            return self.serving(self._http, app_argument, tried=True)
+            return self.serving(self._http, tried=True)
         except ConfigurationError as error:
             raise click.ClickException(str(error)) from None
 

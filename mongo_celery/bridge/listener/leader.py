@@ -10,6 +10,7 @@ affected. The next term adopts them.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -182,6 +183,11 @@ class Leader:
                 for each in subscriptions
                 if (found := each.feedback.report()) is not None
             ],
+            "delayed": [
+                {"subscription": each.name, **found}
+                for each in subscriptions
+                if (found := each.report_delayed()) is not None
+            ],
             "held": [place for each in subscriptions if each.has_gap for place in each.list_held()],
         }
 
@@ -304,6 +310,9 @@ class Leader:
         self.intake.hurry()
 
     def _dispatch(self) -> None:
+        for delay in [each.delay for each in self.subscriptions.values() if each.delay is not None]:
+            place = self.intake.reading_time
+            delay.observe(self._renewal.clock_ahead, math.inf if place is None else place.time)
         if self._publisher.dispatch(self.subscriptions):
             self.poller.note_dispatch()
 

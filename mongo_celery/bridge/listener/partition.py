@@ -128,6 +128,7 @@ class Partition:
         in_flight: the run in flight, or None.
         ready_at: monotonic time from which the next run may be dispatched. Infinite while a run is in flight or the
             partition is blocked.
+        delayed_until: monotonic time at which the next change may be due, if it waits for its handler's delay. Else 0.
         attempt: number of dispatches of the first change, for the task id.
         is_repeated: True if the next dispatch repeats a run without any visible effect.
         repeats: number of repeated dispatches since its last claim, or the broker's last return.
@@ -158,6 +159,7 @@ class Partition:
         self.image = image
         self.in_flight: InFlight | None = None
         self.ready_at = _NEVER
+        self.delayed_until = 0.0
         self.attempt = 0
         self.rejection: Rejection | None = None
         self.won = image.term >= version
@@ -188,6 +190,11 @@ class Partition:
     def next_sequence(self) -> int:
         """Number of the next change, assigned at dispatch."""
         return self.image.committed + 1
+
+    @property
+    def next_time(self) -> float:
+        """Monotonic time from which the next run may be dispatched, as far as known, after a retry time and a delay."""
+        return max(self.ready_at, self.delayed_until)
 
     @property
     def has_next(self) -> bool:
@@ -313,6 +320,7 @@ class Partition:
             self._changed_at = now
             if image.committed != self.image.committed:
                 self.attempt = self.repeats = 0
+                self.delayed_until = 0.0
                 self.is_repeated = False
                 self.rejection = None
         before, self.image = self.image, image

@@ -373,7 +373,9 @@ def _describe_stop(subscription: Subscription, move: _Move) -> str:
 
 
 def _drain(subscription: Subscription, move: _Move, now: float) -> None:
-    subscription.is_draining, move.drains_until = True, now + move.seconds
+    delay = subscription.plan.handler.delay or 0.0
+    subscription.is_draining = True
+    move.drains_until = now + min(move.seconds + delay, _LONGEST_SECONDS)
 
 
 def _describe_rest(subscription: Subscription) -> str:

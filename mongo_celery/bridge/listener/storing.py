@@ -18,6 +18,7 @@ done, the mark is cleared, and committed changes are removed (`removal`).
 | undeliverable | one of them cannot be given to its handler: immediately, with all before it | yes |
 | too large | no message has room for the next one | yes |
 | blocked | its first change has not run for `spill_after`: halted, paused, parked, waiting, running, rejected | no |
+| delayed | its first buffered change is older than `spill_after`, and the next one waits for its delay | no |
 | oplog | it holds a watermark with a quarter of the oplog's window after it | no |
 | full | the buffer is full, and another partition is idle (`pressure`): the largest first | no |
 
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 AGAIN, UNDELIVERABLE, TOO_LARGE, OPLOG, FULL = "stored again", "undeliverable", "too large", "oplog", "buffer full"
+DELAYED = "delayed"
 """Reasons for storing changes, in addition to the states of a blocked partition."""
 
 _NEEDED = (AGAIN, UNDELIVERABLE, TOO_LARGE)
@@ -218,7 +220,7 @@ class Storing:
         subscription.note_stored(partition, to, len(stored))
         if reason == FULL:
             self._pressure.note_stored(size, self.size)
-        if reason not in (UNDELIVERABLE, TOO_LARGE):  # the change itself was logged, or runs immediately
+        if reason not in (UNDELIVERABLE, TOO_LARGE, DELAYED):  # the change was logged, runs immediately, or is on time
             self._report.note_begun(partition, reason)
         return len(stored)
 
@@ -294,13 +296,13 @@ class Storing:
             return UNDELIVERABLE
         if partition in subscription.too_large:
             return TOO_LARGE
-        why, oldest = self._lasting_block_reason(partition, now), subscription.window.oldest
+        why, oldest = self._lasting_block_reason(subscription, partition, now), subscription.window.oldest
         holds = oldest is not None and oldest is partition.queue.first
         if why is None and holds and self._share_behind(subscription) >= AT_RISK:
             return OPLOG
         return FULL if why is None and self._pressure.must_store else why
 
-    def _lasting_block_reason(self, partition: Partition, now: float) -> str | None:
+    def _lasting_block_reason(self, subscription: Subscription, partition: Partition, now: float) -> str | None:
         """Return the reason of a block that has lasted for `spill_after`. Later changes are stored once a second."""
         why = block_reason(partition)
         if why is None:
@@ -309,7 +311,13 @@ class Storing:
             partition.blocked_since = partition.image.committed, now
         is_tail = partition.backlog is not None and len(partition.queue) < _BULK_CHANGES
         waits = is_tail and not (self._has_swept or self.is_full)
-        return why if now - partition.blocked_since[1] >= self._options.spill_after and not waits else None
+        seconds, first = now - partition.blocked_since[1], partition.queue.first
+        if why == DELAYED and subscription.delay is not None and first is not None:
+            partition.blocked_since = -1, 0.0  # a run after the delay is not slow yet
+            seconds = subscription.delay.age(first.data, now)  # with a steady stream, no change blocks for long
+            if partition.backlog is not None and subscription.delay.coalesces:
+                seconds = math.inf  # a run has either stored changes or buffered ones, and must have a whole burst
+        return why if seconds >= self._options.spill_after and not waits else None
 
     def _find_idle(self) -> list[Partition]:
         """Return the idle flowing partitions that had work before, and would get the next changes."""
@@ -374,7 +382,9 @@ def block_reason(partition: Partition) -> str | None:
         return state
     if partition.rejection is not None:
         return "rejected"
-    return "running" if partition.image.claim is not None else None
+    if partition.image.claim is not None:
+        return "running"
+    return DELAYED if partition.delayed_until else None
 
 
 def _concerns_one_partition(error: Exception) -> bool:

@@ -15,14 +15,15 @@ from dataclasses import replace
 from queue import Empty, Full, Queue
 from typing import TYPE_CHECKING, Any
 
+from bson import Timestamp
+
 from mongo_celery.bridge.listener.pacing import LogThrottle
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item, weigh
 from mongo_celery.bridge.stream.reader import StreamReader, StreamStatus
+from mongo_celery.mongo.oplog import time_of_token
 
 if TYPE_CHECKING:
-    from bson import Timestamp
-
     from mongo_celery.bridge.listener.snapshotting import Snapshotting
     from mongo_celery.bridge.listener.storing import Storing
     from mongo_celery.bridge.listener.subscription import Subscription
@@ -129,6 +130,13 @@ class StreamIntake:
     def reopenings(self) -> int:
         """Number of times that the stream had to be opened again in this term."""
         return self._reader.status.reopenings if self._reader is not None else 0
+
+    @property
+    def reading_time(self) -> Timestamp | None:
+        """Cluster time up to which items are taken in, while more are left. None if no more may be read now."""
+        if self.at_end or self.is_held_up or self._reader is None:
+            return None
+        return time_of_token({"_data": self._snapshots.reached}, None) or Timestamp(0, 0)
 
     def has_reached(self, place: Timestamp) -> bool:
         """Return True if everything up to a cluster time was read and taken in."""

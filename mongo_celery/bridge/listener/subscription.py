@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from operator import attrgetter
 from typing import Any
 
@@ -14,6 +15,7 @@ from bson import Timestamp
 from mongo_celery.bridge.change import describe
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import Admission
+from mongo_celery.bridge.listener.delay import Delay
 from mongo_celery.bridge.listener.feedback import Feedback
 from mongo_celery.bridge.listener.limit import Limit
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
@@ -100,6 +102,7 @@ class Subscription:
         undeliverable: partitions that may have an undeliverable, unstored change.
         too_large: partitions whose next change is too large for a message, and not stored yet.
         run_size: largest number of changes in a run.
+        delay: the delay of its changes. None if they run immediately.
         limit: its limits over all workers.
         feedback: detects whether the handler seems to trigger itself.
         has_replays: True if partitions have dead letters to replay.
@@ -118,6 +121,8 @@ class Subscription:
         self.stored: Mark | None = plan.watermark
         self.admission = Admission(plan.selector, plan.partitioner, plan.layout, plan.undeliverable)
         self.run_size = plan.handler.run_size(options, is_rate_limited=plan.token_seconds > 0)
+        wanted = plan.handler.delay
+        self.delay = None if wanted is None else Delay(wanted, coalesces=plan.handler.coalesce)
         self.has_replays = False
         self._options = options
         self._run_bytes = min(options.run_bytes, options.max_message_bytes)
@@ -369,7 +374,7 @@ class Subscription:
 
     def _is_admitted(self, partition: Partition, replay: ReplayRequest | None, now: float) -> bool:
         """Return True if the limit allows a run of a partition. A partition that is not ready does not wait for it."""
-        is_ready = replay is not None or (partition.ready_at <= now and partition.has_next)
+        is_ready = replay is not None or (partition.next_time <= now and partition.has_next)
         return not is_ready or self.limit.admit(partition)
 
     def _due_changes(
@@ -381,14 +386,15 @@ class Subscription:
         A change that is too large for a message is stored before it runs. After an unclean end or a rejection, runs
         have one change each, so that only the responsible change is counted.
         """
-        if partition.ready_at > now or partition not in self.candidates:
+        if partition.next_time > now or partition not in self.candidates:
             return []
         image, queue = partition.image, partition.queue
         if queue.changes and queue.changes[0].mark.data <= image.data:
             self.window.complete(queue, image.data)
         claim = image.claim  # a lapsed one: its successor will note it in `single`
         unclean = max(image.one_by_one_until, claim["last"] if claim else 0)
-        limit = 1 if image.committed < unclean or partition.rejection is not None else self.run_size
+        is_tried = self.delay is not None and self.delay.coalesces and image.retry is not None  # its burst is over
+        limit = 1 if image.committed < unclean or partition.rejection is not None or is_tried else self.run_size
         changes: Sequence[PendingChange | StoredChange]
         if partition.backlog is not None:
             changes = partition.backlog.head(limit, self._options.run_bytes)
@@ -397,11 +403,29 @@ class Subscription:
             if changes and len(changes[0].raw) > self._options.max_message_bytes:
                 self.too_large.add(partition)
                 changes = []
-        if len(changes) > 1:
-            changes = _alike(changes)
         if not changes:
             self.candidates.pop(partition)
+        elif self.delay is not None:
+            changes = self._without_delayed(self.delay, partition, changes, limit, now)
+        if len(changes) > 1:
+            changes = _alike(changes)
         return changes if before is None else [each for each in changes if each.data < before]
+
+    def _without_delayed(
+        self,
+        delay: Delay,
+        partition: Partition,
+        changes: Sequence[PendingChange | StoredChange],
+        limit: int,
+        now: float,
+    ) -> Sequence[PendingChange | StoredChange]:
+        """Return the changes of a run that are due. If there is none, note when to look again."""
+        known, backlog = [*changes], partition.backlog
+        if backlog is not None and len(changes) == len(backlog.ahead):  # later ones are in the queue
+            known += partition.queue.head(limit - len(changes), self._run_bytes)
+        count, next_at = delay.count_due(known, now)
+        partition.delayed_until = 0.0 if count else next_at
+        return changes[:count]
 
     def queue_name(self, index: int) -> str:
         """Return the queue of a partition's runs."""
@@ -411,7 +435,15 @@ class Subscription:
         """Return the monotonic time of the next run that waits only for a time. Infinite if there is none."""
         if not self.candidates or self.unstored is not None:
             return math.inf
-        return max(min(each.ready_at for each in self.candidates), self.limit.opens_at)
+        return max(min(each.next_time for each in self.candidates), self.limit.opens_at)
+
+    def report_delayed(self) -> dict[str, Any] | None:
+        """Return the number of partitions that wait for the delay, and the time of the first run. None without any."""
+        times = [each.delayed_until for each in self.candidates if each.delayed_until and each.in_flight is None]
+        if self.delay is None or not times:
+            return None
+        until = datetime.fromtimestamp(round(self.delay.server_time(min(times))), UTC)
+        return {"partitions": len(times), "until": until}
 
     def _dispatch(self, partition: Partition, changes: Sequence[PendingChange | StoredChange]) -> Dispatch:
         head, plan, index, first = changes[0], self.plan, partition.index, partition.image.committed + 1

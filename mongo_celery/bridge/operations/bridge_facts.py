@@ -48,11 +48,12 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A handler of this process: its group, the committing task, Celery's time limit in seconds, and its own limits."""
+    """A handler of this process: its group, the committing task, Celery's time limit in seconds, delay and limits."""
 
     group: str | None = None
     commit: str = "chain"
     time_limit: float | None = None
+    longest_delay: float = 0.0
     max_running: int | None = None
     rate: float | None = None
 
@@ -150,6 +151,7 @@ def _read_all(wiring: Wiring, store: Store, counting: float) -> Facts:
                 each.group,
                 "inline" if each.commits_inline(options) else "chain",
                 time_limit(tasks.get(each.task_name)),
+                each.longest_delay,
                 each.max_running,
                 each.per_second or None,
             )

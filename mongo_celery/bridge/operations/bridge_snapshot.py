@@ -224,7 +224,7 @@ class HandlerStatus:
         error: reason of the state `stopped`, `history_lost` or `match_refused`.
         committed: number of committed changes.
         per_second: committed changes a second. None without a listener.
-        lag_seconds: age of its oldest unhandled change, blocked or not.
+        lag_seconds: age of its oldest unhandled change, blocked, delayed or not.
         watermark: resume token of the watermark.
         watermark_at: time of the watermark.
         oplog_left_seconds: time until an oplog gap.
@@ -239,6 +239,9 @@ class HandlerStatus:
         gaps: changes that were skipped.
         repartitioning: present while new partitions are prepared.
         feedback: present if the handler seems to trigger itself.
+        delay_seconds: longest time for which `delay` may keep a change.
+        delayed: number of partitions whose next change waits for `delay`.
+        delayed_until: time at which the first of them is due.
     """
 
     name: str
@@ -263,6 +266,9 @@ class HandlerStatus:
     gaps: tuple[OplogGap, ...] = ()
     repartitioning: RepartitioningStatus | None = None
     feedback: FeedbackStatus | None = None
+    delay_seconds: float = 0.0
+    delayed: int = 0
+    delayed_until: datetime | None = None
     partitions: tuple[PartitionStatus, ...] = ()
 
     @property

@@ -11,6 +11,7 @@ Each rule is a function from the snapshot, or one of its handlers, to findings. 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
@@ -86,6 +87,8 @@ Worst first: codes that affect all handlers, then one handler, then a change.
 
 _FOR_ALL = {"halted": "retry", "waiting": "retry", "retrying": "retry", "paused": "resume"}
 """Commands that help all handlers, by code."""
+
+_LIMITED = "Changes wait for max_running or rate. If possible, raise this limit."
 
 NO_HANDLERS = (
     "This app has no handler for the bridge. Import the module with the @bridge.on_change functions, for example with "
@@ -206,9 +209,13 @@ def _judge_progress(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding
     late = sorted((name for name, lag in lags.items() if lag >= LAG_SECONDS), key=lambda name: -lags[name])
     if late:
         are, fix = "is" if len(late) == 1 else "are", "Add workers, make the handler faster, or set run_size."
-        fix = "First end the handler calls that have run too long." if hanging else fix
+        commands = [line.celery("worker")]
+        if hanging:
+            fix, commands = "First end the handler calls that have run too long.", []
+        elif all(each.limited for each in seen.handlers if each.name in late):
+            fix, commands = f"{_LIMITED} Otherwise make the handler faster.", []
         text = f"{list_some(late)} {are} late: the oldest change has waited for {duration(lags[late[0]])}."
-        yield degraded("lag", f"{text} {fix}", *([] if hanging else [line.celery("worker")]))
+        yield degraded("lag", f"{text} {fix}", *commands)
 
 
 def _judge_workers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]:
@@ -271,11 +278,11 @@ def _is_all_that_runs(seen: BridgeSnapshot, handlers: Collection[str], calls: in
 
 
 def _lag_of_flowing(handler: HandlerStatus) -> int:
-    """Return the age of a handler's oldest unblocked change, as far as known."""
+    """Return the age of a handler's oldest unblocked change, as far as known, without the longest wanted delay."""
     ages = [each.oldest_seconds or 0 for each in handler.partitions if not each.is_blocked]
     if not any(each.is_blocked for each in handler.partitions):
         ages.append(handler.lag_seconds or 0)
-    return max(ages, default=0)
+    return max(max(ages, default=0) - math.ceil(handler.delay_seconds), 0)
 
 
 def _judge_broker(seen: BridgeSnapshot, _line: CommandLine) -> Iterator[Finding]:
@@ -356,6 +363,8 @@ def _judge_oplog_share(handler: HandlerStatus, share: float, seen: BridgeSnapsho
     elif held := halted or paused:
         fix = f"The cause: {_where(handler, held)} {_are(held)} {held[0].state}."
         commands = [_make_command(line, "retry" if halted else "resume", handler, held)]
+    elif handler.limited:
+        fix = f"{_LIMITED} Otherwise enlarge the oplog with replSetResizeOplog."
     text = f"{handler.name} is behind by {share:.0%} of the oplog. At 100% it loses changes. {fix}"
     return (failing if share >= OPLOG_SERIOUS else degraded)("history_at_risk", text, *commands)
 

@@ -201,6 +201,7 @@ def _shape_handler(facts: Facts, name: str, document: Mapping[str, Any], images:
     position, lost = parse_position(document), parse_lost_history(document)
     refused, stopped = facts.find_reported("refusedMatches", name), facts.find_reported("stopped", name)
     moving, fed_back = facts.find_reported("repartitioning", name), facts.find_reported("fedBack", name)
+    delayed = facts.find_reported("delayed", name)
     # A report describes only the handlers of its own term.
     is_led = mine is not None and document.get("term") == (facts.lease or {}).get("term") and not (refused or stopped)
     behind = 0 if _is_idle(report) and is_led and not lost else _age(position, facts.now)
@@ -248,6 +249,9 @@ def _shape_handler(facts: Facts, name: str, document: Mapping[str, Any], images:
         ),
         repartitioning=RepartitioningStatus(**_parse_reported(moving)) if moving else None,
         feedback=FeedbackStatus(**_parse_reported(fed_back)) if fed_back else None,
+        delay_seconds=mine.longest_delay if mine is not None else 0.0,
+        delayed=delayed["partitions"] if delayed else 0,
+        delayed_until=to_time(delayed["until"]) if delayed else None,
         partitions=partitions,
     )
 

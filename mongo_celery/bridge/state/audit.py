@@ -16,6 +16,7 @@ from pymongo import IndexModel
 from pymongo.client_session import ClientSession
 
 from mongo_celery.bridge.state.state_collection import StateCollection
+from mongo_celery.mongo.steps import run_sync
 from mongo_celery.mongo.table import create_indexes
 from mongo_celery.mongo.verdicts import storable
 
@@ -31,7 +32,7 @@ class AuditRecords(StateCollection):
     def prepare(self) -> None:
         """Prepare the collection for records, and let the server remove old ones. A changed TTL is kept."""
         with self._table.limit():
-            create_indexes(self._table.collection, [IndexModel("at", expireAfterSeconds=KEPT_SECONDS)])
+            run_sync(create_indexes(self._table.collection, [IndexModel("at", expireAfterSeconds=KEPT_SECONDS)]))
 
     def add(self, record: Mapping[str, Any], session: ClientSession | None = None) -> None:
         """Store a record with the server's time, as part of the session's transaction if there is one."""

@@ -73,7 +73,8 @@ from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store
 from mongo_celery.bridge.state.state_collection import to_unsigned
 from mongo_celery.mongo.expressions import REMOVED, after, literal, millis, next_number, whole
 from mongo_celery.mongo.oplog import time_of_token
-from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, call_timeout
+from mongo_celery.mongo.steps import Session, Steps, see_collection
+from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, Update, call_timeout
 
 PARKED_MAX = 1000
 """Limit of parked keys in one partition, because each of its claims reads them all."""
@@ -427,51 +428,50 @@ class Claims:
         """Return True if the claim is still valid. This is a majority read."""
         return self._table.find_one(claim_filter(claim), {"_id": 1}) is not None
 
-    def handle(self, claim: Claim, last: int, token: Mapping[str, Any], session: ClientSession | None = None) -> bool:
+    def handle(self, claim: Claim, last: int, token: Mapping[str, Any]) -> bool:
         """
         Record that the handler succeeded up to `last`. From then on no message can start it again.
 
-        Repeating it is harmless, but refused in a transaction. Outside a transaction it uses w:1: if it is lost, the
-        changes start once more, after a crash that did not happen.
+        Repeating it is harmless. It uses w:1: if it is lost, the changes start once more, after a crash that did not
+        happen.
 
         Args:
             claim: the claim under which the handler ran.
             last: number of the last finished change. `token` is its resume token.
-            session: the session of a transactional handler.
         """
         guard = claim_filter(claim)
         del guard["handled"]  # the guard of other writes, or it exists already
         guard["$or"] = [{"handled": None}, {"handled.owner": claim.owner}]
-        took = millis(time.monotonic() - claim.taken)
-        handled = {"owner": claim.owner, "last": Int64(last), **position_fields(token), "took": took}
-        return self._write_success(claim, guard, {"$set": {"handled": handled}}, session)
+        return self._table.update_unretried(guard, build_handled(claim, last, token), ACKNOWLEDGED)
 
-    def finish(self, claim: Claim, last: int, token: Mapping[str, Any], session: ClientSession | None = None) -> bool:
+    def finish(self, claim: Claim, last: int, token: Mapping[str, Any]) -> bool:
         """
         Write the position and end the claim, without a commit task. Arguments and promises as in `handle`.
 
         No other process can have moved the position there under this token: claims and commands that move it raise the
         token.
         """
-        took = millis(time.monotonic() - claim.taken)
-        at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
-        ran = {"last": Int64(last), "took": took, "claimed": claim.at, "at": at}
-        change = {  # plain values: a pipeline like `COMMIT` would cost the server more
-            "$set": {"committed": Int64(last), **position_fields(token), "lastRun": ran},
-            "$unset": {"claim": "", "retry": ""},
-        }
         guard = claim_filter(claim)
         which = {"_id": guard.pop("_id"), "fencingToken": guard.pop("fencingToken")}
         is_there = {"committed": last, "claim": None, "resumeToken._data": token["_data"]}
-        return self._write_success(claim, {**which, "$or": [guard, is_there]}, change, session)
+        change = build_finished(claim, last, token)
+        return self._table.update_unretried({**which, "$or": [guard, is_there]}, change, ACKNOWLEDGED)
 
-    def _write_success(
-        self, claim: Claim, guard: Mapping[str, Any], change: Mapping[str, Any], session: ClientSession | None
-    ) -> bool:
-        if session is not None:  # the transaction's own limits and write concern apply
-            # If a body repeated after its own commit, its effects would exist twice.
-            return self._table.collection.update_one(claim_filter(claim), change, session=session).matched_count == 1
-        return self._table.update_unretried(guard, change, ACKNOWLEDGED)
+    def write_inside(self, session: Session, claim: Claim, change: Update) -> Steps[bool]:
+        """
+        Record a success in the open transaction of a handler, as steps. The transaction's own limits and concerns
+        apply.
+
+        A repetition is refused: if a body repeated after its own commit, its effects would exist twice.
+
+        Args:
+            session: the handler's session.
+            claim: the claim under which the handler ran.
+            change: `build_handled`, `build_finished` or `build_advance`.
+        """
+        partitions = see_collection(self._table.collection, session)
+        done = yield partitions.update_one(claim_filter(claim), change, session=session)
+        return bool(done.matched_count == 1)
 
     def commit(self, partition_id: str, first: int | None = None, *, lasting: bool = True) -> bool:
         """
@@ -592,23 +592,18 @@ class Claims:
         *,
         passed_over: Mapping[str, Any] | None = None,
         row: str | None = None,
-        session: ClientSession | None = None,
     ) -> bool:
         """
         Advance the position to a finished change of the run. The claim continues with the next one as its first.
 
-        The next change has no counts yet. Outside a transaction, repeating it is harmless.
+        The next change has no counts yet. Repeating it is harmless.
 
         Args:
             last: number of the change. `token` is its resume token.
             passed_over: the changes that the next one replaces, in the claim's form.
             row: comparable part of the next one's token, if it is a snapshot row.
-            session: the session of a transactional handler.
         """
-        # Not in a transaction: if a body repeated after its own commit, its effects would exist twice.
-        guard, change = claim_filter(claim), _build_advance(last, token, row, passed_over)
-        if session is not None:
-            return self._table.collection.update_one(guard, change, session=session).matched_count == 1
+        guard, change = claim_filter(claim), build_advance(last, token, row, passed_over)
         return self._table.update({**guard, "committed": {"$in": [claim.first - 1, last]}}, change)
 
     def single_out(self, claim: Claim) -> bool:
@@ -651,8 +646,26 @@ def _match_token(expected: int | None) -> dict[str, Any]:
     return {} if expected is None else {"fencingToken": expected}
 
 
-def _build_advance(
-    last: int, token: Mapping[str, Any], row: str | None, passed_over: Mapping[str, Any] | None
+def build_handled(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the update of `Claims.handle`."""
+    took = millis(time.monotonic() - claim.taken)
+    handled = {"owner": claim.owner, "last": Int64(last), **position_fields(token), "took": took}
+    return {"$set": {"handled": handled}}
+
+
+def build_finished(claim: Claim, last: int, token: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the update of `Claims.finish`, with plain values: a pipeline like `COMMIT` would cost the server more."""
+    took = millis(time.monotonic() - claim.taken)
+    at = claim.at + timedelta(milliseconds=took) if claim.at is not None else None
+    ran = {"last": Int64(last), "took": took, "claimed": claim.at, "at": at}
+    return {
+        "$set": {"committed": Int64(last), **position_fields(token), "lastRun": ran},
+        "$unset": {"claim": "", "retry": ""},
+    }
+
+
+def build_advance(
+    last: int, token: Mapping[str, Any], row: str | None, passed_over: Mapping[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Return the update to a position inside a run. The claim then begins with the next change."""
     fresh: dict[str, Any] = {"count": 0, "crashes": 0, "lapsed": []}

@@ -48,6 +48,7 @@ from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.backlog import pack_event, unpack_event
 from mongo_celery.bridge.state.state_collection import StateCollection, to_signed, to_unsigned
 from mongo_celery.mongo.expressions import remaining
+from mongo_celery.mongo.steps import Session, Steps, run_sync, see_collection
 from mongo_celery.mongo.table import create_indexes, reading_seconds
 
 CHANGE_BYTES = 15 << 20
@@ -326,17 +327,26 @@ class DeadLetters(StateCollection):
             found[key] = ParkedKey(*key, row["first"], row["count"])
         return {key: each for key, each in found.items() if key in keys}
 
-    def first_waiting(self, subscription: str, hash_: int, session: ClientSession | None = None) -> DeadChange | None:
+    def first_waiting(self, subscription: str, hash_: int) -> DeadChange | None:
         """Return the first dead letter that waits for a parked key, in stream order. None if none waits."""
-        query = {"parked": Int64(to_signed(hash_)), **self._mine(subscription)}
-        with self._table.limit():
-            found = self._table.collection.find_one(query, _FIELDS, sort=_STREAM_ORDER, session=session)
-        return None if found is None else _letter(found)
+        return run_sync(self.find_waiting(subscription, hash_))
 
-    def header(self, document_id: str, session: ClientSession | None = None) -> DeadChange | None:
+    def find_waiting(self, subscription: str, hash_: int, session: Session | None = None) -> Steps[DeadChange | None]:
+        """Do the same inside a transaction, as steps."""
+        return self._find_first({"parked": Int64(to_signed(hash_)), **self._mine(subscription)}, session)
+
+    def header(self, document_id: str) -> DeadChange | None:
         """Return one dead letter without its change. None if it does not exist."""
+        return run_sync(self.find_header(document_id))
+
+    def find_header(self, document_id: str, session: Session | None = None) -> Steps[DeadChange | None]:
+        """Do the same inside a transaction, as steps."""
+        return self._find_first({"_id": document_id}, session)
+
+    def _find_first(self, query: Mapping[str, Any], session: Session | None) -> Steps[DeadChange | None]:
+        letters = see_collection(self._table.collection, session)
         with self._table.limit():
-            found = self._table.collection.find_one({"_id": document_id}, _FIELDS, session=session)
+            found = yield letters.find_one(query, _FIELDS, sort=_STREAM_ORDER, session=session)
         return None if found is None else _letter(found)
 
     def headers(self, document_ids: Sequence[str]) -> list[DeadChange]:
@@ -359,7 +369,7 @@ class DeadLetters(StateCollection):
         collection = self._table.collection
         seconds = self._table.timeout + (reading_seconds(collection) if patiently else 0.0)
         with pymongo.timeout(seconds):
-            create_indexes(collection, _INDEXES)
+            run_sync(create_indexes(collection, _INDEXES))
 
     def _query(self, selection: Selection, subscriptions: Sequence[str]) -> dict[str, Any]:
         query = self._mine(selection.subscription)

@@ -33,6 +33,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 from bson import ObjectId, Timestamp
@@ -62,12 +63,15 @@ class Term:
         number: the term's number, stored as `term`.
         trusted_until: monotonic time at which this process stops trusting the lease.
         document: the lease when acquired.
+        clock_ahead: seconds from this process's monotonic clock to the server's clock, as of the last renewal. It is
+            never too large, and too small only by the way of the answer.
     """
 
     listener_id: str
     number: int
     trusted_until: float
     document: Mapping[str, Any]
+    clock_ahead: float
 
 
 class Leases(StateCollection):
@@ -129,7 +133,7 @@ class Leases(StateCollection):
         document = self._table.find_and_update(compared, stages)
         if document is None:
             return None
-        return Term(listener_id, document["term"], started + self._ttl * _TRUST, document)
+        return Term(listener_id, document["term"], started + self._ttl * _TRUST, document, _clock_ahead(document))
 
     def renew(self, term: Term) -> Term | None:
         """
@@ -143,7 +147,7 @@ class Leases(StateCollection):
         document = self._table.find_and_update(self._mine(term), [{"$set": change}])
         if document is None:
             return None
-        return Term(term.listener_id, term.number, started + self._ttl * _TRUST, document)
+        return Term(term.listener_id, term.number, started + self._ttl * _TRUST, document, _clock_ahead(document))
 
     def release(self, term: Term, state: str = "idle", error: str | None = None) -> bool:
         """Release the lease. Return False if this term no longer held it. The document keeps term and identity."""
@@ -163,7 +167,7 @@ class Leases(StateCollection):
         )
         if document is None:
             return None
-        return Term(term.listener_id, document["term"], term.trusted_until, document)
+        return Term(term.listener_id, document["term"], term.trusted_until, document, term.clock_ahead)
 
     def pin_start(self, term: Term, start: Timestamp) -> Timestamp | None:
         """
@@ -211,6 +215,11 @@ class Leases(StateCollection):
 
     def _mine(self, term: Term) -> dict[str, Any]:
         return {"_id": self._bridge, "listenerId": term.listener_id, "term": term.number}
+
+
+def _clock_ahead(document: Mapping[str, Any]) -> float:
+    renewed_at: datetime = document["renewedAt"]
+    return renewed_at.replace(tzinfo=UTC).timestamp() - time.monotonic()
 
 
 def _others(host: object, pid: object) -> dict[str, Any]:

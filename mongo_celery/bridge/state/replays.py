@@ -45,7 +45,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from bson.int64 import Int64
@@ -69,6 +68,7 @@ from mongo_celery.bridge.state.dead_letters import (
 )
 from mongo_celery.bridge.state.state_collection import ids_under, to_signed
 from mongo_celery.mongo.expressions import REMOVED, after, literal, next_number
+from mongo_celery.mongo.steps import Session, Steps, run_sync, see_collection
 from mongo_celery.mongo.table import Table, call_timeout
 
 if TYPE_CHECKING:
@@ -157,16 +157,16 @@ class Replays:
                 is_removed = self._dead_letters.delete_one(guard).deleted_count
             return "done" if is_removed else "running"
 
-        def remove(session: ClientSession) -> Literal["done", "running"]:
-            gone, first = self._remove_letter(guard, session)
+        def remove(session: Session) -> Steps[Literal["done", "running"]]:
+            gone, first = yield from self._remove_letter(guard, session)
             if gone is None:
                 return "running"
             to = (layout.term, parked % layout.partitions) if first and layout is not None else None
-            self._release_key(gone, to, session, over_newer=False)
+            yield from self._release_key(gone, to, session, over_newer=False)
             return "done"
 
         with self._table.session() as session:
-            return session.with_transaction(remove)
+            return session.with_transaction(lambda inside: run_sync(remove(inside)))
 
     def _is_running(self, replay: ReplayRequest) -> bool:
         """Return True if a started replay may still have an outcome. This ends a lapsed claim."""
@@ -207,27 +207,20 @@ class Replays:
             )
         return parse_replay(found)
 
-    def succeed(self, claim: Claim, letter: str, session: ClientSession | None = None) -> bool:
-        """
-        Remove a dead letter whose handler succeeded.
+    def succeed(self, claim: Claim, letter: str) -> bool:
+        """Remove a dead letter whose handler succeeded. Return False if a newer execution decides."""
+        return self._settle(claim, lambda session: self._remove_done(claim, letter, session))
 
-        Args:
-            session: the session of a transactional handler. These are then the last writes of its transaction.
+    def succeed_inside(self, session: Session, claim: Claim, letter: str) -> Steps[bool]:
+        """Do the same as the last writes of a transactional handler's transaction, as steps."""
+        return self._end(claim, lambda inside: self._remove_done(claim, letter, inside), session)
 
-        Returns:
-            False if a newer execution decides.
-        """
-
-        def remove(session: ClientSession) -> None:
-            gone, _ = self._remove_letter({"_id": letter}, session)
-            if gone is not None and gone.parked is not None:
-                partitioning, partition = map(int, claim.partition_id.split("/")[-2:])
-                over_newer = gone.replay is not None and gone.replay.over_newer
-                self._release_key(gone, (partitioning, partition), session, over_newer=over_newer)
-
-        if session is not None:
-            return self._end(claim, remove, session)
-        return self._settle(claim, remove)
+    def _remove_done(self, claim: Claim, letter: str, session: Session) -> Steps[None]:
+        gone, _ = yield from self._remove_letter({"_id": letter}, session)
+        if gone is not None and gone.parked is not None:
+            partitioning, partition = map(int, claim.partition_id.split("/")[-2:])
+            over_newer = gone.replay is not None and gone.replay.over_newer
+            yield from self._release_key(gone, (partitioning, partition), session, over_newer=over_newer)
 
     def fail(self, claim: Claim, replay: ReplayRequest, error: str, traceback: str, attempts: int) -> bool:
         """
@@ -257,9 +250,13 @@ class Replays:
         }
         after = {"$or": [{"resumeToken._data": {"$gt": data}}, {"resumeToken._data": data, "_id": {"$gt": id_}}]}
 
-        def leave(session: ClientSession) -> None:
-            self._dead_letters.update_one({"_id": replay.letter}, [{"$set": change}], session=session)
-            self._dead_letters.update_many({**ASKED, **key, **after}, {"$unset": {"replay": ""}}, session=session)
+        def leave(session: Session) -> Steps[None]:
+            yield see_collection(self._dead_letters, session).update_one(
+                {"_id": replay.letter}, [{"$set": change}], session=session
+            )
+            yield see_collection(self._dead_letters, session).update_many(
+                {**ASKED, **key, **after}, {"$unset": {"replay": ""}}, session=session
+            )
 
         return self._settle(claim, leave)
 
@@ -294,47 +291,60 @@ class Replays:
             False if a newer execution decides.
         """
 
-        def ask(session: ClientSession) -> None:
-            first = self._letters.first_waiting(replay.subscription, hash_, session)
+        def ask(session: Session) -> Steps[None]:
+            first = yield from self._letters.find_waiting(replay.subscription, hash_, session)
             if first is None or first.document_id == replay.letter:
-                self._dead_letters.update_one({"_id": replay.letter}, _build_postponement({}), session=session)
+                yield see_collection(self._dead_letters, session).update_one(
+                    {"_id": replay.letter}, _build_postponement({}), session=session
+                )
                 return
-            self._dead_letters.update_one({"_id": replay.letter}, {"$unset": {"replay": ""}}, session=session)
-            self._ask_next(first, replay.term, replay.partition, session, over_newer=replay.over_newer)
+            yield see_collection(self._dead_letters, session).update_one(
+                {"_id": replay.letter}, {"$unset": {"replay": ""}}, session=session
+            )
+            yield from self._ask_next(first, replay.term, replay.partition, session, over_newer=replay.over_newer)
 
         return self._settle(claim, ask)
 
     def _postpone(self, claim: Claim, letter: str, change: Mapping[str, Any]) -> bool:
-        return self._settle(claim, partial(self._dead_letters.update_one, {"_id": letter}, _build_postponement(change)))
+        def postpone(session: Session) -> Steps[None]:
+            yield see_collection(self._dead_letters, session).update_one(
+                {"_id": letter}, _build_postponement(change), session=session
+            )
 
-    def _settle(self, claim: Claim, write: Callable[..., object]) -> bool:
+        return self._settle(claim, postpone)
+
+    def _settle(self, claim: Claim, write: Callable[[Session], Steps[None]]) -> bool:
         with self._table.session() as session:
             named = record_session(self._partitions, claim, session)
             return named and session.with_transaction(
-                lambda _: self._end(claim, write, session) or _abort_transaction(session)
+                lambda _: run_sync(self._end(claim, write, session)) or _abort_transaction(session)
             )
 
-    def _end(self, claim: Claim, write: Callable[..., object], session: ClientSession) -> bool:
-        ended = self._partitions.collection.update_one(claim_filter(claim), {"$unset": {"claim": ""}}, session=session)
+    def _end(self, claim: Claim, write: Callable[[Session], Steps[None]], session: Session) -> Steps[bool]:
+        partitions = see_collection(self._partitions.collection, session)
+        ended = yield partitions.update_one(claim_filter(claim), {"$unset": {"claim": ""}}, session=session)
         if ended.matched_count:
-            write(session=session)
+            yield from write(session)
         return bool(ended.matched_count)
 
     # -- parked keys -------------------------------------------------------------------------------
 
-    def _remove_letter(self, guard: Mapping[str, Any], session: ClientSession) -> tuple[DeadChange | None, bool]:
+    def _remove_letter(self, guard: Mapping[str, Any], session: Session) -> Steps[tuple[DeadChange | None, bool]]:
         """Remove a dead letter. Return it, and whether it was the first of its parked key."""
-        found = self._letters.header(str(guard["_id"]), session)
+        found = yield from self._letters.find_header(str(guard["_id"]), session)
         first = None
         if found is not None and found.parked is not None:
-            first = self._letters.first_waiting(found.subscription, found.parked, session)
-        if found is None or not self._dead_letters.delete_one(guard, session=session).deleted_count:
+            first = yield from self._letters.find_waiting(found.subscription, found.parked, session)
+        if found is None:
+            return None, False
+        removed = yield see_collection(self._dead_letters, session).delete_one(guard, session=session)
+        if not removed.deleted_count:
             return None, False
         return found, first is not None and first.document_id == found.document_id
 
     def _release_key(
-        self, gone: DeadChange, to: tuple[int, int] | None, session: ClientSession, *, over_newer: bool
-    ) -> None:
+        self, gone: DeadChange, to: tuple[int, int] | None, session: Session, *, over_newer: bool
+    ) -> Steps[None]:
         """
         After removing a dead letter of a parked key, request the next one, or release the key if there is none.
 
@@ -344,32 +354,32 @@ class Replays:
             to: term and index of the partition for the next one. None if it continues to wait.
         """
         assert gone.parked is not None, "it waited for its key"
-        following = self._letters.first_waiting(gone.subscription, gone.parked, session)
+        following = yield from self._letters.find_waiting(gone.subscription, gone.parked, session)
         hash_ = Int64(to_signed(gone.parked))
         change: dict[str, Any] = {"$inc": {"removed": Int64(1)}}
         if following is None:
             change["$pull"] = {"parkedKeys": {"hash": hash_}}
         holding = {"_id": ids_under(f"{self._bridge}/{gone.subscription}"), "parkedKeys.hash": hash_}
-        self._partitions.collection.update_many(holding, change, session=session)
+        yield see_collection(self._partitions.collection, session).update_many(holding, change, session=session)
         if following is not None and to is not None:
-            self._ask_next(following, *to, session, over_newer=over_newer)
+            yield from self._ask_next(following, *to, session, over_newer=over_newer)
 
     def _ask_next(
-        self, letter: DeadChange, partitioning: int, partition: int, session: ClientSession, *, over_newer: bool
-    ) -> None:
+        self, letter: DeadChange, partitioning: int, partition: int, session: Session, *, over_newer: bool
+    ) -> Steps[None]:
         """
         Request the replay of a dead letter, unless it is already requested.
 
         If the previous replay was allowed to overwrite newer data, this one is as well, because its change is newer.
         """
-        key = {"_id": letter.document_id}
+        key, dead_letters = {"_id": letter.document_id}, see_collection(self._dead_letters, session)
         if letter.replay is not None:
             if over_newer:
-                self._dead_letters.update_one(key, {"$set": {"replay.overNewer": True}}, session=session)
+                yield dead_letters.update_one(key, {"$set": {"replay.overNewer": True}}, session=session)
             return
         assert letter.parked is not None, "it waits for its key"
         change = _request(letter.replays, partitioning, partition, letter.parked, over_newer=over_newer)
-        self._dead_letters.update_one(key, change, session=session)
+        yield dead_letters.update_one(key, change, session=session)
 
     # -- listener ------------------------------------------------------------------------------------
 

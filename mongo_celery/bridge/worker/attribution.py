@@ -22,6 +22,7 @@ times in a row.
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -39,7 +40,7 @@ _CHAIN_MAX = 16  # a chain of causes can be a circle
 _CLIENTS_OF_THE_BROKER = ("kombu", "celery.backends")
 _AUTORETRY = "celery.app.autoretry"
 _NO_ERROR = Exception()
-_SERVER_SELECTION = "pymongo.synchronous.topology"
+_SERVER_SELECTION = ("pymongo.synchronous.topology", "pymongo.asynchronous.topology")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +167,8 @@ def _is_infrastructure(error: BaseException) -> bool:
         return False  # the driver made this error after repeating a transaction for long enough
     if isinstance(error, OperationalError) or is_outage(error):
         return True
-    if isinstance(error, SoftTimeLimitExceeded):
-        return any(module == _SERVER_SELECTION for module in _modules(error.__traceback__))
+    if isinstance(error, SoftTimeLimitExceeded | CancelledError):  # a coroutine is canceled by the limit
+        return any(module in _SERVER_SELECTION for module in _modules(error.__traceback__))
     if isinstance(error, OSError) or type(error).__module__.startswith("redis."):
         return any(_belongs_to(module, _CLIENTS_OF_THE_BROKER) for module in _modules(error.__traceback__))
     return False

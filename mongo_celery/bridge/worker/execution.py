@@ -34,9 +34,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from bson.errors import BSONError
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
+from pymongo import AsyncMongoClient, MongoClient
+from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Changes, token_data
+from mongo_celery.bridge.event_loop import EVENT_LOOP
 from mongo_celery.bridge.state.claims import Claim, name_place, new_owner
 from mongo_celery.bridge.worker.attribution import (
     Attempt,
@@ -55,14 +58,13 @@ from mongo_celery.bridge.worker.parts import Parts, read_document_key
 from mongo_celery.bridge.worker.replay_subject import ReplaySubject
 from mongo_celery.bridge.worker.subject import WAITS, RunSubject, Subject
 from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, OutdatedChangeError, StaleFencingTokenError
-from mongo_celery.mongo.opening import renew_connections, start_session
+from mongo_celery.mongo.opening import STRICT, renew_connections
 from mongo_celery.mongo.repeating import Pauses, retry_until_answered
+from mongo_celery.mongo.steps import Session, Steps
 from mongo_celery.mongo.verdicts import brief, error_text, explain_error, is_transient
 from mongo_celery.outbox.once import RunningElsewhereError
 
 if TYPE_CHECKING:
-    from pymongo.client_session import ClientSession
-
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.wiring import Wiring
     from mongo_celery.bridge.worker.envelope import Run
@@ -111,6 +113,7 @@ class Execution:
         attempt: the current call of the handler.
         session: the session of the handler's transactions. None if there is none, or if its last commit got no answer.
         begun: True if `before_start` has run under its claim.
+        request: the worker's request for its message.
     """
 
     claim: Claim
@@ -136,8 +139,9 @@ class Execution:
         runtime = self.subject.runtime
         options = runtime.options
         self.attempt = Attempt()
-        self.session: ClientSession | None = None
+        self.session: Session | None = None
         self.begun = False
+        self.request: Any = None
         self._wiring = wiring
         self._options = options
         self._claims = runtime.store.claims
@@ -162,12 +166,19 @@ class Execution:
             Exception: the first change failed permanently, and the failure policy was applied.
         """
         if self.handler.transactional:
-            self.session = start_session(self._wiring.client)
+            self.session = self._client.start_session(default_transaction_options=STRICT)
         try:
             self._execute(call)
         finally:
-            if self.session is not None:
+            if isinstance(self.session, AsyncClientSession):
+                EVENT_LOOP.get().begin(self.session.end_session)
+            elif self.session is not None:
                 self.session.end_session()
+
+    @property
+    def _client(self) -> MongoClient[Any] | AsyncMongoClient[Any]:
+        """The client of the handler's transactions."""
+        return self._wiring.async_client if self.handler.is_async else self._wiring.client
 
     def _execute(self, call: Call) -> None:
         started = time.monotonic()
@@ -466,19 +477,24 @@ class Execution:
             self._supersede("renewal")
         self._beat.renewed = started
 
-    def write_in_transaction(self, session: ClientSession) -> None:
-        """Write the current part's outcome as the last write of the handler's transaction, or raise SupersededError."""
-        parts, claim = self._parts, self.claim
-        outcome = self.subject.succeed(claim, parts.end)[0] if parts.is_last else self._runs.advance(claim, parts.end)
-        if not outcome.write(session=session):
+    def write_in_transaction(self, session: Session) -> Steps[None]:
+        """
+        Write the current part's outcome as the last write of the handler's transaction, as steps.
+
+        Raises:
+            SupersededError: a newer execution decides.
+        """
+        parts = self._parts
+        write = self.subject.succeed_inside if parts.is_last else self._runs.advance_inside
+        if not (yield from write(session, self.claim, parts.end)):
             raise SupersededError
 
-    def find_session(self, handler: Handler) -> ClientSession | None:
+    def find_session(self, handler: Handler) -> Session | None:
         """Return the session for this handler's transaction. None if one handler calls another, or itself."""
         is_free = self.session is not None and not self.session.in_transaction
         return self.session if is_free and self.handler is handler else None
 
-    def give_session(self) -> ClientSession:
+    def give_session(self) -> Session:
         """Hand the session of the handler's transactions to a caller, which then ends it."""
         session, self.session = self.session, None
         assert session is not None, "a transactional handler has one session"
@@ -505,7 +521,9 @@ class Execution:
             parts.fail(given[place])
             self.attempt.offset, self.attempt.error = given[place], error
             self._failure = self.attempt
-        is_over = self.handler.transactional and self.session is None and not self._is_settled
+        # A canceled coroutine that has not ended may still use the session.
+        is_free = self.session is not None and not self.session.in_transaction
+        is_over = self.handler.transactional and not is_free and not self._is_settled
         if is_over or self._needs_time(error, given):
             return self._split_up(error)
         if place is None:
@@ -605,7 +623,7 @@ class Execution:
         attempt = self.attempt
         if isinstance(error, RunningElsewhereError):
             return WaitReason(str(error.message))
-        renew_connections(self._wiring.client, error)
+        renew_connections(self._client, error)
         outage, conflict = infrastructure_cause(error), conflict_cause(error)
         if has_reached_limit(error, attempt.timeout):
             outage, conflict = attempt.outage, attempt.conflict or conflict

@@ -40,6 +40,9 @@ _SIGNALLED = range(-255, -191)
 _NEAR = 0.9
 """Share of a hard time limit after which a signal counts as the limit's own."""
 
+_GREEN_POOLS = ("gevent", "eventlet")
+"""Pools in which all threads are one, so that no second one can run an event loop."""
+
 _START_SECONDS = 1.0
 """Seconds that a task may need to start, while the clock of its limit runs."""
 
@@ -156,6 +159,31 @@ def _note_limits(instance: Any = None, **_: Any) -> None:
     """Note the worker's time limits from command line or configuration. They also apply to handlers."""
     if instance is not None:
         worker_limits[instance.app] = (instance.time_limit, instance.soft_time_limit)
+
+
+@signals.celeryd_after_setup.connect(weak=False)
+def _refuse_pool(instance: Any = None, **_: Any) -> None:
+    """End a worker whose pool has no place for an event loop, if it consumes a queue of a coroutine handler."""
+    pool = instance and instance.pool_cls.__module__.rpartition(".")[2]
+    if pool not in _GREEN_POOLS:
+        return
+    consumed = instance.app.amqp.queues.consume_from
+    for wiring in BRIDGES.of(instance.app):
+        names = [
+            handler.name
+            for handler in wiring.handlers
+            if handler.is_async and not consumed.keys().isdisjoint(wiring.options.queue_names(handler.group))
+        ]
+        if names:
+            logger.critical(
+                "the worker ends, because its pool %s cannot run the coroutine handlers %s of bridge %s. Use --pool "
+                "prefork, threads or solo, or leave their queues to another worker with -Q",
+                pool,
+                ", ".join(names),
+                wiring.name,
+                extra={"event": "pool_refused", "bridge": wiring.name},
+            )
+            raise SystemExit(1)
 
 
 @signals.after_setup_logger.connect(weak=False)

@@ -53,14 +53,13 @@ class Outcome:
 
     Attributes:
         name: name of the outcome in logs.
-        write: records it under the claim. With `session=` it joins that session's transaction. Returns False if a newer
-            execution decides.
+        write: records it under the claim. Returns False if a newer execution decides.
         raises: the exception for Celery. None for success.
         report: logs it after it is written, and sends its signal. None for routine outcomes.
     """
 
     name: str
-    write: Callable[..., bool]
+    write: Callable[[], bool]
     raises: BaseException | None = None
     report: Callable[[], None] | None = None
 

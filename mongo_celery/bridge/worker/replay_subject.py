@@ -23,6 +23,7 @@ from mongo_celery.bridge.worker.attribution import cause_text
 from mongo_celery.bridge.worker.outcome import NOT_STORABLE, Decision, Outcome, retry_text
 from mongo_celery.bridge.worker.subject import Subject, count_attempts
 from mongo_celery.errors import CommandRefusedError, StaleFencingTokenError
+from mongo_celery.mongo.steps import Session, Steps
 from mongo_celery.mongo.verdicts import error_text, traceback_text
 from mongo_celery.signals import change_dead_lettered, send_signal
 
@@ -148,6 +149,11 @@ class ReplaySubject(Subject):
             Outcome("handled", partial(self._store.replays.succeed, claim, self._letter_id), report=self._log_success),
             self._leave(claim, KEPT, "", claim.retries + claim.crashes + 1),
         ]
+
+    def succeed_inside(self, session: Session, claim: Claim, end: int) -> Steps[bool]:
+        """Remove the dead letter in the transaction of the handler."""
+        del end
+        return self._store.replays.succeed_inside(session, claim, self._letter_id)
 
     def fail(self, claim: Claim, offset: int, error: Exception) -> Decision:
         """Keep the dead letter with this error."""

@@ -26,7 +26,14 @@ from mongo_celery.bridge.existing import dead_letter_name, is_existing, is_unrea
 from mongo_celery.bridge.fenced.fence import Fence, Origin
 from mongo_celery.bridge.partitioning import make_origin
 from mongo_celery.bridge.state.backlog import StoredChange, backlog_id, holds_token, refuse_damaged
-from mongo_celery.bridge.state.claims import PARKED_MAX, Claim, name_place
+from mongo_celery.bridge.state.claims import (
+    PARKED_MAX,
+    Claim,
+    build_advance,
+    build_finished,
+    build_handled,
+    name_place,
+)
 from mongo_celery.bridge.state.dead_letters import (
     FAILED,
     PARKED,
@@ -43,6 +50,7 @@ from mongo_celery.bridge.worker.outcome import NOT_STORABLE, Decision, Outcome, 
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.steps import Session, Steps
 from mongo_celery.mongo.verdicts import error_text, storable, traceback_text
 from mongo_celery.signals import change_dead_lettered, change_halted, send_signal
 
@@ -172,6 +180,10 @@ class Subject(ABC):
     @abstractmethod
     def succeed(self, claim: Claim, end: int) -> Decision:
         """Decide the outcome after all changes before an offset are done."""
+
+    @abstractmethod
+    def succeed_inside(self, session: Session, claim: Claim, end: int) -> Steps[bool]:
+        """Write this outcome in the transaction of the handler, as steps. Return False if a newer execution decides."""
 
     @abstractmethod
     def fail(self, claim: Claim, offset: int, error: Exception) -> Decision:
@@ -307,9 +319,18 @@ class RunSubject(Subject):
 
     def succeed(self, claim: Claim, end: int) -> Decision:
         """Decide the outcome after all changes before an offset are done."""
-        claims, run = self._store.claims, self.run
-        write = claims.finish if run.is_inline or claim.first != run.first else claims.handle
+        claims = self._store.claims
+        write = claims.finish if self._has_no_link(claim) else claims.handle
         return [Outcome("handled", partial(write, claim, *self.reach(end)))]
+
+    def succeed_inside(self, session: Session, claim: Claim, end: int) -> Steps[bool]:
+        """Write this outcome in the transaction of the handler."""
+        build = build_finished if self._has_no_link(claim) else build_handled
+        return self._store.claims.write_inside(session, claim, build(claim, *self.reach(end)))
+
+    def _has_no_link(self, claim: Claim) -> bool:
+        """Return True if no commit task follows the run, or its position has moved since the claim."""
+        return self.run.is_inline or claim.first != self.run.first
 
     def advance(self, claim: Claim, end: int, passed_over: Mapping[str, Any] | None = None) -> Outcome:
         """
@@ -321,6 +342,11 @@ class RunSubject(Subject):
         row = self._token_of_existing(end)
         write = partial(self._store.claims.advance, claim, *self.reach(end), passed_over=passed_over, row=row)
         return Outcome("progress", write)
+
+    def advance_inside(self, session: Session, claim: Claim, end: int) -> Steps[bool]:
+        """Write this outcome in the transaction of the handler, as steps. Return False if a newer execution decides."""
+        change = build_advance(*self.reach(end), self._token_of_existing(end))
+        return self._store.claims.write_inside(session, claim, change)
 
     def split(self, claim: Claim, error: BaseException) -> Decision:
         """Decide to send the rest of the run one by one, so each change has its handler's full time."""

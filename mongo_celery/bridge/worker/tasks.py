@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -25,10 +26,12 @@ from celery import Celery
 from celery.app.task import Task
 from celery.exceptions import Ignore, Reject, Retry
 from kombu.utils.imports import symbol_by_name
+from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.errors import PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.bridge.change import Change, ChangeFailed, Changes
+from mongo_celery.bridge.event_loop import EVENT_LOOP
 from mongo_celery.bridge.state.claims import name_place
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
@@ -38,16 +41,15 @@ from mongo_celery.bridge.worker.execution import ANSWER_SECONDS, Execution, curr
 from mongo_celery.bridge.worker.limits import RUN_SECONDS
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
+from mongo_celery.mongo.steps import Session, Steps, run_async, run_sync, see_collection, transact
 from mongo_celery.mongo.transaction.ending import raise_lock_error, raise_rollback_only
 from mongo_celery.mongo.transaction.scopes import current as open_session
-from mongo_celery.mongo.transaction.scopes import join_transaction, open_scope
+from mongo_celery.mongo.transaction.scopes import join_transaction, open_scope, refuse_coroutine
 from mongo_celery.mongo.verdicts import error_text, is_transient, is_unanswered
 from mongo_celery.quantities import number
 from mongo_celery.tracing import committing, continue_trace, is_heard, processing
 
 if TYPE_CHECKING:
-    from pymongo.client_session import ClientSession
-
     from mongo_celery.bridge.handlers import Handler
     from mongo_celery.mongo.transaction.scopes import TransactionScope
 
@@ -61,6 +63,10 @@ _LINK_RETRIES = {
 }  # for a connection that has gone stale; more would hold the slot
 _ENDING_SECONDS = 5.0
 _LIMIT_REACHED = 0.9  # the driver gives up a little early: a much earlier error comes from the handler's own limit
+NOT_AWAITED = (
+    "The handler returned a coroutine that nothing awaits, so it has done nothing. Write it as async def, and let its "
+    "decorators return coroutine functions."
+)
 PROTOCOL_ATTRIBUTES: dict[str, Any] = {
     "acks_late": True,
     "acks_on_failure": True,
@@ -126,7 +132,6 @@ class ChangeTask(SignedTask):
     shares_messages = True
     """One message may contain several changes, so its id is not a change's id. `once` needs to know."""
     if TYPE_CHECKING:
-        request: Any
         run: Callable[..., Any]
         app: Celery
         name: str
@@ -141,6 +146,15 @@ class ChangeTask(SignedTask):
         if "before_start" in vars(cls):
             cls._begin = vars(cls)["before_start"]  # type: ignore[method-assign]
             del cls.before_start
+
+    @property
+    def request(self) -> Any:
+        """The worker's request. A coroutine, its tasks and its threads have that of their execution."""
+        found = self.request_stack.top  # type: ignore[attr-defined]
+        execution = current.get() if found is None else None
+        if execution is not None and execution.handler.task_name == self.name:
+            found = execution.request
+        return super().request if found is None else found  # type: ignore[misc]
 
     def before_start(self, *arguments: Any) -> None:
         """Call the user's `before_start` under a claim. Without one, as when Celery calls it, do nothing."""
@@ -196,16 +210,16 @@ class ChangeTask(SignedTask):
     def _call_handler(self, given: Change | Changes, retries: int) -> None:
         request, execution = self.request, current.get()
         assert execution is not None, "a handler runs under a claim"
-        request.retries = retries
+        request.retries, execution.request = retries, request
         if not execution.begun:
             self._begin(request.id, request.args, request.kwargs)
             execution.begun = True
         inherited = super().__call__  # type: ignore[misc]
         if getattr(inherited, "__func__", None) is Task.__call__:
-            self.run(given)  # Celery's own would push another request, without attempts
+            refuse_coroutine(self.run(given), NOT_AWAITED)  # Celery's own would push another request, without attempts
             return
         request._protected = 0  # noqa: SLF001 - a run of several changes passes here several times
-        inherited(given)
+        refuse_coroutine(inherited(given), NOT_AWAITED)
 
     def signature_from_request(self, *_args: Any, **_kwargs: Any) -> ParkedSignature:
         """Return a signature that publishes nothing, because the execution stores the retry."""
@@ -305,6 +319,8 @@ def make_task(wiring: Wiring, app: Celery, handler: Handler, options: dict[str, 
     function = handler.function if handler.batch_size is None else report_failed_change(handler.function)
     if handler.transactional:
         function = in_transaction(wiring, handler, function)
+    if handler.is_async:
+        function = on_event_loop(handler, function)
     base = options.pop("base", None)
     ignored = tuple(options.pop("dont_autoretry_for", ()))
     register: Any = app.task
@@ -328,17 +344,16 @@ def report_failed_change(function: Callable[..., Any]) -> Callable[..., Any]:
     So `autoretry_for`, a transaction's driver and other outer code see the error itself.
     """
 
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
+    def call(*args: Any) -> Steps[Any]:
         execution = current.get()
         if execution is None:  # a direct call in a unit test
-            return function(*args)
+            return (yield function(*args))
         # If a handler calls another one's function, that reports about another list.
         is_own = execution.handler.function is function
         if is_own:
             execution.attempt.failed = None
         try:
-            return function(*args)
+            return (yield function(*args))
         except ChangeFailed as failed:
             if is_own and failed.changes is args[-1]:  # of its own list: no change is known to be finished
                 execution.attempt.failed = failed.place
@@ -347,7 +362,7 @@ def report_failed_change(function: Callable[..., Any]) -> Callable[..., Any]:
                 raise
         raise error
 
-    return run
+    return _wrap(function, call)
 
 
 def in_transaction(wiring: Wiring, handler: Handler, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -358,23 +373,54 @@ def in_transaction(wiring: Wiring, handler: Handler, function: Callable[..., Any
     `autoretry_for`, which would otherwise catch transient errors before the driver can repeat the body.
     """
 
-    @functools.wraps(function)
-    def run(*args: Any) -> Any:
+    def call(*args: Any) -> Steps[Any]:
         execution = current.get()
         if execution is None:  # a direct call in a unit test
-            return function(*args)
+            return (yield function(*args))
         session = execution.find_session(handler)
         if session is None:
-            return _join(wiring, handler, function, args)
-        _commit_handled(wiring, execution, session, function, args)
-        return None
+            return (yield from _join(wiring, handler, function, args))
+        return (yield from _commit_handled(wiring, execution, session, function, args))
+
+    return _wrap(function, call)
+
+
+def on_event_loop(handler: Handler, function: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    Return a plain function that runs a handler's coroutine function on the process's event loop.
+
+    An execution waits for its end. Another call, in a unit test or by another handler, returns a coroutine.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        loop, execution = EVENT_LOOP.get(), current.get()
+        call = functools.partial(function, *args)
+        if loop.is_here:
+            return call()
+        is_own = execution is not None and execution.handler.name == handler.name
+        return loop.run(call) if is_own else loop.call(call)
 
     return run
 
 
+def _wrap(function: Callable[..., Any], call: Callable[..., Steps[Any]]) -> Callable[..., Any]:
+    """Return a function, or a coroutine function, that runs the steps of a call of this one."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        return run_sync(call(*args))
+
+    @functools.wraps(function)
+    async def run_coroutine(*args: Any) -> Any:
+        return await run_async(call(*args))
+
+    return run_coroutine if inspect.iscoroutinefunction(function) else run
+
+
 def _commit_handled(
-    wiring: Wiring, execution: Execution, session: ClientSession, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+    wiring: Wiring, execution: Execution, session: Session, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Steps[None]:
     """Run a handler's own transaction. Its effects and its mark are committed when this returns."""
     *before, change = args
     seconds, started = wiring.options.transaction_seconds, time.monotonic()
@@ -382,11 +428,13 @@ def _commit_handled(
     def is_at_limit() -> bool:
         return time.monotonic() - started >= seconds * _LIMIT_REACHED
 
-    def body(session: ClientSession) -> None:
+    def body(session: Session) -> Steps[None]:
         scope.reset_attempt()
         try:
-            _run_body(scope, session, lambda: function(*before, change.with_session(session)))
-            execution.write_in_transaction(session)
+            yield from _run_body(scope, session, lambda: function(*before, change.with_session(session)))
+            if isinstance(session, AsyncClientSession):
+                yield scope.await_writes()
+            yield from execution.write_in_transaction(session)
         except Exception as error:
             if not is_at_limit():
                 execution.attempt.note_body_error(error)
@@ -394,7 +442,7 @@ def _commit_handled(
 
     try:
         with open_scope(session, seconds) as scope, pymongo.timeout(seconds):
-            session.with_transaction(body, ReadConcern("snapshot"))
+            yield transact(session.client, session, body, ReadConcern("snapshot"))
     except PyMongoError as error:
         # The body did not prevent a commit without an answer.
         if error.timeout and is_at_limit() and not error.has_error_label("UnknownTransactionCommitResult"):
@@ -403,13 +451,16 @@ def _commit_handled(
             _end_later(wiring, execution.give_session())
         raise
     execution.note_commit()
-    scope.run_callbacks()
+    if isinstance(session, AsyncClientSession):
+        yield scope.await_callbacks()
+    else:
+        scope.run_callbacks()
 
 
-def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: tuple[Any, ...]) -> Steps[Any]:
     """Run the function inside another handler or part. The outer execution commits this with its own effects."""
     *before, change = args
-    session = open_session(wiring.client)
+    session = open_session(wiring.async_client if handler.is_async else wiring.client)
     if session is None:
         raise HandlerUsageError(
             f"{handler.name} has transactional=True, but the handler that calls it has no open transaction, so its "
@@ -417,34 +468,39 @@ def _join(wiring: Wiring, handler: Handler, function: Callable[..., Any], args: 
             "plain function."
         )
     with join_transaction(session):
-        return function(*before, change.with_session(session))
+        return (yield function(*before, change.with_session(session)))
 
 
-def _run_body(scope: TransactionScope, session: ClientSession, handle: Callable[[], object]) -> None:
+def _run_body(scope: TransactionScope, session: Session, handle: Callable[[], object]) -> Steps[None]:
     """Run the handler as the body of `transactional`. Joined calls and locks may have made it rollback-only."""
     try:
-        handle()
+        refuse_coroutine((yield handle()), NOT_AWAITED)
     except Exception as error:
         raise_lock_error(scope, error)
         raise
     raise_rollback_only(scope, session)
 
 
-def _end_later(wiring: Wiring, session: ClientSession) -> None:
+def _end_later(wiring: Wiring, session: Session) -> None:
     """
     End a transaction that a lost answer may have left open on the server, as soon as the server answers.
 
     Otherwise its documents stay locked for `transactionLifetimeLimitSeconds`. A newer transaction of the same session
     ends it, even if its last command never arrived.
     """
-    partitions = wiring.client[wiring.options.database]["partitions"]
+    partitions = see_collection(wiring.client[wiring.options.database]["partitions"], session)
 
-    def end() -> bool:
-        with pymongo.timeout(_ENDING_SECONDS), session.start_transaction():
-            partitions.find_one({"_id": None}, session=session)
-        session.end_session()
+    def read(inside: Session) -> Steps[None]:
+        yield partitions.find_one({"_id": None}, session=inside)
+
+    def steps() -> Steps[bool]:
+        with pymongo.timeout(_ENDING_SECONDS):
+            yield transact(session.client, session, read)
+        yield session.end_session()
         return True
 
+    is_async = isinstance(session, AsyncClientSession)
+    end = (lambda: EVENT_LOOP.get().run(lambda: run_async(steps()))) if is_async else (lambda: run_sync(steps()))
     wiring.of_process(DeferredWrites).add("the end of a transaction", end)
 
 

@@ -35,7 +35,8 @@ from mongo_celery.mongo import verdicts
 from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.transaction.scopes import Session, TransactionScope
+from mongo_celery.mongo.steps import Session
+from mongo_celery.mongo.transaction.scopes import TransactionScope
 
 _TRANSIENT = "TransientTransactionError"
 _UNKNOWN_RESULT = "UnknownTransactionCommitResult"

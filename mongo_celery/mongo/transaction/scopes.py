@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contex
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import pymongo
 from celery.exceptions import SoftTimeLimitExceeded
@@ -40,14 +40,12 @@ from mongo_celery.errors import ConfigurationError, DocumentLockedError, Transac
 from mongo_celery.mongo.cluster import connections_in_transaction, is_same_cluster, wait_for_answer
 from mongo_celery.mongo.opening import AsyncClient, Client, resolve_client
 from mongo_celery.mongo.redaction import format_traceback
+from mongo_celery.mongo.steps import Session
 
 logger = logging.getLogger("mongo_celery.locking")
 
 _LEAST_SECONDS = 0.001
 """An expired limit. PyMongo takes 0 for no limit."""
-
-Session = ClientSession | AsyncClientSession
-"""A session of either kind of client."""
 
 Result = TypeVar("Result")
 Callback = Callable[[], object]
@@ -67,6 +65,7 @@ class TransactionScope:
         deadline: the deadline on the monotonic clock. No attempt begins after it. Infinite while a `with` has no limit.
         owner: the process, thread and asyncio task that began it.
         seconds: the seconds for the commit of a `with` whose body has no limit.
+        around: the sessions of Django's transactions that were open when it began.
         is_open: False after its end.
         attempts: number of attempts so far.
         transient_error: the last error that another attempt followed.
@@ -83,6 +82,7 @@ class TransactionScope:
     deadline: float
     owner: Owner
     seconds: float
+    around: WeakSet[Session] = field(default_factory=WeakSet)
     is_open: bool = True
     attempts: int = 0
     transient_error: BaseException | None = None
@@ -197,6 +197,7 @@ def open_scope(session: Session, seconds: float, *, is_limited: bool = True) -> 
         ),
         owner=get_owner(),
         seconds=seconds,
+        around=WeakSet(connection.session for connection in connections_in_transaction()),
     )
     _of_session[session] = scope
     _scopes.set((scope, *_open_scopes()))
@@ -358,8 +359,8 @@ def current(client: Any) -> Any:
             raise ConfigurationError(
                 "A transaction of another client of this cluster is open here. This client cannot join it: its "
                 "writes would stay after an abort. Use the client of the open transaction: session.client, or "
-                "bridge.client in a handler. For an independent transaction, use transactional(client, "
-                "independent=True)."
+                "bridge.client in a handler, or bridge.async_client in an async handler. For an independent "
+                "transaction, use transactional(client, independent=True)."
             )
     return None
 
@@ -442,22 +443,33 @@ def sending_session() -> Session | None:
     """
     Return the session of the transaction to which a message from here belongs. None in `outside_transactions`.
 
-    A transaction of `transactional` includes asyncio tasks that its body starts. The next choice is Django's `atomic`.
+    It is the innermost one of `transactional` and of Django's `atomic`. A transaction of `transactional` includes
+    asyncio tasks that its body starts.
     """
     skipped = _skipped.get()
     return next((session for session in _sending_sessions() if session not in skipped), None)
 
 
 def _sending_sessions() -> Iterator[Session]:
-    here = get_owner()[:2]
+    """Yield the sessions of the transactions that are open here, innermost first."""
+    here, others = get_owner()[:2], [connection.session for connection in connections_in_transaction()]
     for scope in _open_scopes():
         session = scope.reference()
         if scope.owner[:2] == here and scope.takes_writes and session is not None and session.in_transaction:
+            yield from (other for other in others if other not in scope.around)
+            others = [other for other in others if other in scope.around]
             yield session
-    yield from (connection.session for connection in connections_in_transaction())
+    yield from others
 
 
-def is_beside_transaction() -> bool:
-    """Return True if another thread or task of this process started this one inside an open transaction."""
-    others = {*_open_scopes()} - {*_scopes_here()}
-    return any(scope.is_in_transaction and scope.owner[0] == os.getpid() for scope in others)
+def is_beside_transaction(client: Any = None) -> bool:
+    """
+    Return True if another thread or task of this process started this one inside an open transaction.
+
+    Args:
+        client: its cluster must be that of the transaction. By default any.
+    """
+    others = [scope for scope in {*_open_scopes()} - {*_scopes_here()} if scope.owner[0] == os.getpid()]
+    return any(
+        scope.is_in_transaction and (client is None or is_same_cluster(scope.client, client)) for scope in others
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from base64 import b64decode
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
             assert codes == [200, 409, 200, 409], codes
             assert browser.get(f"/orders/{order}").status_code == 404
             wait_for(lambda: set(_stored(shop)) == {"_id", "customer", "status"}, message="nothing is pending")
-            namespace["show"](_change(_stored(shop), client))
+            asyncio.run(namespace["show"](_change(_stored(shop), client)))
             assert browser.get(f"/orders/{order}").json()["text"] == "Eve: canceled"
             many = _cancel_at_a_time(browser)
             assert browser.post(f"/orders/{order}/notes", params={"text": "late"}).status_code == 201
@@ -43,7 +44,7 @@ def prepared(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
         wanted = {(each, what) for each in (order, *many) for what in ("placed", "paid", "canceled")}
         wait_for(lambda: _sent(broker) == wanted, message=lambda: f"sent: {_sent(broker)}")
         last = [("_id", -1)]
-        deliver = lambda: namespace["show"](_change(shop.orders.find_one(sort=last), client))  # noqa: E731
+        deliver = lambda: asyncio.run(namespace["show"](_change(shop.orders.find_one(sort=last), client)))  # noqa: E731
         namespace["test_an_order_gets_its_line"](SimpleNamespace(deliver=deliver))
 
 

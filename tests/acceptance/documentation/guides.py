@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import io
 import logging
@@ -114,9 +115,13 @@ def handlers(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
 
         bridge = namespace["bridge"]
         names = {handler.name for handler in bridge.handlers}
-        assert names == {"bill", "send_invoice", "call_partner", "mirror_order"}, names
+        assert names == {"bill", "send_invoice", "mirror_order", "call_partner", "remind", "mirror_status"}, names
         assert namespace["bill"].max_retries == 5
         namespace["client"].close()
+        fence = Fence("shop/mirror_status", 0, 0, 1)
+        order = Change.build("insert", ns="shop.orders", full_document={"_id": 1, "status": "new"}, fence=fence)
+        asyncio.run(namespace["mirror_status"](order))
+        assert client.shop.statuses.find_one({}, {"_fence": 0}) == {"_id": 1, "status": "new"}
         _mirrors(bridge, client, mongo_url)
 
 

@@ -1,14 +1,22 @@
-"""The handlers: one collection each, all with the same body, registered with different options."""
+"""
+The handlers: one collection each, all with the same body, registered with different options.
+
+With `SCRIPTED_ASYNC` they are coroutine functions, which act in threads and write by the bridge's asyncio client. Then
+a document can also ask them to act `on_loop`, or to await for seconds (`awaits`), and a cancel is recorded.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mongo_celery import Change, Changes
 from mongo_celery.bridge.worker.execution import current
 from mongo_celery.errors import StaleFencingTokenError
+from mongo_celery.mongo.steps import Steps, run_async, run_sync
 from tests.rig.scripted.acts import WantedError, perform
 from tests.rig.scripted.application import DATA, bridge
 from tests.rig.scripted.recording import record, record_start
@@ -16,38 +24,52 @@ from tests.rig.scripted.recording import record, record_start
 _CHOSEN = set(filter(None, os.environ.get("SCRIPTED_HANDLERS", "").split(",")))
 """The handlers of this test; a bridge leads each of them, so fewer are quicker."""
 
+_IS_ASYNC = bool(os.environ.get("SCRIPTED_ASYNC"))
+
 Fact = dict[str, Any]
-Effect = Callable[[Change, Fact], None]
+Effect = Callable[[Change, Fact], Any]
 
 
-def _take_effect(change: Change, fact: Fact) -> None:
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function that blocks; for a coroutine, return the awaitable of a thread that does."""
+    return asyncio.to_thread(function, *arguments) if _IS_ASYNC else function(*arguments)
+
+
+def _take_effect(change: Change, fact: Fact) -> Steps[None]:
     """Keep one document for each handler, partition and partitioning, with the effects in the order of acceptance."""
     sink = f"{fact['handler']}-{fact['partition']}-{fact['partitioning']}"
     push = {"$push": {"effects": fact}}
+    client: Any = bridge.async_client if _IS_ASYNC else bridge.client
     if change.session is not None:
-        bridge.client[DATA]["sink"].update_one({"_id": sink}, push, upsert=True, session=change.session)
+        yield client[DATA]["sink"].update_one({"_id": sink}, push, upsert=True, session=change.session)
         return
     try:
-        change.fenced(f"{DATA}.sink").update_one({"_id": sink}, push, upsert=True)
+        yield change.fenced(client[DATA]["sink"]).update_one({"_id": sink}, push, upsert=True)
     except StaleFencingTokenError:
         record("refused", **fact)
         raise
 
 
-def add_handler(name: str, effect: Effect = _take_effect, **options: Any) -> None:
+def add_handler(name: str, effect: Effect | None = None, **options: Any) -> None:
     """Register a handler of the collection of its name, if the test has chosen it."""
-    if _CHOSEN and name not in _CHOSEN:
-        return
-
-    def handle(task: Any, change: Change) -> None:
-        _handle(task, name, change, effect)
-
-    handle.__name__ = name
-    handle.__qualname__ = name
-    bridge.on_change(f"{DATA}.{name}", name=name, bind=True, **options)(handle)
+    if not _CHOSEN or name in _CHOSEN:
+        register = bridge.on_change(f"{DATA}.{name}", name=name, bind=True, **options)
+        _register(name, register, lambda task, change: _handle(task, name, change, effect))
 
 
-def _handle(task: Any, name: str, change: Change, effect: Effect = _take_effect) -> None:
+def _register(name: str, register: Any, call: Callable[[Any, Any], Steps[None]]) -> None:
+    def handle(task: Any, given: Any) -> None:
+        run_sync(call(task, given))
+
+    async def handle_async(task: Any, given: Any) -> None:
+        await run_async(call(task, given))
+
+    chosen: Any = handle_async if _IS_ASYNC else handle
+    chosen.__name__ = chosen.__qualname__ = name
+    register(chosen)
+
+
+def _handle(task: Any, name: str, change: Change, effect: Effect | None = None) -> Steps[None]:
     document = change.full_document
     if document is None:  # a delete is of no interest here
         return
@@ -64,9 +86,19 @@ def _handle(task: Any, name: str, change: Change, effect: Effect = _take_effect)
     }
     more = {"retries": task.request.retries, "crashes": execution.claim.crashes, "replayed": change.replayed}
     start = record_start(fact, **more)
-    perform(task, document, start, after=False)
-    effect(change, fact)
-    perform(task, document, start, after=True)
+    act, asked = partial(perform, task, document, start, after=False), document.get("do") or {}
+    try:
+        yield act() or asyncio.sleep(0) if "on_loop" in asked else _call(act)
+        if "awaits" in asked:
+            yield asyncio.sleep(asked["awaits"])
+    except asyncio.CancelledError:
+        record("canceled", **fact)
+        raise
+    if effect is None:
+        yield from _take_effect(change, fact)
+    else:
+        yield _call(effect, change, fact)
+    yield _call(partial(perform, task, document, start, after=True))
     record("end", **fact, replayed=change.replayed)
 
 
@@ -75,19 +107,17 @@ def _list_handler(name: str, *, tells: bool, **options: Any) -> None:
     if _CHOSEN and name not in _CHOSEN:
         return
 
-    def handle(task: Any, changes: Changes) -> None:
+    def handle(task: Any, changes: Changes) -> Steps[None]:
         record("list", handler=name, count=len(changes), retries=task.request.retries)
         for change in changes:
             try:
-                _handle(task, name, change)
+                yield from _handle(task, name, change)
             except WantedError as error:
                 if tells:
                     raise changes.failed_at(change) from error
                 raise
 
-    handle.__name__ = name
-    handle.__qualname__ = name
-    bridge.on_changes(f"{DATA}.{name}", name=name, bind=True, batch_size=8, **options)(handle)
+    _register(name, bridge.on_changes(f"{DATA}.{name}", name=name, bind=True, batch_size=8, **options), handle)
 
 
 add_handler("plain")

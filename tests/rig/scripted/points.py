@@ -16,10 +16,11 @@ It happens once, for this process and all that it forks. The file `point` among 
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
@@ -65,11 +66,20 @@ def _around(step: str, before: Callable[[], None] | None = None, behind: Callabl
         if before is not None:
             before()
         found = original(*arguments, **options)
-        if behind is not None:
-            behind()
+        if behind is None:
+            return found
+        if inspect.isgenerator(found):  # steps, which run later
+            return _continue(found, behind)
+        behind()
         return found
 
     setattr(_CLASSES[kind], name, stepped)
+
+
+def _continue(steps: Generator[Any, Any, Any], behind: Callable[[], None]) -> Generator[Any, Any, Any]:
+    found = yield from steps
+    behind()
+    return found
 
 
 def _is_first() -> bool:

@@ -1,0 +1,82 @@
+"""A handler's delay in real processes: changes wait in memory and stored, and a take-over loses none."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from mongo_celery.bridge.options import LONGEST_BURST
+from mongo_celery.mongo.oplog import operation_time
+from tests.fixtures.process import wait_for
+from tests.rig.deployment import Deployment, MakeDeployment
+
+SECONDS = 4
+"""As `delay_handlers` has it; longer than a busy machine needs to write a burst."""
+HANDLERS = "tests.acceptance.delay_handlers"
+
+
+def read_seconds(moment: datetime) -> float:
+    """Seconds of a time as the server has stored it."""
+    return moment.replace(tzinfo=UTC).timestamp()
+
+
+def assert_waited(chain: Deployment, handler: str, count: int) -> None:
+    """P10: no change ran sooner than its delay after its change, by the clock of the server."""
+    found = [each for each in chain.data["times"].find() if f".{handler}/" in each["_id"]]
+    assert len(found) == count
+    early = [each for each in found if read_seconds(each["handled"]) - each["changed"].time < SECONDS]
+    assert early == []
+
+
+def test_delayed_changes_survive_a_take_over_in_memory_and_stored(deployment: MakeDeployment) -> None:
+    """P1, P2, P13: what waits is stored after `spill_after`, is shown, blocks nothing, and runs in its order."""
+    chain = deployment("delayed", include=HANDLERS, options={"spill_after": 0.5, "partitions": 2})
+    listener, _ = chain.both()
+    chain.write_many("delayed", ["a", "b", "c"], 2)
+    wait_for(lambda: chain.state["partitions"].find_one({"stored.reason": "delayed"}), message="changes are stored")
+    (handler,) = wait_for(lambda: [each for each in chain.changes("status")["handlers"] if each["delayed"]])
+    assert (handler["state"], handler["delay_seconds"]) == ("flowing", SECONDS)
+    assert chain.starts() == []
+    chain.write_many("delayed", ["d", "e"], 2)
+    listener.kill()
+    chain.listener("second")
+    chain.wait_done()
+    chain.judge()
+    assert_waited(chain, "delayed", len(chain.written))
+
+
+def test_the_last_state_of_a_burst_is_handled_once(deployment: MakeDeployment) -> None:
+    """P1: also if the listener changes in its middle; a document beside it is handled once as well."""
+    chain = deployment("settled", include=HANDLERS, options={"spill_after": 0.5, "partitions": 1})
+    listener, _ = chain.both()
+    for n in range(1, 11):
+        chain.give_up(chain.write("settled", "busy", n))
+    chain.write("settled", "calm", 1)
+    listener.kill()
+    for n in range(11, 21):
+        chain.give_up(chain.write("settled", "busy", n))
+    chain.listener("second")
+    chain.wait_done()
+    calls = [(each["key"], each["n"]) for each in chain.data["calls"].find()]
+    assert sorted(calls) == [("busy", 20), ("calm", 1)]
+    assert_waited(chain, "settled", 2)
+
+
+@pytest.mark.slow
+def test_a_document_that_never_becomes_quiet_is_handled_after_ten_delays(deployment: MakeDeployment) -> None:
+    """P17: not before, and its last state afterwards."""
+    chain = deployment("restless", include=HANDLERS, options={"partitions": 1})
+    chain.both()
+    calls, began = chain.data["calls"], operation_time(chain.client).time
+
+    def write_again() -> object:
+        chain.give_up(chain.write("restless", "busy", len(chain.written)))
+        return calls.find_one()
+
+    wait_for(write_again)
+    last = chain.written[-1].n
+    wait_for(lambda: calls.find_one({"n": last}), message="the last state is handled")
+    first, *_ = chain.data["times"].find().sort("handled")
+    assert read_seconds(first["handled"]) >= began + LONGEST_BURST * 2, "it changed all the time"
+    assert first["changed"].time > began, "and of what was due, it got the last"
