@@ -1,7 +1,7 @@
 """
-Celery's scheduler, of which one process leads by a lease in MongoDB.
+A scheduler for `celery beat`. Of any number of processes one leads, by a lease in MongoDB.
 
-Celery's beat calls `tick` in a loop. A turn of a standby tries to acquire the lease. A turn of the leader sends the
+Celery calls `tick` in a loop. A turn of a standby tries to acquire the lease. A turn of the leader sends the
 stored runs that are not sent yet, then lets Celery send what is due. Each run is stored first (see `entries`).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,11 +27,11 @@ from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.broker import connection as broker
-from mongo_celery.errors import ForeignBridgeError, LeaseLostError
+from mongo_celery.errors import ConfigurationError, ForeignBridgeError, LeaseLostError
 from mongo_celery.mongo.opening import renew_connections, with_majority
 from mongo_celery.mongo.oplog import check_topology
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import brief, explain_error
+from mongo_celery.mongo.verdicts import ErrorContext, brief, explain_error
 
 logger = logging.getLogger("mongo_celery.beat")
 
@@ -77,7 +78,8 @@ class Scheduler(beat.Scheduler):
         self._waits_for: object = None
         self._runs: dict[str, _Run] = {}
         self._publisher: tuple[Any, Any] | None = None
-        self._outages, self._failures = LogThrottle(), LogThrottle()
+        self._outages = LogThrottle()
+        self._failures: defaultdict[str, LogThrottle] = defaultdict(LogThrottle)
         self._is_busy = False
         super().__init__(app, *args, **options)
 
@@ -89,6 +91,8 @@ class Scheduler(beat.Scheduler):
     def setup_schedule(self) -> None:
         """Read the entries of the app. Their last runs are read by `tick`, when this beat leads."""
         for name, entry in self.app.conf.beat_schedule.items():
+            if not name or not isinstance(name, str):
+                raise ConfigurationError(f"the name of an entry of beat_schedule must be a text, not {name!r}.")
             fields = dict(entry)
             if fields.pop("enabled", True):
                 self.schedule[name] = self.Entry(**{**fields, "name": name, "app": self.app})
@@ -113,7 +117,8 @@ class Scheduler(beat.Scheduler):
             self._end_term()
         except PyMongoError as error:
             renew_connections(self._wiring.client, error)
-            if final := explain_error(error, self._wiring.state_concern):
+            grant = "readWrite there, or find, insert, update and remove on its collection beat, and find on drops"
+            if final := explain_error(error, ErrorContext(f"the state database {self._options.database}", grant)):
                 raise final from error
             self._heap = None  # Celery has removed the entry from it
             if self._outages.may_log():
@@ -138,10 +143,11 @@ class Scheduler(beat.Scheduler):
         if self._renewal is None and not self._try_to_lead():
             return _STANDBY_SECONDS
         self._check_lease()
-        self._correct_future_runs()
         self._send_runs()
         pause = min(super().tick(), _PAUSE_SECONDS)
-        if pause > 0:  # a connection that is idle may be cut without notice
+        if pause > 0:
+            self._correct_future_runs()
+        if pause == _PAUSE_SECONDS:  # a connection that is idle may be cut without notice
             self._close_publisher()
         return pause
 
@@ -189,7 +195,7 @@ class Scheduler(beat.Scheduler):
         )
 
     def _begin_term(self, term: Term) -> None:
-        """Read the last runs, and renew the lease from now on."""
+        """Begin to renew the lease, and read the last runs."""
         self._renewal = Renewal(self._leases, None, term, self._options.lease_ttl, holder="leading beat")
         self._renewal.start()
         try:
@@ -263,10 +269,14 @@ class Scheduler(beat.Scheduler):
             try:
                 self.apply_async(type(entry)(**{**dict(entry), "options": options}), self._open_producer(), False)
             except Exception as error:  # noqa: BLE001 - of the broker, of kombu or of the user's code
+                key = name if self._publisher else ""  # a broker that is away is one failure of all entries
                 self._close_publisher()
                 run.retry_at, self._heap = time.monotonic() + _PAUSE_SECONDS, None
-                if self._failures.may_log():
-                    text = "the run of entry %s cannot be sent, and is tried again. Later runs of this entry wait: %s"
+                if self._failures[key].may_log():
+                    text = (
+                        "the run of entry %s cannot be sent, so later runs of this entry wait. It is tried again. "
+                        "Check broker and arguments: %s"
+                    )
                     logger.error(text, name, short(error), extra={"event": "beat_run_unsent", "entry": name})
                 return False
             run.is_sent = True

@@ -160,7 +160,7 @@ def load_change(
         try:
             found = json.loads(found if is_text else Path(found).read_bytes())  # bytes: PowerShell writes UTF-16
         except ValueError as error:
-            raise HandlerUsageError(f"This case is not whole JSON ({error}). {_MAKE_CASE}") from error
+            raise HandlerUsageError(f"This case is not complete JSON ({error}). {_MAKE_CASE}") from error
     letters = found.get("dead_letters", [found]) if isinstance(found, Mapping) else found
     events = [each["event"] for each in letters or () if isinstance(each, Mapping) and "event" in each]
     if len(events) != 1:

@@ -331,6 +331,7 @@ def test_a_run_that_cannot_be_sent_stops_no_other_entry(
     beat = make_beat(
         {
             "broken": {"task": "shop.broken", "schedule": every_minute, "args": (object(),)},
+            "also broken": {"task": "shop.broken", "schedule": every_minute, "args": (object(),)},
             "sound": {"task": "shop.sound", "schedule": every_minute},
         }
     )
@@ -339,7 +340,8 @@ def test_a_run_that_cannot_be_sent_stops_no_other_entry(
         clock.time += MINUTE
         assert leads(beat)
         assert [each["headers"]["task"] for each in messages(redis_url)] == ["shop.sound"] * count
-    assert set(events(caplog)) == {"beat_run_unsent"}
+    reported = {getattr(each, "entry", None) for each in caplog.records if each.name == "mongo_celery.beat"}
+    assert reported == {"broken", "also broken"}
 
 
 def test_another_environment_is_refused(make_beat: MakeBeat, redis_url: str, stored: Collection[Document]) -> None:
@@ -363,6 +365,13 @@ def test_an_app_without_mongodb_or_a_name_is_refused(redis_url: str, mongo_url: 
     ):
         with pytest.raises(ConfigurationError):
             Scheduler(app, lazy=True)
+
+
+@pytest.mark.parametrize("name", ["", 1])
+def test_a_name_that_cannot_be_stored_is_refused(make_beat: MakeBeat, name: Any) -> None:
+    """Its beat would try to lead forever."""
+    with pytest.raises(ConfigurationError):
+        make_beat({name: {"task": "shop.count", "schedule": 60.0}})
 
 
 def test_a_bridge_names_the_state(mongo_url: str, redis_url: str, stored: Collection[Document]) -> None:

@@ -65,7 +65,7 @@ class Delay:
         self._elapsed = max(self._elapsed, place)
 
     def age(self, place: str, now: float) -> float:
-        """Return the seconds since the change at a place, by the server's clock. Infinite for a snapshot row."""
+        """Return the age in seconds of the change at a place, by the server's clock. Infinite for a snapshot row."""
         return now + self._ahead - self._due_time(place) + self._seconds
 
     def server_time(self, at: float) -> float:

@@ -7,7 +7,7 @@ The order of writes prevents losses:
 2. the partition is marked up to the last of them, guarded by the term.
 3. only then they are complete for the window, and a watermark after them may be stored.
 
-A crash between 1 and 2 leaves changes that nobody reads. A crash between 2 and 3 leaves changes that are read and
+A crash between 1 and 2 leaves changes that no run reads. A crash between 2 and 3 leaves changes that are read and
 stored again. After any error nothing is complete, and storing is tried again after a pause. While the mark is after the
 committed position, the partition runs from stored changes, by reference (`stored_range`, `read_back`). When that is
 done, the mark is cleared, and committed changes are removed (`removal`).
