@@ -183,7 +183,7 @@ def _log_failure(signal: Signal, receiver: object, error: BaseException) -> None
     from mongo_celery.mongo.redaction import short
 
     logger.error(
-        "a receiver of the signal %s has failed, so it may have notified nobody. Correct %r: %s: %s",
+        "a receiver of the signal %s has failed, so its notification may be missing. Correct %r: %s: %s",
         _name(signal),
         receiver,
         type(error).__name__,

@@ -42,6 +42,7 @@ def _number(found: re.Match[str]) -> str:
 # -- log records -----------------------------------------------------------------------------------
 
 LOGGERS = (
+    "mongo_celery.beat",
     "mongo_celery.http",
     "mongo_celery.indexes",
     "mongo_celery.lease",

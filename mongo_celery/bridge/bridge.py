@@ -216,8 +216,9 @@ class Bridge:
                 countdown.
             max_running: largest number of executions of this handler at a time, over all workers. Exact, also across
                 kills and take-overs. A list of `on_changes` is one execution.
-            rate: largest number of executions in a time, over all workers: `"10/s"`, `"100/m"`, `"1000/h"`, or a number
-                per second. One second's worth and one more may start together. Celery's `rate_limit` is per worker.
+            rate: largest number of executions per period, over all workers: `"10/s"`, `"100/m"`, `"1000/h"`, or a
+                number per second. Those of one second and one more may start together. Celery's `rate_limit` is per
+                worker.
             bookkeeping: also give the handler the fields that this package keeps in documents: entries of an outbox,
                 locks, markers of a transaction, stamps of fenced writes. It then gets updates that change only these
                 fields, and the package's collections in a database that is watched as a whole.

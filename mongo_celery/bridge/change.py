@@ -413,7 +413,7 @@ def describe(event: Mapping[str, Any] | bytes) -> str:
         text = _shorten_value(key["_id"]) if isinstance(key, Mapping) and "_id" in key else "-"
         operation = str(found.get("operationType"))[:_KEY_CHARS]
         return storable(f"{read_namespace(found)[:_NAMESPACE_CHARS]} {operation} {text}")
-    except Exception:  # noqa: BLE001 - a description must not cost what it describes
+    except Exception:  # noqa: BLE001 - a description that fails must not fail the handler
         return _UNREADABLE
 
 

@@ -65,7 +65,7 @@ class EventLoop:
 
         Raises:
             HandlerUsageError: its own code has canceled it.
-            BaseException: its error, or the exception of a signal that came meanwhile, raised from its cancellation.
+            BaseException: its error. Or the exception of a signal that arrived meanwhile, raised from the cancellation.
         """
         call = _Call(function)
         try:

@@ -139,8 +139,8 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1),
         "None, or a whole number of at least 1",
     ),
-    "rate": (_is_global_rate, "None, or a number of executions in a time above 0, such as '10/s', '100/m' or '1000/h'"),
-    "rate_limit": (_is_rate, "None, or a number of changes in a time, such as '10/m'"),
+    "rate": (_is_global_rate, "None, or executions per period, above 0, such as '10/s', '100/m' or '1000/h'"),
+    "rate_limit": (_is_rate, "None, or changes per period, such as '10/m'"),
     "retry_backoff": (
         lambda value: isinstance(value, bool) or _is_duration(value),
         "True, False or a number of seconds",
@@ -167,7 +167,7 @@ class Handler:
         coalesce: True if a run gives it only the last of several changes of one document.
         delay: seconds between a change and its run. None to run it immediately.
         max_running: the largest number of executions at a time, over all workers. None for no limit.
-        rate: the largest number of executions in a time, over all workers, in Celery's syntax. None for no limit.
+        rate: the largest number of executions per period, over all workers, in Celery's syntax. None for no limit.
     """
 
     name: str

@@ -60,7 +60,7 @@ def joined(session: ClientSession | None = None, using: str = DEFAULT_DB_ALIAS) 
     Raises:
         TransactionRequiredError: there is no session, or it has no transaction in progress.
         ConfigurationError: it belongs to another client or transaction than Django's queries (see `django_client`), or
-            `transactional` does not run its transaction, so nobody would see its commit.
+            `transactional` does not run its transaction, so its commit would not be noticed.
     """
     connection, client = _mongo_connection(using), django_client(using)
     session = current(client) if session is None else session

@@ -317,7 +317,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _find_time_limit(error: BaseException | None) -> SoftTimeLimitExceeded | None:
-    """Return the publishing task's soft time limit, wherever it occurred. It concerns no entry."""
+    """Return the publishing task's soft time limit, if it is among the causes. It is no failure of an entry."""
     while error is not None:
         if isinstance(error, SoftTimeLimitExceeded):
             return error

@@ -134,9 +134,15 @@ def load_change(
 
     ::
 
-        # celery -A shop changes dead-letters list --id ID --json > tests/case.json
-        change = load_change("tests/case.json")
-        assert change.operation_type == "insert"
+        # Part of what `celery -A shop changes dead-letters list --id ID --json` prints:
+        event = {
+            "_id": {"_data": "82"},
+            "operationType": "delete",
+            "ns": {"db": "shop", "coll": "orders"},
+            "documentKey": {"_id": {"$numberInt": "7"}},
+        }
+        change = load_change({"event": event})
+        assert change.document_key == {"_id": 7}
 
     Args:
         case: the output of `dead-letters list --id ID --json`, or of `changes show HANDLER PARTITION --json`. It is a
@@ -154,7 +160,7 @@ def load_change(
         try:
             found = json.loads(found if is_text else Path(found).read_bytes())  # bytes: PowerShell writes UTF-16
         except ValueError as error:
-            raise HandlerUsageError(f"This case is not whole JSON ({error}). {_MAKE_CASE}") from error
+            raise HandlerUsageError(f"This case is not complete JSON ({error}). {_MAKE_CASE}") from error
     letters = found.get("dead_letters", [found]) if isinstance(found, Mapping) else found
     events = [each["event"] for each in letters or () if isinstance(each, Mapping) and "event" in each]
     if len(events) != 1:

@@ -173,6 +173,19 @@ def limit() -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGUSR1, before)
 
 
+async def _end(end: str, stays: asyncio.Event, left: list[bool]) -> None:
+    """End a canceled coroutine."""
+    if end == "canceled":
+        raise asyncio.CancelledError
+    if end == "raises":
+        raise KeyError from None
+    if end == "again":
+        await asyncio.Event().wait()
+    while end == "stays" and not left:
+        with suppress(asyncio.CancelledError):
+            left.append(await stays.wait())
+
+
 @pytest.mark.parametrize("transactional", [False, True], ids=["plain", "transactional"])
 @pytest.mark.parametrize("end", ["canceled", "again", "returns", "raises", "stays"])
 def test_a_soft_time_limit_cancels_the_coroutine(
@@ -183,8 +196,7 @@ def test_a_soft_time_limit_cancels_the_coroutine(
 
     One that loses the first cancel, as in `wait_for` of Python 3.11, is canceled again.
     """
-    stays = asyncio.Event()
-    left: list[bool] = []
+    stays, left = asyncio.Event(), list[bool]()
 
     async def set_event() -> None:
         stays.set()
@@ -199,15 +211,7 @@ def test_a_soft_time_limit_cancels_the_coroutine(
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             shop.seen.append("canceled")
-            if end == "canceled":
-                raise
-            if end == "raises":
-                raise KeyError from None
-            if end == "again":
-                await asyncio.Event().wait()
-            while end == "stays" and not left:
-                with suppress(asyncio.CancelledError):
-                    left.append(await stays.wait())
+            await _end(end, stays, left)
 
     failed = shop.deliver(1, raises=False).failures
     assert shop.seen == ["canceled"]

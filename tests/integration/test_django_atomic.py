@@ -202,9 +202,18 @@ def repeat():
         raise OperationFailure("conflict", 112, {"errorLabels": ["TransientTransactionError"]})
 
 repeat()
+def fail_around():
+    with transactional(MongoClient(url)):
+        refused(KeyError, fail)
+        with transaction.atomic():
+            ticket.delay("inner")
+        ticket.delay("never")
+        raise ValueError
+
+refused(ValueError, fail_around)
 with relational.atomic(using="files"):
     ticket.delay("relational")
-    assert outbox.status().pending + sent() <= 2
+    assert outbox.status().pending + sent() <= 3
 outbox.sweep(older_than=0)
 outbox.runtime.close()
 """
@@ -382,13 +391,13 @@ def test_what_djangos_transaction_sends_goes_with_its_commit(
 def test_every_transaction_of_django_stores_what_is_sent(
     processes: Processes, database: Database[Document], mongo_url: str, redis_url: str, redis_client: Any
 ) -> None:
-    """By plain `atomic`, committed or not, and by `transactional`; those of other databases send as before."""
+    """By plain `atomic`, committed or not, and by `transactional`, the inner one; other databases send as before."""
     booked = processes.python("django", "-c", SETTINGS + EVERY_TRANSACTION, mongo_url, database.name, redis_url)
     assert booked.wait() == 0, booked.text
 
     sent = [json.loads(message)["headers"]["argsrepr"] for message in redis_client.lrange("celery", 0, -1)]
     texts = [f"{text}{end}" for text in ("committed", "run 2") for end in ("", ", nested", ", later")]
-    assert sorted(sent) == sorted(f"('{text}',)" for text in [*texts, "relational"])
+    assert sorted(sent) == sorted(f"('{text}',)" for text in [*texts, "inner", "relational"])
 
 
 def test_querysets_are_locked_and_repeated(processes: Processes, database: Database[Document], mongo_url: str) -> None:

@@ -15,6 +15,7 @@ from celery import Celery
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
+from mongo_celery.beat import Scheduler
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
 
@@ -121,6 +122,9 @@ def state(database: Database[Document], mongo_url: str) -> Iterator[Database[Doc
             return stored["handlers"].find_one({"handler": "ship", "resumeToken": {"$ne": None}}) is not None
 
         wait_for(has_watermark)
+        beat = Scheduler(app)
+        beat.tick()
+        beat.close()
         yield stored
 
 
@@ -131,8 +135,9 @@ def test_the_page_shows_the_state_as_it_is(state: Database[Document]) -> None:
         "partitions": state["partitions"].find_one({"handler": "ship"}),
         "partitions: halted": state["partitions"].find_one({"handler": "bill"}),
         "partitions: with a parked key": state["partitions"].find_one({"handler": "report"}),
+        "beat": state["beat"].find_one({"entry": {"$exists": True}}),
     }
-    others = sorted(set(state.list_collection_names()) - {"handlers", "partitions"})
+    others = sorted(set(state.list_collection_names()) - {"handlers", "partitions", "beat"})
 
     stored = chosen | {name: state[name].find_one() for name in others}
 

@@ -18,6 +18,7 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import read_token
+from mongo_celery.bridge.listener.delay import Delay
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.backlog import Backlog, StoredChange
 from mongo_celery.bridge.state.partitions import Partitions
@@ -106,6 +107,22 @@ def test_a_short_stand_is_not_stored(begin: Begin) -> None:
     assert term.work(until=2) == [1, 2]
     term.turn(_BEGUN)
     assert term.documents.count_documents({}) == 0
+
+
+def test_a_run_is_not_slow_because_it_was_delayed(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    """P13: `spill_after` begins when it runs, so nobody is asked to start more workers."""
+    caplog.set_level(logging.INFO)
+    term = begin()
+    term.led.delay = Delay(30, coalesces=False)
+    term.read(1, 2)
+    term.led.partitions[0].delayed_until = time.monotonic()
+    term.turn()
+    term.turn(_BEGUN)
+    term.led.delay, term.led.partitions[0].delayed_until = None, 0.0
+    (run,) = term.dispatch()
+    assert term.claim(run)
+    term.turn(_SECOND)
+    assert (term.stored(), "spill_begun" in events(caplog)) == ([], False)
 
 
 @pytest.mark.parametrize("command", ["insert", "update"])

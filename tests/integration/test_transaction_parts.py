@@ -6,6 +6,7 @@ Twins for asyncio are in `test_transaction_tasks.py`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -54,20 +55,30 @@ def write(notes: Collection[Document], client: Client) -> Write:
 def test_a_conflict_in_a_part_repeats_the_whole(
     notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
 ) -> None:
-    """Also where the body catches it: the server has aborted the transaction by then."""
+    """Also where the body catches it, and a later part fails: the server has aborted the transaction by then."""
     runs: list[int] = []
+    called: list[type[Exception]] = []
+
+    @transactional(client)
+    def fail(*, session: ClientSession) -> None:
+        del session
+        raise ZeroDivisionError
 
     def body(_: ClientSession, catch: type[Exception]) -> None:
         runs.append(1)
+        after_commit(lambda: called.append(catch))
         with suppress(catch):
             write("inner")
+        if len(runs) == 1:
+            with suppress(ZeroDivisionError):
+                fail()
 
     for catch in (KeyError, OperationFailure):
         runs.clear()
         with failpoint(mode={"times": 1}, **CONFLICT):
             transactional(client).run(lambda session, catch=catch: body(session, catch))  # type: ignore[misc]
         assert len(runs) == 2
-    assert texts(notes) == ["inner", "inner"]
+    assert (texts(notes), called) == (["inner", "inner"], [KeyError, OperationFailure])
 
 
 def test_another_client_of_the_cluster_joins_nothing(
@@ -101,6 +112,14 @@ def test_a_client_of_another_cluster_is_in_no_transaction(
             transactional(elsewhere, durable=True).run(lambda session: elsewhere.x.x.find_one({}, session=session))
     with transactional(elsewhere):
         assert current(client) is None
+
+
+def test_an_event_loop_inside_of_a_plain_body_belongs_to_it(client: Client) -> None:
+    async def find() -> ClientSession | None:
+        return current(client)
+
+    with transactional(client) as session:
+        assert asyncio.run(find()) is session
 
 
 # -- parts that fail -------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ MUTANTS = (
         "P13",
         "What is blocked for long is stored",
         "bridge/listener/storing.py",
-        "        return why if now - partition.blocked_since[1] >= self._options.spill_after and not waits else None",
+        "        return why if seconds >= self._options.spill_after and not waits else None",
         "        return None",
         (f"{_STORING}test_what_stands_is_stored_and_runs_in_order_when_it_is_retried",),
     ),

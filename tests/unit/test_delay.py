@@ -100,6 +100,13 @@ def test_a_snapshot_row_and_what_has_elapsed_are_due_at_once(coalesces: bool) ->
     assert one.count_due(changes, NOW)[0] == 1
 
 
+@pytest.mark.parametrize(("at", "count"), [(12, 1), (15.9, 1), (16, 3)])
+def test_a_snapshot_row_ends_no_burst(at: float, count: int) -> None:
+    """P2: it runs immediately, and the key after it still waits until it is quiet."""
+    row = StoredChange(make_token(Timestamp(999, 1), 3, 1), hash=9)
+    assert made(coalesces=True).count_due([row, *known((0, 1), (5, 1))], at)[0] == count
+
+
 def test_nothing_is_due_before_the_servers_time_is_known() -> None:
     found, again = Delay(SECONDS, coalesces=False).count_due(known((0, 1)), NOW)
     assert found == 0

@@ -27,7 +27,7 @@ PAGES = [
     if "decisions" not in each.parts
 ]
 
-WORDS_MAX = 49_000
+WORDS_MAX = 45_000
 """Words of all pages for users."""
 PATTERNS_MAX = 0.15
 """Unidiomatic patterns in 100 words."""

@@ -65,7 +65,7 @@ class Delay:
         self._elapsed = max(self._elapsed, place)
 
     def age(self, place: str, now: float) -> float:
-        """Return the seconds since the change at a place, by the server's clock. Infinite for a snapshot row."""
+        """Return the age in seconds of the change at a place, by the server's clock. Infinite for a snapshot row."""
         return now + self._ahead - self._due_time(place) + self._seconds
 
     def server_time(self, at: float) -> float:
@@ -96,10 +96,12 @@ class Delay:
         last = {each.hash: place for place, each in enumerate(known)}
         lasts = [last[each.hash] for each in known]
         ends = [place + 1 for place, reached in enumerate(accumulate(lasts, max)) if reached == place]
-        split_at, all_at = (times[0] + (delays - 1) * self._seconds for delays in (SPLIT_BURST, LONGEST_BURST))
+        rows = sum(1 for _ in takewhile(math.isinf, times))  # they wait for nothing, and are the beginning of no burst
+        begun_at = times[rows] if rows < len(times) else -math.inf
+        split_at, all_at = (begun_at + (delays - 1) * self._seconds for delays in (SPLIT_BURST, LONGEST_BURST))
         if due and all_at <= at:
             return due, at
-        count = max((end for end in ends if end <= due), default=0)
+        count = max([rows, *(end for end in ends if end <= due)])
         if not count and split_at <= at:
             count = sum(1 for _ in takewhile(lambda place: place < due, lasts[:due]))
         whole_at, first_at = max(times[: ends[0]]), times[lasts[0]]

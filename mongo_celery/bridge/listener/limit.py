@@ -8,7 +8,7 @@ The listener is the only one that dispatches, so it counts. Two facts make the c
 - A partition **holds a slot** from the attempt to send its message until nothing can run there any more: its run has
   ended, or its claim and its message have another fencing token. Claims that a take-over finds count, and so does a
   partition that it could not win. If a partition holds a slot but waits for something else (it is paused, or the broker
-  rejects its message), the next sweep ends what is left there (`Claims.void`). So no slot is lost.
+  rejects its message), the next sweep ends its claim and its message (`Claims.void`). So no slot is lost.
 
 The tokens of a rate are stored in the handler's document. They are reserved by one write before the messages are sent,
 so the next term continues with them, and a crash loses those of one batch at most. Messages without a claim are bounded
@@ -110,7 +110,7 @@ class Limit:
         except PyMongoError as error:
             self._token_at = time.monotonic() + _RETRY_SECONDS
             logger.warning(
-                "the listener could not reserve starts for the rate of %s, and tries again: %s",
+                "the listener could not reserve executions for the rate of %s, so it sends none, and tries again: %s",
                 name,
                 brief(error),
                 extra={"event": "rate_unread", "subscription": name},

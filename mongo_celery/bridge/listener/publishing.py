@@ -205,7 +205,7 @@ class RunPublisher:
                         self._publish(producer, dispatch)
                 if self._is_amqp:
                     self._demand_verdict()
-            except Exception:  # noqa: BLE001 - of the broker's client; what follows finds out what it means
+            except Exception:  # noqa: BLE001 - of the broker's client; the next check finds its meaning
                 self.close()
                 continue
             now = time.monotonic()

@@ -34,25 +34,28 @@ class Renewal:
 
     Args:
         leases: the lease.
-        keys: the keys for signing messages.
+        keys: the keys for signing messages. None if the holder signs nothing.
         term: the acquired term.
         ttl: seconds.
         patience: seconds without progress before the lease is given up. By default the ttl, but at least 15.
+        holder: the word for the process in log records.
     """
 
     def __init__(
         self,
         leases: Leases,
-        keys: SigningKeys,
+        keys: SigningKeys | None,
         term: Term,
         ttl: float,
         patience: float | None = None,
+        holder: str = "listener",
     ) -> None:
         self._leases = leases
         self._keys = keys
         self._sealing: Sealing | None = None
         self._term = term
         self._ttl = ttl
+        self._holder = holder
         self._patience = max(ttl, _LEAST_PATIENCE_SECONDS) if patience is None else patience
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -79,6 +82,7 @@ class Renewal:
 
     def read_key(self) -> Sealing:
         """Read the current signing key, and put an announced key in force. Raises `PyMongoError`."""
+        assert self._keys is not None, "this holder signs nothing"
         self._sealing = self._keys.sealing(self._term.document)
         return self._sealing
 
@@ -118,8 +122,9 @@ class Renewal:
             if seconds > self._patience:
                 self._lost = True
                 logger.error(
-                    "the listener has made no progress for %.0f s, so it gives up the lease and another listener may "
-                    "lead. Its thread is in %s. If that is your code, limit its time and restart this listener",
+                    "the %s has made no progress for %.0f s, so it gives up the lease and another process may "
+                    "lead. Its thread is in %s. If that is your code, limit its time and restart this process",
+                    self._holder,
                     seconds,
                     _describe_call(self._leading),
                     extra={"event": "listener_stalled"},
@@ -131,7 +136,8 @@ class Renewal:
                     return
             except PyMongoError as error:
                 logger.warning(
-                    "the listener could not renew its lease, and tries again: %s",
+                    "the %s could not renew its lease, and tries again: %s",
+                    self._holder,
                     brief(error),
                     extra={"event": "renewal_failed"},
                 )
@@ -149,6 +155,8 @@ class Renewal:
                 self._lost = True
                 return False
             self._term = renewed
+        if self._keys is None:
+            return True
         try:
             self.read_key()
         except PyMongoError:

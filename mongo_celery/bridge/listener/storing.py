@@ -7,7 +7,7 @@ The order of writes prevents losses:
 2. the partition is marked up to the last of them, guarded by the term.
 3. only then they are complete for the window, and a watermark after them may be stored.
 
-A crash between 1 and 2 leaves changes that nobody reads. A crash between 2 and 3 leaves changes that are read and
+A crash between 1 and 2 leaves changes that no run reads. A crash between 2 and 3 leaves changes that are read and
 stored again. After any error nothing is complete, and storing is tried again after a pause. While the mark is after the
 committed position, the partition runs from stored changes, by reference (`stored_range`, `read_back`). When that is
 done, the mark is cleared, and committed changes are removed (`removal`).
@@ -313,6 +313,7 @@ class Storing:
         waits = is_tail and not (self._has_swept or self.is_full)
         seconds, first = now - partition.blocked_since[1], partition.queue.first
         if why == DELAYED and subscription.delay is not None and first is not None:
+            partition.blocked_since = -1, 0.0  # a run after the delay is not slow yet
             seconds = subscription.delay.age(first.data, now)  # with a steady stream, no change blocks for long
             if partition.backlog is not None and subscription.delay.coalesces:
                 seconds = math.inf  # a run has either stored changes or buffered ones, and must have a whole burst

@@ -419,7 +419,7 @@ class Subscription:
         limit: int,
         now: float,
     ) -> Sequence[PendingChange | StoredChange]:
-        """Return the changes of a run that are due. If there is none, note when to look again."""
+        """Return the changes of a run that are due. If none is due, note the time of the first."""
         known, backlog = [*changes], partition.backlog
         if backlog is not None and len(changes) == len(backlog.ahead):  # later ones are in the queue
             known += partition.queue.head(limit - len(changes), self._run_bytes)

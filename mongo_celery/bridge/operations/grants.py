@@ -48,7 +48,7 @@ _STATE = (
     ("backlog", "changes of blocked partitions", f"{_ALL} collStats", "find insert update", "find remove", "find"),
     ("dead_letters", "dead letters, with their documents", "find update createIndex", _ALL, _ALL, "find"),
     ("snapshots", "the progress of snapshots", "find insert update", "", _ALL, "find"),
-    (AUDIT, "audit records, which nobody changes or removes", "", "", "find insert createIndex", "find"),
+    (AUDIT, "audit records, which are never changed or removed", "", "", "find insert createIndex", "find"),
 )
 """The rights on the state database."""
 

@@ -97,7 +97,7 @@ def shape(facts: Facts) -> BridgeSnapshot:
         error=None if led else lease.get("error"),
         leader=_shape_leader(lease, facts.identity) if led else None,
         standbys=tuple(Standby(host=str(each["host"]), pid=int(each["pid"])) for each in lease.get("standbys", ())),
-        # By the server's clock: without a listener nobody may write, and the operation time does not advance.
+        # By the server's clock: without a listener there may be no write, and the operation time does not advance.
         unled_seconds=None if led or lease.get("renewedAge") is None else max(int(lease["renewedAge"]) // 1000, 0),
         term=int(lease.get("term", 0)),
         difference=facts.identity.difference(lease.get("identity")) if facts.identity is not None else None,

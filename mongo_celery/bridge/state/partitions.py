@@ -328,7 +328,7 @@ class Partitions(StateCollection):
         self, name: str, old: Layout, new: Layout, token: Mapping[str, Any] | None, term: int
     ) -> Literal["done", "busy", "over"]:
         """
-        Replace the partitions of a handler by another partitioning's, if they have nothing left to do.
+        Replace the partitions of a handler by those of another partitioning, if no work is left.
 
         One transaction: either the old ones exist or the new ones. The new fencing tokens count from the largest old
         one. Partitions that an older term has left are also removed. Repeating it is harmless.

@@ -21,7 +21,7 @@ For each rule it has a broken variant (`tests/property/spill_model.py`, `snapsho
    place are skipped.
 
 `forget` removes all state of a deleted handler. One transaction removes its current partitions, its document and all
-small parts. From then on nobody runs the rest, which is removed step by step (`remove`). Removal is limited to terms up
+small parts. From then on the rest cannot run, and is removed step by step (`remove`). Removal is limited to terms up
 to the lease's at that moment: a handler that returns in a later term keeps its new state. If it is killed at any point,
 repeat it.
 """

@@ -19,7 +19,11 @@ from mongo_celery.errors import DeploymentError
 from mongo_celery.mongo.opening import open_session
 
 SCHEMA = 2
-"""Raise it with each stored field that gets another name, type or meaning. A test compares the names."""
+"""
+Raise it with each stored field that gets another name, type or meaning. A test compares the names.
+
+The lease of a beat in the collection `beat` has it as well, so a step must also raise it there.
+"""
 
 Step = Callable[[Database[dict[str, Any]], str, ClientSession], None]
 """Migrates the state of a bridge, by name, from one version to the next."""

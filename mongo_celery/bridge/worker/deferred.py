@@ -92,7 +92,7 @@ class DeferredWrites:
         """Attempt a write. Return True if it must not be repeated."""
         try:
             accepted = deferred.write()
-        except Exception as error:  # noqa: BLE001 - a write that nobody foresaw to fail is logged, and given up
+        except Exception as error:  # noqa: BLE001 - an unexpected failure is logged, and the write given up
             if is_transient(error):
                 return False
             logger.error(

@@ -505,7 +505,7 @@ class RunSubject(Subject):
         self._send(offset, PARKED_BEHIND, _BEHIND, is_halted=policy == "halt")
 
     def _send(self, offset: int, cause: str | None, error: str, *, is_halted: bool) -> None:
-        """Send the signal of a halt, or of a dead letter with a cause. Without both, nothing is kept."""
+        """Send the signal of a halt, or of a dead letter. With `discard`, there is none."""
         raw, line, run = self.run.changes[offset], self._wiring.line, self.run
         found = {"handler": run.subscription, "partition": run.index, "key": describe(raw), "error": error}
         if is_halted:

@@ -50,7 +50,7 @@ def check_project(app_configs: Sequence[Any] | None, **_: Any) -> list[CheckMess
         return [Error(str(error), id="mongo_celery.E001")]
     try:
         app = celery_app()
-    except Exception as error:  # noqa: BLE001 - a module may raise whatever it likes, and `check` shows what it can
+    except Exception as error:  # noqa: BLE001 - a module may raise any error, and `check` shows the rest
         text = str(error) if isinstance(error, ConfigurationError) else short(error)
         return [
             Error(

@@ -29,7 +29,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contex
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import pymongo
 from celery.exceptions import SoftTimeLimitExceeded
@@ -65,6 +65,7 @@ class TransactionScope:
         deadline: the deadline on the monotonic clock. No attempt begins after it. Infinite while a `with` has no limit.
         owner: the process, thread and asyncio task that began it.
         seconds: the seconds for the commit of a `with` whose body has no limit.
+        around: the sessions of Django's transactions that were open when it began.
         is_open: False after its end.
         attempts: number of attempts so far.
         transient_error: the last error that another attempt followed.
@@ -81,6 +82,7 @@ class TransactionScope:
     deadline: float
     owner: Owner
     seconds: float
+    around: WeakSet[Session] = field(default_factory=WeakSet)
     is_open: bool = True
     attempts: int = 0
     transient_error: BaseException | None = None
@@ -195,6 +197,7 @@ def open_scope(session: Session, seconds: float, *, is_limited: bool = True) -> 
         ),
         owner=get_owner(),
         seconds=seconds,
+        around=WeakSet(connection.session for connection in connections_in_transaction()),
     )
     _of_session[session] = scope
     _scopes.set((scope, *_open_scopes()))
@@ -440,19 +443,23 @@ def sending_session() -> Session | None:
     """
     Return the session of the transaction to which a message from here belongs. None in `outside_transactions`.
 
-    A transaction of `transactional` includes asyncio tasks that its body starts. The next choice is Django's `atomic`.
+    It is the innermost one of `transactional` and of Django's `atomic`. A transaction of `transactional` includes
+    asyncio tasks that its body starts.
     """
     skipped = _skipped.get()
     return next((session for session in _sending_sessions() if session not in skipped), None)
 
 
 def _sending_sessions() -> Iterator[Session]:
-    here = get_owner()[:2]
+    """Yield the sessions of the transactions that are open here, innermost first."""
+    here, others = get_owner()[:2], [connection.session for connection in connections_in_transaction()]
     for scope in _open_scopes():
         session = scope.reference()
         if scope.owner[:2] == here and scope.takes_writes and session is not None and session.in_transaction:
+            yield from (other for other in others if other not in scope.around)
+            others = [other for other in others if other in scope.around]
             yield session
-    yield from (connection.session for connection in connections_in_transaction())
+    yield from others
 
 
 def is_beside_transaction(client: Any = None) -> bool:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import redis
+from celery.beat import Service
 
 from mongo_celery import Change, Outbox, OutboxCollection
 from mongo_celery.testing import BridgeRunner
@@ -19,6 +20,19 @@ _DELIVERY_SECONDS_MAX = 120.0
 
 def _nothing(_order_id: int) -> None:
     """A task: only its message matters."""
+
+
+@contextmanager
+def beat(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:
+    """An app with a bridge."""
+    with open_shop(mongo_url, redis_url) as (namespace, client):
+        yield namespace
+
+        service = Service(namespace["app"], scheduler_cls=namespace["app"].conf.beat_scheduler)
+        service.scheduler.tick()
+        service.sync()
+        assert (client.mongo_celery.beat.find_one({"_id": "shop/nightly"}) or {})["task"] == "shop.report"
+        assert (client.mongo_celery.beat.find_one({"_id": "shop"}) or {})["state"] == "idle"
 
 
 class _Search:
