@@ -97,9 +97,12 @@ class EventLoop:
         self._loop.run_forever()
 
     def _cancel(self, call: _Call, reason: BaseException) -> Any:
-        self._loop.call_soon_threadsafe(call.cancel)
-        wait([call.ended], _ENDING_SECONDS)
-        if not call.ended.done():
+        for _ in range(2):  # Python 3.11's `wait_for`, which PyMongo calls, can lose one
+            self._loop.call_soon_threadsafe(call.cancel)
+            wait([call.ended], _ENDING_SECONDS / 2)
+            if call.ended.done():
+                break
+        else:
             logger.error(
                 "a coroutine has not ended %g s after its cancellation (%s). It may still run, and later handlers of "
                 "this process wait if it blocks the event loop. Find blocking calls, or set a time_limit",

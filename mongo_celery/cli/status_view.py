@@ -111,7 +111,7 @@ def _handlers(handlers: Sequence[HandlerStatus], *, everything: bool) -> Iterato
     if len(handlers) > len(shown):
         more = number(len(handlers) - len(shown), "more handler", "more handlers")
         yield _line(f"and {more}. To see them, use --all", indent=4)
-    for each in handlers:
+    for each in shown:
         if each.delayed:
             waits = number(each.delayed, "partition waits", "partitions wait")
             yield _line(f"{each.name}: {waits} for its delay, until {moment(each.delayed_until)}")

@@ -134,9 +134,15 @@ def load_change(
 
     ::
 
-        # celery -A shop changes dead-letters list --id ID --json > tests/case.json
-        change = load_change("tests/case.json")
-        assert change.operation_type == "insert"
+        # Part of what `celery -A shop changes dead-letters list --id ID --json` prints:
+        event = {
+            "_id": {"_data": "82"},
+            "operationType": "delete",
+            "ns": {"db": "shop", "coll": "orders"},
+            "documentKey": {"_id": {"$numberInt": "7"}},
+        }
+        change = load_change({"event": event})
+        assert change.document_key == {"_id": 7}
 
     Args:
         case: the output of `dead-letters list --id ID --json`, or of `changes show HANDLER PARTITION --json`. It is a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mongo_celery import Change, Changes
+from mongo_celery.mongo.steps import run_sync
 from tests.rig.scripted.application import DATA, bridge
 from tests.rig.scripted.handlers import Fact, _take_effect, add_handler
 
@@ -19,7 +20,7 @@ def note_time(change: Change) -> None:
 
 def _effect(change: Change, fact: Fact) -> None:
     note_time(change)
-    _take_effect(change, fact)
+    run_sync(_take_effect(change, fact))
 
 
 add_handler("delayed", _effect, delay=SECONDS)

@@ -25,7 +25,7 @@ class Clusters:
     """
     Accounts A of each cluster, and transactions over them.
 
-    "own" is the log's, "east" is another replica set, and "west" is a standalone server.
+    "own" is the log's, "east" is another replica set, and "west" is a standalone server. A has the same name in all.
     """
 
     def __init__(self, name: str, urls: Mapping[str, str]) -> None:
@@ -37,16 +37,16 @@ class Clusters:
         self.bank = self.coordinator(self.clients)
 
     def accounts(self, cluster: str, clients: Mapping[str, MongoClient[Document]] | None = None) -> Any:
-        return (clients or self.clients)[cluster][f"{self.name}_{cluster}"]["accounts"]
+        return (clients or self.clients)[cluster][self.name]["accounts"]
 
     @property
     def log(self) -> Any:
-        return self.clients["own"][f"{self.name}_own"]["transactions"]
+        return self.clients["own"][self.name]["transactions"]
 
     def coordinator(self, clients: Mapping[str, MongoClient[Document]], **options: Any) -> TwoPhaseCommit:
         others = {cluster: client for cluster, client in clients.items() if cluster != "own"}
         given = {"application": "bank", "clients": others, **options}
-        return TwoPhaseCommit(None, clients["own"][f"{self.name}_own"]["transactions"], **given)
+        return TwoPhaseCommit(None, clients["own"][self.name]["transactions"], **given)
 
     def begin(self, *clusters: str, value: int = 100, run: bool = False, **options: Any) -> Any:
         """The first pays, the others are paid."""
@@ -71,8 +71,8 @@ class Clusters:
         return {cluster: (self.accounts(cluster).find_one() or {}).get("balance", 0) for cluster in CLUSTERS}
 
     def close(self) -> None:
-        for cluster, client in self.clients.items():
-            empty(client, f"{self.name}_{cluster}")
+        for client in self.clients.values():
+            empty(client, self.name)
             client.close()
 
     @contextmanager

@@ -113,6 +113,7 @@ _HELD: list[tuple[Document, str, str]] = [
     ({"due_in": 9.0}, "retrying", "celery -A shop changes retry record 1"),
     ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "server"),
     ({}, "unclaimed", "workers"),
+    ({}, "limited", "rate"),
 ]
 
 
@@ -121,6 +122,8 @@ def test_the_remedy_fits_what_holds_it(scene: Scene) -> None:
     untouched = scene.led.partitions[1].image
     for changes, state, command in _HELD:
         scene.led.partitions[1].image = replace(untouched, **changes)
+        scene.led.limit.waiting = int(state == "limited")
+        scene.led.candidates[scene.led.partitions[1]] = None
         risk = judge_risk(scene.led, oplog())
         assert (risk.partition, risk.state) == (1, state)
         assert command in remedy(CommandLine("shop"), risk.subscription, risk.partition, risk.state)

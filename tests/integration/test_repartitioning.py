@@ -6,7 +6,10 @@ P1 to P16 are the design's promises.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,20 +17,31 @@ from bson.int64 import Int64
 from pymongo import MongoClient
 from pymongo.errors import AutoReconnect
 
+from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.repartitioning import DRAIN_SECONDS
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.subscriptions import Subscriptions
 from mongo_celery.errors import LeaseLostError
+from mongo_celery.mongo.oplog import time_of_token
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import mark, token_data
 from tests.rig.repartitioning import NAME, SwitchingTerm, TermsOfShop, region
-from tests.rig.term import BRIDGE, KilledError, around, begin_term
+from tests.rig.term import BRIDGE, KilledError, around, begin_term, handle
 
 Document = dict[str, Any]
 
 OLD, NEW = 4, 3
 WRITTEN = range(1, 41)
+DELAY = 60.0
+"""Longer than the first drain without a delay."""
+
+
+def time_of(number: int) -> int:
+    """The cluster time of an event."""
+    time = time_of_token({"_data": token_data(number)}, None)
+    assert time is not None, "it has one"
+    return time.time
 
 
 @pytest.fixture
@@ -429,6 +443,42 @@ def test_messages_of_the_old_partitions_are_refused_after_the_switch(shop: Terms
     late = list(term.runs().values())
     term.finish()
     assert [term.handle(run) for run in late] == [False] * len(late)
+    shop.check()
+
+
+@pytest.mark.parametrize("coalesce", [False, True])
+def test_a_limited_handler_gets_its_partitions_when_what_is_delayed_has_run(
+    shop: TermsOfShop, mongo_client: MongoClient[Document], state_database: str, coalesce: bool
+) -> None:
+    """P1, P2, P10, P16: the drain takes as long as the delay, and never more than one run is in flight."""
+    before, rig = len(shop.numbers()), begin_term(mongo_client, state_database, NEW)
+    limited = {"name": NAME, "delay": DELAY, "coalesce": coalesce, "max_running": 1}
+    handler = make_handler(handle, ("shop.orders",), None, task_name="shop.record", given=limited, batch_size=5)
+    term = SwitchingTerm(replace(rig, handlers=[handler]), shop.events, shop.handled)
+    is_due = False
+
+    def turn() -> None:
+        term.turn()
+        led, now = term.led[NAME], time.monotonic()
+        assert led.delay is not None, "it has one"
+        led.delay.observe(time_of(WRITTEN[-1]) - now + (2 * DELAY if is_due else 0.5), math.inf)
+        chosen = list(led.due(now))
+        assert len(chosen) + len(led.in_flight) <= 1
+        for each in chosen:
+            each.partition.note_sending()
+            each.partition.note_sent(now)
+            assert term.handle(each.run)
+
+    for _ in range(5):
+        turn()
+    assert term.led[NAME].is_draining
+    assert (len(shop.numbers()), shop.in_force(term).partitions) == (before, OLD)
+    is_due = True
+    for partition in term.led[NAME].partitions.values():
+        partition.delayed_until = 0.0  # the clock was set
+    for _ in range(3 * len(WRITTEN)):
+        turn()
+    assert (term.waits, shop.in_force(term).partitions) == ({}, NEW)
     shop.check()
 
 

@@ -6,6 +6,7 @@ Twins for asyncio are in `test_transaction_tasks.py`.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -111,6 +112,14 @@ def test_a_client_of_another_cluster_is_in_no_transaction(
             transactional(elsewhere, durable=True).run(lambda session: elsewhere.x.x.find_one({}, session=session))
     with transactional(elsewhere):
         assert current(client) is None
+
+
+def test_an_event_loop_inside_of_a_plain_body_belongs_to_it(client: Client) -> None:
+    async def find() -> ClientSession | None:
+        return current(client)
+
+    with transactional(client) as session:
+        assert asyncio.run(find()) is session
 
 
 # -- parts that fail -------------------------------------------------------------------------------

@@ -206,6 +206,23 @@ def test_two_tasks_have_a_transaction_each(on_loop: OnLoop, texts: Texts) -> Non
     assert texts() == ["good", "good part"]
 
 
+def test_tasks_and_threads_of_a_body_have_no_transaction(on_loop: OnLoop) -> None:
+    """They have a copy of its context; its session serves one at a time."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        client = notes.database.client
+
+        async def find() -> AsyncClientSession | None:
+            return current(client)
+
+        async with transactional(client) as session:
+            assert await find() is session
+            assert await asyncio.create_task(find()) is None
+            assert await asyncio.to_thread(current, client) is None
+
+    on_loop(work)
+
+
 # -- callbacks and cancels -------------------------------------------------------------------------
 
 

@@ -101,5 +101,11 @@ def make_partition(client: MongoClient[Document], database: str, ttl: float = TT
 def claim_run(store: Store, run: Run) -> Claim | None:
     """Claim a run as a worker does; None where it is refused."""
     return store.claims.take(
-        run.partition_id, owner=uuid4().hex, term=run.term, first=run.first, last=run.last, token=first_token(run)
+        run.partition_id,
+        owner=uuid4().hex,
+        term=run.term,
+        first=run.first,
+        last=run.last,
+        token=first_token(run),
+        expected=run.fencing_token,
     )

@@ -71,6 +71,10 @@ def test_an_outage_is_reported_like_a_halt_but_neither_work_nor_a_pause_without_
         watch.look(seen)
         assert [each[0] for each in watch.look(seen, LAG_SECONDS)] == [state] * (state is not None)
     watch = Watch()
+    watch.subscription.partitions[0].delayed_until = watch.now + 3600.0
+    watch.look(image())
+    assert watch.look(image(), RETRYING_SECONDS) == [], "its handler wants the delay"
+    watch = Watch()
     paused = image(index=2, state="paused")
     watch.look(paused)
     assert watch.look(paused, RETRYING_SECONDS) == []

@@ -10,7 +10,7 @@ import pytest
 from pymongo.errors import BulkWriteError, OperationFailure, ServerSelectionTimeoutError
 
 from mongo_celery import tracing
-from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short, terse, without_credentials
+from mongo_celery.mongo.redaction import format_traceback, keep_commands_out_of_logs, short, terse, without_credentials
 from mongo_celery.mongo.verdicts import brief, error_text, traceback_text
 from tests.unit.test_log_events import LEVELS, ROOT, event_of, log_calls
 
@@ -108,10 +108,10 @@ def test_a_long_text_is_cut_before_it_is_redacted(text: str) -> None:
     """Of a long one a worker looks at some kilobytes; where it is cut shows no half of a URL."""
     for shift in range(20):
         error = ValueError("y" * shift + text * (100_000 // len(text)) + "z" * shift)
-        for shown in (short(error), error_text(error), traceback_text(error), *tracing._exception(error).values()):
+        for shown in (short(error), error_text(error), format_traceback(error), *tracing._exception(error).values()):
             assert len(shown) <= 16_100
             assert "hush" not in shown
-        assert traceback_text(error).strip()
+        assert str(format_traceback(error)).strip()
 
 
 @pytest.mark.parametrize(("driver", "commands", "after"), [(0, 0, logging.INFO), (10, 0, 0), (0, 10, 10)])

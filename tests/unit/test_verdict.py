@@ -452,6 +452,8 @@ def test_what_makes_a_handler_late_is_the_one_reason(
     for seconds, codes in ((LAG_SECONDS + 59, []), (LAG_SECONDS + 60, ["lag"])):
         known = calm(**late(seconds), registered=delayed)
         assert [each.code for each in seen(known).findings] == codes, "a wanted delay makes no handler late"
+    limited = seen(calm(**late(LAG_SECONDS, limited={"summarise": 1})))
+    assert [(each.code, first(each)) for each in limited.findings] == [("lag", None)], "more workers do not help"
     hanging = calm(**{**late(LAG_SECONDS, inFlight=1), **running(99)})
     found = [(each.code, first(each)) for each in seen(hanging, workers=ANSWERED).findings]
     assert found == [("running_long", None), ("lag", None)], "the next worker would hang as well"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from mongo_celery.bridge.listener.partition import Partition
-from mongo_celery.bridge.listener.storing import block_reason
+from mongo_celery.bridge.listener.storing import DELAYED, block_reason
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
@@ -65,7 +65,7 @@ class BlockedHandlers:
         known = self._seen.get(place)
         if known is not None and known[0] != committed:
             known = None
-        if state in (None, "running"):  # an attempt of the same change does not end its block
+        if state in (None, "running", DELAYED):  # an attempt of the same change does not end its block
             state = known[2] if known is not None and partition.in_flight is not None else None
         if state is None or not (partition.has_next or state == "halted"):
             self._seen.pop(place, None)

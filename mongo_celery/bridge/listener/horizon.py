@@ -55,7 +55,7 @@ class Risk:
         partition: the partition that holds the position. None if no partition does, because the reader itself is
             behind.
         state: the state of that partition. A blocked one has its state in `status` (`halted`, `paused`, `retrying`, or
-            `waiting` for MongoDB or the broker). Otherwise `running`, `delayed` by its handler's option,
+            `waiting` for MongoDB or the broker). Otherwise `running`, `delayed` or `limited` by its handler's options,
             or `unclaimed` while no worker has taken its run.
         cause: the server that it waits for, if `waiting`.
     """
@@ -138,7 +138,8 @@ def judge_risk(subscription: Subscription, oplog: Oplog) -> Risk:
     partition = subscription.partitions[head.index]
     state = visible_state(partition.image)
     if state == "flowing":
-        waits = "delayed" if partition.delayed_until else "unclaimed"
+        is_limited = partition.in_flight is None and subscription.waiting_for_limit
+        waits = "delayed" if partition.delayed_until else "limited" if is_limited else "unclaimed"
         state = "running" if partition.in_flight is not None and partition.image.live else waits
     cause = (partition.image.waiting or {}).get("cause") if state == "waiting" else None
     return Risk(subscription.name, share, head.index, state, cause)
@@ -154,6 +155,7 @@ def remedy(line: CommandLine, subscription: str, partition: int | None, state: s
         "retrying": f"run its change immediately with `{line.on('retry', *where)}`",
         "running": "check that its handler does not hang, and that its worker lives",
         "delayed": "nothing needs to be done, because its changes are stored. If they are not, raise spill_bytes",
+        "limited": "raise max_running or rate of the handler, or make it faster",
         "unclaimed": "start workers for its queue, or more of them",
     }
     reading = f"find the cause with `{line.changes('status')}`, or enlarge the oplog with replSetResizeOplog"

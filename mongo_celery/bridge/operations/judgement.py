@@ -88,6 +88,8 @@ Worst first: codes that affect all handlers, then one handler, then a change.
 _FOR_ALL = {"halted": "retry", "waiting": "retry", "retrying": "retry", "paused": "resume"}
 """Commands that help all handlers, by code."""
 
+_LIMITED = "Changes wait for max_running or rate. If possible, raise this limit."
+
 NO_HANDLERS = (
     "This app has no handler for the bridge. Import the module with the @bridge.on_change functions, for example with "
     "include=[...] of the Celery app."
@@ -207,9 +209,13 @@ def _judge_progress(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding
     late = sorted((name for name, lag in lags.items() if lag >= LAG_SECONDS), key=lambda name: -lags[name])
     if late:
         are, fix = "is" if len(late) == 1 else "are", "Add workers, make the handler faster, or set run_size."
-        fix = "First end the handler calls that have run too long." if hanging else fix
+        commands = [line.celery("worker")]
+        if hanging:
+            fix, commands = "First end the handler calls that have run too long.", []
+        elif all(each.limited for each in seen.handlers if each.name in late):
+            fix, commands = f"{_LIMITED} Otherwise make the handler faster.", []
         text = f"{list_some(late)} {are} late: the oldest change has waited for {duration(lags[late[0]])}."
-        yield degraded("lag", f"{text} {fix}", *([] if hanging else [line.celery("worker")]))
+        yield degraded("lag", f"{text} {fix}", *commands)
 
 
 def _judge_workers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]:
@@ -357,6 +363,8 @@ def _judge_oplog_share(handler: HandlerStatus, share: float, seen: BridgeSnapsho
     elif held := halted or paused:
         fix = f"The cause: {_where(handler, held)} {_are(held)} {held[0].state}."
         commands = [_make_command(line, "retry" if halted else "resume", handler, held)]
+    elif handler.limited:
+        fix = f"{_LIMITED} Otherwise enlarge the oplog with replSetResizeOplog."
     text = f"{handler.name} is behind by {share:.0%} of the oplog. At 100% it loses changes. {fix}"
     return (failing if share >= OPLOG_SERIOUS else degraded)("history_at_risk", text, *commands)
 
