@@ -272,6 +272,7 @@ class Scheduler(beat.Scheduler):
                 key = name if self._publisher else ""  # a broker that is away is one failure of all entries
                 self._close_publisher()
                 run.retry_at, self._heap = time.monotonic() + _PAUSE_SECONDS, None
+                self._runs[name] = self._runs.pop(name)  # the last one, so that the others have their turns
                 if self._failures[key].may_log():
                     text = (
                         "the run of entry %s cannot be sent, so later runs of this entry wait. It is tried again. "

@@ -367,6 +367,31 @@ def test_an_app_without_mongodb_or_a_name_is_refused(redis_url: str, mongo_url: 
             Scheduler(app, lazy=True)
 
 
+def test_a_run_that_cannot_be_sent_delays_no_stored_run(
+    make_beat: MakeBeat, clock: Clock, make_redis: MakeRedis
+) -> None:
+    """Both wait after an outage, and each turn would try the broken one first."""
+    server, every_minute = make_redis(), schedule(MINUTE, nowfun=clock.now)
+    entries = {
+        "broken": {"task": "shop.broken", "schedule": every_minute, "args": (object(),)},
+        "sound": {"task": "shop.sound", "schedule": every_minute},
+    }
+    beat = make_beat(entries, broker_url=server.url)
+    assert leads(beat)
+    server.kill()
+    clock.time += MINUTE
+    assert leads(beat)
+    server.restart()
+    beat._runs = {name: beat._runs[name] for name in entries}
+
+    def is_sent() -> bool:
+        beat._runs["broken"].retry_at = 0.0  # as after the pause of a beat with few entries
+        beat.tick()
+        return messages(server.url) != []
+
+    wait_for(is_sent)
+
+
 @pytest.mark.parametrize("name", ["", 1])
 def test_a_name_that_cannot_be_stored_is_refused(make_beat: MakeBeat, name: Any) -> None:
     """Its beat would try to lead forever."""
