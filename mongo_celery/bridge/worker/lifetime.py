@@ -127,8 +127,9 @@ def end_orphan(**_: Any) -> None:
 @signals.worker_process_init.connect(weak=False)
 def freeze_inherited_objects(**_: Any) -> None:
     """
-    Exclude the imported objects of a pool's child from garbage collection. Without this, it would scan all of them
-    every few thousand changes, a quarter of the child's CPU time, and copy their memory pages.
+    Exclude the imported objects of a pool's child from garbage collection.
+
+    Lists of changes cause many collections. They would scan these objects, a quarter of the child's CPU time.
     """
     if _worker is not None and _worker != os.getpid():
         gc.freeze()
