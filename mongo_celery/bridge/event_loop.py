@@ -67,7 +67,7 @@ class EventLoop:
             HandlerUsageError: its own code has canceled it.
             BaseException: its error. Or the exception of a signal that arrived meanwhile, raised from the cancellation.
         """
-        call = _Call(function)
+        call = _CoroutineCall(function)
         try:
             self._loop.call_soon_threadsafe(call.begin)
             result: Result = call.ended.result()
@@ -79,7 +79,7 @@ class EventLoop:
 
     async def call(self, function: Callable[[], Awaitable[Result]]) -> Result:
         """Call a coroutine function on this loop, and await its end on another one."""
-        call = _Call(function)
+        call = _CoroutineCall(function)
         self._loop.call_soon_threadsafe(call.begin)
         try:
             result: Result = await asyncio.wrap_future(call.ended)
@@ -96,7 +96,7 @@ class EventLoop:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
-    def _cancel(self, call: _Call, reason: BaseException) -> Any:
+    def _cancel(self, call: _CoroutineCall, reason: BaseException) -> Any:
         for _ in range(2):  # Python 3.11's `wait_for`, which PyMongo calls, can lose one
             self._loop.call_soon_threadsafe(call.cancel)
             wait([call.ended], _ENDING_SECONDS / 2)
@@ -124,7 +124,7 @@ EVENT_LOOP: PerProcess[EventLoop] = PerProcess(EventLoop)
 """The event loop of this process."""
 
 
-class _Call:
+class _CoroutineCall:
     """
     One call of a coroutine function. Its methods run on the loop.
 
