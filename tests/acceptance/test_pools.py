@@ -42,6 +42,24 @@ def test_other_pools_keep_the_same_promises(deployment: MakeDeployment, pool: st
         _survive_exits(chain)
 
 
+def test_a_cold_shutdown_of_a_solo_worker_is_counted_for_no_change(deployment: MakeDeployment) -> None:
+    """P14: Celery's signal handler then raises an error inside the handler, before it announces the shutdown."""
+    chain = deployment("plain")
+    chain.listener()
+    worker = chain.worker("-P", "solo")
+    item = chain.write("plain", "running", 1, gate="open")
+    chain.wait_started(item)
+    worker.send(signal.SIGQUIT)
+    worker.wait()
+    state = chain.wait_state(item, lambda state: not state.get("claim"))
+    assert (state["state"], state["retry"]["crashes"], state["retry"]["count"]) == ("flowing", 0, 0)
+    chain.open_gate("open")
+    chain.allow(item, 1)
+    chain.worker(name="next")
+    chain.wait_done()
+    chain.judge()
+
+
 def _survive_exits(chain: Deployment) -> None:
     """P12: a thread that ends by SystemExit, as by CancelledError, is no slot less for the handlers of others."""
     keys = [next(chain.keys("plain", partition, "leaves")) for partition in range(chain.partitions)]

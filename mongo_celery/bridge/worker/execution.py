@@ -52,7 +52,7 @@ from mongo_celery.bridge.worker.attribution import (
     names,
 )
 from mongo_celery.bridge.worker.deferred import DeferredWrites
-from mongo_celery.bridge.worker.lifetime import describe_end, is_leaving, is_sent_away
+from mongo_celery.bridge.worker.lifetime import describe_end, is_leaving, is_raised_by_shutdown, is_sent_away
 from mongo_celery.bridge.worker.outcome import Decision, Outcome, SupersededError, retry_time
 from mongo_celery.bridge.worker.parts import Parts, read_document_key
 from mongo_celery.bridge.worker.replay_subject import ReplaySubject
@@ -357,6 +357,8 @@ class Execution:
             self._leave()
             raise
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
+            if is_raised_by_shutdown(error):
+                self._crash(error, given)
             return self._handle_failure(error, given)
         except BaseException as error:  # noqa: BLE001 - it is raised again where it may be
             self._crash(error, given)
@@ -735,7 +737,7 @@ class Execution:
         row.
 
         Args:
-            error: the error that ends the process, which is not an `Exception`.
+            error: the error that ends the process.
             given: the changes of the current part.
         """
         if self.handler.batch_size is None:

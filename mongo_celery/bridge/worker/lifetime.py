@@ -19,6 +19,7 @@ import logging
 import mmap
 import os
 import signal
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,18 @@ def is_sent_away(error: BaseException, seconds: float) -> bool:
         error: the error that ends the process.
         seconds: time since the handler's task was called. A hard time limit sends the same signal as a shutdown.
     """
-    return is_leaving() or (_read_signal(error) is not None and not _has_reached_hard_limit(seconds))
+    is_signalled = _read_signal(error) is not None and not _has_reached_hard_limit(seconds)
+    return is_leaving() or is_signalled or is_raised_by_shutdown(error)
+
+
+def is_raised_by_shutdown(error: BaseException) -> bool:
+    """
+    Return True if Celery's handler of a signal raised the error while a handler ran.
+
+    A cold shutdown of `-P solo` raises `NotImplementedError` there, before it announces itself.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == "celery.apps.worker" for frame, _ in frames)
 
 
 def describe_end(error: BaseException, seconds: float) -> str:
