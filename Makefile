@@ -1,7 +1,7 @@
 # What there is to run. Each target is one command that you can type as well.
 .PHONY: test check docs demo chaos nightly
 
-test:     ## the tests, in ten minutes
+test:     ## the tests, in seven minutes
 	python -m pytest
 
 check:    ## all checks of a change, on a clean machine too
