@@ -138,6 +138,13 @@ def test_a_direct_call_returns_the_coroutine(shop: Shop) -> None:
     assert shop.seen == [1]
 
 
+class Answer:
+    """An awaitable that is no coroutine."""
+
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
 def test_what_nothing_would_await_is_refused(shop: Shop) -> None:
     """P9: a plain function that returns a coroutine would count as done; and a generator does nothing at all."""
 
@@ -149,8 +156,12 @@ def test_what_nothing_would_await_is_refused(shop: Shop) -> None:
     def together(_: Change) -> Any:
         return asyncio.sleep(0)
 
+    @shop.on_change()
+    def future(_: Change) -> Any:
+        return Answer()
+
     failures = shop.deliver(1, raises=False).failures
-    assert sorted(call.handler for call in failures) == ["plain", "together"]
+    assert sorted(call.handler for call in failures) == ["future", "plain", "together"]
     with pytest.raises(ConfigurationError):
 
         @shop.on_change()

@@ -422,10 +422,11 @@ def refuse_coroutine(result: Result, message: str) -> Result:
     Return the result of a plain function.
 
     Raises:
-        ConfigurationError: it is a coroutine, which nothing would await.
+        ConfigurationError: it is a coroutine or another awaitable, which nothing would await.
     """
-    if inspect.iscoroutine(result):
-        result.close()
+    if inspect.isawaitable(result):
+        if inspect.iscoroutine(result):
+            result.close()
         raise ConfigurationError(message)
     return result
 
