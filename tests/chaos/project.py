@@ -63,6 +63,8 @@ def _register(flow: Flow) -> None:
         transactional=flow.transactional,
         group=flow.group,
         commit=flow.commit,
+        max_running=flow.max_running,
+        delay=flow.delay,
     )(handle)
 
 

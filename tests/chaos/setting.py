@@ -74,6 +74,7 @@ class Flow:
         owned: whether the partition is chosen by the field `owner`, by a function that fails without it.
         commit: who writes its positions.
         batch: most changes of a list, where its handler gets lists; else None.
+        max_running, delay: options of its handler.
     """
 
     name: str
@@ -87,6 +88,8 @@ class Flow:
     owned: bool = False
     commit: str = "chain"
     batch: int | None = None
+    max_running: int | None = None
+    delay: float | None = None
 
     @property
     def parks(self) -> bool:
@@ -99,8 +102,8 @@ FLOWS: Mapping[str, Flow] = MappingProxyType(
         flow.name: flow
         for flow in (
             Flow("quick", keys=32, rate=12.0, hot=0.1),
-            Flow("slow", keys=16, rate=3.0, seconds=0.3, group="slow", commit="inline"),
-            Flow("letters", keys=16, rate=4.0, policy="dead_letter", owned=True),
+            Flow("slow", keys=16, rate=3.0, seconds=0.3, group="slow", commit="inline", max_running=2),
+            Flow("letters", keys=16, rate=4.0, policy="dead_letter", owned=True, delay=1.0),
             Flow("together", keys=12, rate=2.0, policy="dead_letter", transactional=True),
             Flow("parking", keys=16, rate=3.0, hot=0.3, policy="park_key"),
             Flow("listed", keys=16, rate=4.0, hot=0.2, policy="dead_letter", commit="inline", batch=20),
