@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from typing import Any
 
 from celery import Celery
@@ -13,6 +12,7 @@ from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change
 from mongo_celery.signals import change_dead_lettered, change_halted, leader_changed
+from tests.rig.scripted.recording import take_time
 
 NAMES = os.environ["PROJECT_NAMES"]
 
@@ -31,7 +31,7 @@ def bill(change: Change) -> None:
 @change_dead_lettered.connect
 def note(sender: str, handler: str, **_: Any) -> None:
     """Write down a signal, as slowly as a pager's server."""
-    time.sleep(1.0)
+    take_time(1.0)
     with MongoClient[dict[str, Any]](os.environ["PROJECT_MONGO"]) as client:
         client[f"{NAMES}_facts"]["signals"].insert_one({"sender": sender, "handler": handler, "pid": os.getpid()})
 

@@ -25,7 +25,7 @@ class Shop(Deployment):
     """Three workers, each with more slots than may run."""
 
     def start_all(self) -> None:
-        """Start a listener that leads, one that stands by, and the workers."""
+        """Start a listener that leads, a standby, and the workers."""
         self.listener("leader")
         self.listener("standby", awaited="")
         for number in range(WORKERS):

@@ -102,7 +102,7 @@ MakeTerm = Callable[..., LimitedTerm]
 
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], state_database: str) -> MakeTerm:
-    """Return what begins a term; the one before goes on if it likes."""
+    """Return a function that begins a term. The one before may continue."""
     return lambda **limits: LimitedTerm(mongo_client, state_database, **limits)
 
 

@@ -1,7 +1,7 @@
 """A handler's delay as a finite machine: its state, and what a scenario fixes.
 
 As ``protocol_model``, it imports nothing from the package. Here alone time is a number, of a server: it passes only
-where nobody has to act, since the dispatcher acts when something is due. What it models, in `mongo_celery/bridge`:
+where no process has to act, since the dispatcher acts when something is due. What it models, in `mongo_celery/bridge`:
 
 | here | there |
 |---|---|
@@ -10,8 +10,9 @@ where nobody has to act, since the dispatcher acts when something is due. What i
 | ``store``, ``advance`` | `Storing._lasting_block_reason`, `Watermarks` |
 
 *One partition.* What is stored and marked is as in ``spill_model``, and a run with its claim as in ``protocol_model``;
-so both are one step here. A message is taken at once, or lost with its worker. A take-over forgets what was read, and
-begins at the watermark. A run has stored changes or buffered ones, so what waits beside stored ones is stored at once.
+so both are one step here. A message is taken immediately, or lost with its worker. A take-over forgets the changes that
+were read, and begins at the watermark. A run has stored changes or buffered ones, so changes that wait beside stored
+ones are stored.
 
 ``handled``, ``starts`` and ``highest`` are ghosts: the memory of the oracles.
 """
@@ -233,7 +234,7 @@ def execute(world: World, state: State) -> Steps:
 
 
 def take_over(world: World, state: State) -> Steps:
-    """Another listener begins at the watermark; a run goes on."""
+    """Another listener begins at the watermark, and a run continues."""
     if state.terms < world.terms:
         yield (
             Step("take over", fair=False),
@@ -301,7 +302,7 @@ def bounded(move: exploration.Move[World, State]) -> Iterator[str]:
 def left_undone(world: World, state: State) -> Iterator[str]:
     """P12: where nothing more will happen, all is handled, and the last change of each key itself."""
     if state.committed < len(world.changes):
-        yield f"the partition stands at {state.committed} for ever"
+        yield f"the partition stays at {state.committed} for ever"
     for key in {key for _, key in world.changes}:
         last = max(number for number in range(1, len(world.changes) + 1) if world.key(number) == key)
         if last not in state.handled:

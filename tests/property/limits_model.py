@@ -10,8 +10,8 @@ As ``protocol_model``, it imports nothing from the package. What it models, in `
 | ``void`` | `PartitionPoller._void_orphans`, `Claims.void` |
 | ``take_over``, ``win`` | `Partitions.take_over`, `Partitions.win` |
 
-What stands behind its shape is that of ``protocol_model``: time is absent, a message that was sent stays deliverable,
-and a listener that lost its lease goes on for ever. Changes have no places here, since the order is not the question:
+Its shape has the reasons of ``protocol_model``: time is absent, a message that was sent stays deliverable,
+and a listener that lost its lease continues for ever. Changes have no places here, since the order is not the question:
 of a partition only their number counts. A success is one write, with the position.
 
 A claim that has lapsed counts as running, too: its owner may still beat.
@@ -307,7 +307,7 @@ def execute(world: World, state: State, run: Run) -> Steps:
 
 
 def lapse(world: World, state: State) -> Steps:
-    """A claim lapses: sooner or later if nobody beats for it, as a fault while its execution goes on."""
+    """A claim lapses: eventually if no process renews it, as a fault while its execution continues."""
     for index, found in enumerate(state.partitions):
         if found.claim is None or not found.claim.live:
             continue
@@ -365,7 +365,7 @@ def left_undone(world: World, state: State) -> Iterator[str]:
         return
     for index, found in enumerate(state.partitions):
         if found.committed < world.changes[index] and not found.paused:
-            yield f"partition {index} stands at {found.committed} for ever"
+            yield f"partition {index} stays at {found.committed} for ever"
 
 
 def steps(world: World, state: State) -> Steps:

@@ -18,7 +18,7 @@ class Role:
     Attributes:
         process: the latest one.
         asked: whether it was asked, or made, to end.
-        ends: how processes of this role have ended that nobody had ended.
+        ends: how processes of this role have ended that the test had not ended.
     """
 
     def __init__(self, name: str, start: Callable[[str], ProjectProcess]) -> None:
@@ -67,7 +67,7 @@ class Keeper:
         return self.roles[name]
 
     def stop(self) -> None:
-        """Start nothing again any more; what runs goes on."""
+        """Start no process again. Running ones continue."""
         self._stopping.set()
         self._thread.join()
 
