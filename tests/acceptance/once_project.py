@@ -86,13 +86,6 @@ def book(charged: dict[str, int], order: int) -> None:
 
 
 @app.task
-@once(lambda: collection("done"), claim_ttl=1)
-def wait_for_the_dead() -> None:
-    """Claimed by a run that no longer exists."""
-    note(step="waited")
-
-
-@app.task
 @once(lambda: collection("done"), claim_ttl=60)
 def part(name: str) -> str:
     """One part of a chord; the slow one runs until it is told to end."""

@@ -100,23 +100,6 @@ def test_lost_messages_are_dispatched_again(chain: Deployment) -> None:
     assert len(chain.starts(second)) == 1
 
 
-def test_a_commit_message_that_is_lost_is_made_up_for_without_a_second_start(chain: Deployment) -> None:
-    """P6: the listener commits what is handled after `commit_grace`."""
-    chain.both()
-    item = chain.write("plain", "uncommitted", 1, gate="open")
-    chain.wait_started(item)
-    chain.redis.pause()
-    chain.open_gate("open")
-    chain.wait_state(item, lambda state: state["handled"])
-    chain.redis.kill()
-    chain.wait_state(item, lambda state: state["committed"] == 1)
-    chain.redis.restart()
-    chain.worker(name="restarted")
-    chain.write("plain", "uncommitted", 2)
-    chain.wait_done()
-    chain.judge()
-
-
 def test_redis_may_be_killed_and_come_back_empty(chain: Deployment) -> None:
     """
     P1, P6, P8: nothing but time is lost, and running handlers are not repeated.

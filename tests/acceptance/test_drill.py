@@ -36,19 +36,6 @@ def test_the_drill_runs_as_it_is_written(walk: Walk) -> None:
 
 
 @pytest.mark.slow
-def test_a_bug_is_fixed_as_the_drill_says(walk: Walk) -> None:
-    """
-    The beginning of the drill, and its first failure.
-
-    In short: `test_tutorial.py` has these processes, a bug, and what health says of it before and after its cure.
-    """
-    for steps in [*CHAPTERS.values()][:2]:
-        for step in steps:
-            walk.take(step)
-    walk.end()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [PAINS[:SECOND_SHOP], PAINS[SECOND_SHOP:]], ids=["first half", "second half"])
 def test_each_problem_is_shown_and_fixed_as_the_page_says(walk: Walk, chosen: list[list[Step]]) -> None:
     """Every pain is brought about, seen by the command that the page names, and cured by the other one."""

@@ -25,23 +25,6 @@ def _letter(chain: Deployment, item: Due) -> Document:
     return letter
 
 
-def test_halt_stops_one_partition_loudly_and_records_its_head(chain: Deployment) -> None:
-    """P1, P9: the default policy; the other partitions of the handler flow."""
-    keys = chain.keys("halting", 0, "halt")
-    bad = chain.stand(chain.write("halting", next(keys), 1, act="raise", times=9, text="cannot go on"))
-    behind = chain.stand(chain.write("halting", next(keys), 1))
-    state = chain.wait_state(bad, lambda state: state["state"] == "halted")
-    elsewhere = chain.write("halting", next(chain.keys("halting", 1, "halt")), 1)
-    chain.wait_done(handlers=["halting"])
-    assert len(chain.starts(elsewhere)) == 1
-    assert state["halted"]["key"] == f"{chain.data.name}.halting insert {bad.key!r}"
-    assert state["halted"]["resumeToken"]["_data"]
-    assert state["retry"]["error"] == "WantedError: cannot go on"
-    assert state["claim"] is None
-    assert chain.starts(behind) == []
-    chain.judge()
-
-
 @pytest.mark.needs_mongodb(5, 0)
 def test_a_dead_letter_keeps_the_exact_change_with_error_traceback_and_attempts(chain: Deployment) -> None:
     """P1: nothing of the change is lost, whatever types it has."""

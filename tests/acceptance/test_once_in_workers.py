@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from bson import ObjectId
 from celery import Celery, chain, chord
 from pymongo import MongoClient
 from pymongo.database import Database
@@ -20,8 +19,6 @@ from tests.fixtures.tasks import register_tasks
 from tests.rig.project import MakeProject, Project
 
 Document = dict[str, Any]
-
-_CLAIM_SECONDS = 6
 
 
 class Shop(Project):
@@ -84,18 +81,6 @@ def test_a_chain_whose_step_died_after_its_work_goes_on_with_the_remembered_resu
     assert project.notes("book") == [{"order": 7, "charged": {"charge": 70}, "retries": 0}]
     assert project.notes("charge") == [{"order": 7, "retries": 0}]
     assert project.data["deaths"].count_documents({}) >= 1
-
-
-@pytest.mark.needs_mongodb(5, 0)
-def test_a_duplicate_waits_for_a_dead_run_however_long_and_uses_up_no_retries(project: Shop) -> None:
-    """Celery's limit of three retries is for failures: here more than three waits are needed."""
-    project.data["done"].insert_one({"_id": "t1", "state": "running", "owner": ObjectId(), "until": None})
-    until = {"$dateAdd": {"startDate": "$$NOW", "unit": "second", "amount": _CLAIM_SECONDS}}
-    project.data["done"].update_one({"_id": "t1"}, [{"$set": {"until": until}}])
-    project.task("wait_for_the_dead", task_id="t1").apply_async()
-
-    wait_for(lambda: project.notes("waited"))
-    assert project.notes("waited") == [{"retries": 0}]
 
 
 def test_a_chord_whose_parts_are_delivered_twice_gets_each_part_once(project: Shop, worker: ProjectProcess) -> None:

@@ -14,9 +14,8 @@ from mongo_celery import Outbox
 from mongo_celery.outbox.pending import LONG_AGO
 from tests.acceptance import outbox_rig
 from tests.acceptance.outbox_project import EFFECTS, configured
-from tests.acceptance.test_cli import BARE_APP, NOWHERE, Document
-from tests.fixtures.forked import run_celery
-from tests.fixtures.process import Processes, wait_for
+from tests.acceptance.test_cli import NOWHERE, Document
+from tests.fixtures.process import Processes
 from tests.fixtures.rights import UrlOf
 from tests.fixtures.serializer import ACCEPTED, NEW
 from tests.rig.outbox import pending, ripen
@@ -112,26 +111,6 @@ def test_a_broker_that_is_down_ends_a_sweep_with_status_1(shop: Shop) -> None:
     assert len(shop.entries("key")) == 1
 
 
-@pytest.mark.slow
-def test_a_check_fails_until_beat_and_a_worker_sweep(shop: Shop) -> None:
-    """An outbox that only its writers import is swept by nobody; a worker with beat is all it takes."""
-    shop.items.insert_one({"_id": 1})
-    for found in shop.lines("status", "--check", status=2):
-        assert (found["verdict"], severities(found)["sweep"]) == ("failing", "failing")
-
-    shop.consume()
-    wait_for(lambda: shop.state["outbox_sweeps"].count_documents({}) == 2)
-    checked: list[Document] = []
-
-    def is_fine() -> bool:  # not at the first look, where a busy worker answers late
-        done = shop.run("outbox", "status", "--check", "--json")
-        checked[:] = [json.loads(line) for line in done.stdout.splitlines()]
-        return done.returncode < 2
-
-    wait_for(is_fine, message=lambda: str(checked))
-    assert [(each["outbox"], severities(each)["sweep"]) for each in checked] == [("items", "ok"), ("boxes", "ok")]
-
-
 def test_a_dead_letter_is_shown_and_replayed_after_the_app_was_corrected(shop: Shop) -> None:
     """The whole way of an operator; the task has the id that it was stored with, and stands behind later ones."""
     dead_letter = shop.make_dead_letter()
@@ -181,20 +160,6 @@ def test_a_letter_is_discarded_only_on_a_yes(shop: Shop) -> None:
     assert shop.run("outbox", "dead-letters", "discard", dead_letter, "--yes").returncode == 0
     assert shop.dead_letters.count_documents({}) == 0
     assert shop.run("outbox", "dead-letters", "discard", dead_letter, "--yes").returncode == 1
-
-
-@pytest.mark.slow
-def test_wrong_calls_end_with_an_error(shop: Shop) -> None:
-    """No app, no outbox, an outbox or a dead letter that there is not."""
-    for done in (
-        run_celery("outbox", "status"),
-        run_celery("-A", BARE_APP, "outbox", "sweep"),
-        shop.run("outbox", "status", "--name", "itms"),
-        shop.run("outbox", "dead-letters", "list", "nothing"),
-        shop.run("outbox", "dead-letters", "replay"),
-    ):
-        assert done.returncode in {1, 2}
-        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", [["sweep"], ["dead-letters", "list"]], ids=" ".join)

@@ -132,7 +132,7 @@ def test_passwords_and_keys_are_nowhere(guarded: Guarded, most: int | None) -> N
     wait_for(lambda: guarded.redis.llen("shop.0"), message="a change waits at the broker")
     contents = guarded.broker_contents()
     worker = guarded.worker("-P", "solo", level="DEBUG")
-    guarded.orders.insert_one({"_id": 3, "bad": True})
+    guarded.orders.insert_one({"_id": 3, "bad": "a [bad] order"})
     wait_for(lambda: guarded.state["partitions"].find_one({"state": "halted"}), message="it has halted")
     keys = guarded.keys()
     for command in COMMANDS[:most]:

@@ -15,7 +15,6 @@ from celery import Celery
 from mongo_celery import Bridge
 from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.process import FAILED_BRIDGE, ListenerThreads, run_listeners
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.repeating import Pauses
@@ -113,21 +112,6 @@ class _Fake:
         self._stopping.set()
 
 
-def _threads(*fakes: _Fake, **more: Any) -> ListenerThreads:
-    return ListenerThreads([cast("Listener", fake) for fake in fakes], Pauses(0.01, 0.02), **more)
-
-
-def test_threads_of_a_worker_never_give_up() -> None:
-    """No supervisor would notice: the worker lives on. Also when it is the only bridge."""
-    fake = _Fake(5)
-    threads = _threads(fake)
-    threads.start()
-    assert fake.listens.wait(60)
-    assert not threads.ended.is_set()
-    threads.stop()
-    assert not threads.all_failed
-
-
 def test_stop_ends_a_pause() -> None:
     """A shutdown does not wait for ten minutes."""
     fakes = [_Fake(9), _Fake(0)]
@@ -137,10 +121,3 @@ def test_stop_ends_a_pause() -> None:
     threads.stop()
     assert not any(thread.is_alive() for thread in threads._threads)
     assert fakes[0].left == 8
-
-
-def test_pauses_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
-    """Half a minute, a minute, ... ten minutes."""
-    gate = RetryGate(FAILED_BRIDGE)
-    assert [gate.note_failure(1) for _ in range(7)] == [30, 60, 120, 240, 480, 600, 600]
-    assert [gate.note_failure(601), gate.note_failure(1)] == [30, 60]

@@ -40,12 +40,14 @@ def _lock_sink(chain: Deployment, item: Due) -> Iterator[None]:
         yield
 
 
-def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Deployment) -> None:
+@pytest.mark.parametrize("variables", [{}, {"SCRIPTED_ASYNC": "1"}], ids=["plain", "async"])
+def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Deployment, variables: dict[str, str]) -> None:
     """
     P6 and more: killed after its write and before the mark; nothing of the first attempt is seen.
 
     What it has locked is free as soon as its claim has lapsed, not when the server's own limit of a minute is reached.
     """
+    chain.environment |= variables
     _, worker = chain.both()
     item = chain.write("together", "a", 1, late_gate="open")
     successor = chain.write("together", "a", 2)

@@ -10,25 +10,24 @@ from uuid import uuid4
 import pytest
 from pymongo.database import Database
 
-from tests.acceptance.test_cli import NOWHERE, one_sentence
+from tests.acceptance.test_cli import APP, NOWHERE, one_sentence
 from tests.fixtures.forked import run_celery
 from tests.fixtures.rights import UrlOf, with_a_wrong_password
 from tests.rig.project import Done
 
-APP = "tests.acceptance.transactions_cli_project"
 NAMES = f"transactions_cli_{uuid4().hex[:10]}"
 
 
 def transactions(mongo_url: str, *arguments: str, names: str = NAMES, text: str = "") -> Done:
-    environment = {"PROJECT_MONGO": mongo_url, "PROJECT_NAMES": names}
+    environment = {"PROJECT_MONGO": mongo_url, "PROJECT_NAMES": names, "PROJECT_BROKER": "memory://"}
     return run_celery("-A", APP, "transactions", *arguments, environment=environment, text=text)
 
 
 @pytest.mark.parametrize("command", [["list"], ["list", "1"], ["recover"], ["cancel", "1", "--yes"]], ids=" ".join)
 def test_a_missing_right_names_the_transactions_and_the_cure(guarded_url: UrlOf, command: list[str]) -> None:
-    """Not the bridge's state, which this app does not have."""
+    """Not the bridge's state."""
     done = transactions(guarded_url("bridge"), *command)
-    one_sentence(done, f"{NAMES}.transfers", "find")
+    one_sentence(done, f"{NAMES}_data.transfers", "find")
 
 
 def test_a_refused_login_is_no_missing_right(guarded_url: UrlOf) -> None:
@@ -46,7 +45,7 @@ def test_a_server_that_is_away_is_told_with_its_address() -> None:
 def test_what_recovery_would_take_is_listed_by_a_trial(database: Database[dict[str, Any]], mongo_url: str) -> None:
     """The trial changes nothing, and the list shows each unfinished transaction."""
     stored = {"source": "A", "destination": "B", "value": 1, "lastModified": datetime.now(UTC) - timedelta(hours=1)}
-    collection = database["transfers"]
+    collection = database.client[f"{database.name}_data"]["transfers"]
     collection.insert_many(
         [{"_id": state, "state": state, **stored} for state in ("done", "canceled", "pending", "initial")]
     )
@@ -59,3 +58,4 @@ def test_what_recovery_would_take_is_listed_by_a_trial(database: Database[dict[s
     [found] = json.loads(typed("recover", "--dry-run", "--json").stdout)["transactions"]
     assert found["_id"] == "pending"
     assert sorted(each["state"] for each in collection.find()) == ["canceled", "done", "initial", "pending"]
+    database.client.drop_database(collection.database)

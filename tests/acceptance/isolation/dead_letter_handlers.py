@@ -23,4 +23,3 @@ add_handler(
 )
 add_handler("halted", _copy, failure_policy="halt")
 add_handler("copied_once", _copy, failure_policy="dead_letter", transactional=True)
-add_handler("parked", _copy, failure_policy="park_key")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.bridge.state.claims import name_place
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.process import wait_for
@@ -117,26 +116,6 @@ def test_an_outage_of_mongodb_is_charged_to_no_change(
     _wait_for_outcomes_that_wait(chain, again, said + len(again))
     own.resume()
     _nothing_is_charged(chain, [*items, *again])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("claims", ["stand", "lapse"])
-def test_a_worker_that_is_cut_off_charges_no_change(make_chain: Make, failpoint: Failpoint, claims: str) -> None:
-    """The listener sees claims lapse while only the worker cannot reach MongoDB, and has it try them again."""
-    options = LONG_CLAIM if claims == "stand" else {}
-    chosen = ["plain_halt", "fenced_skip", "retrying_dead_letter"]
-    chain = make_chain(*chosen, options=options)
-    chain.listener()
-    chain.worker("-P", "threads", concurrency=4)
-    items = _together(chain, chosen)
-    commands = ["update", "insert", "find", "findAndModify", "commitTransaction", "abortTransaction"]
-    with failpoint(failCommands=commands, appName=chain.app_name("worker"), closeConnection=True):
-        chain.open_gate("open")
-        _wait_for_outcomes_that_wait(chain, items)
-        if claims == "lapse":
-            places = [name_place(chain.of(item)["_id"]) for item in items]
-            wait_for(lambda: all(f"could not claim partition {each}" in _log(chain) for each in places))
-    _nothing_is_charged(chain, items)
 
 
 def test_an_outcome_that_mongodb_keeps_waiting_is_written_later(make_chain: Make, failpoint: Failpoint) -> None:

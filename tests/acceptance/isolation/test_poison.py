@@ -182,16 +182,6 @@ def test_a_document_with_a_giant_id_becomes_a_dead_letter_and_its_handler_goes_o
     assert rig.changes("status")["oversized"] is None
 
 
-def test_the_name_of_an_updated_field_that_is_no_utf8_is_judged_like_others(rig: Rig) -> None:
-    """I4: `fields` looks at names that users choose."""
-    rig.insert("fielded", 1)
-    rig.data["fielded"].update_one({"_id": 1}, [{"$replaceWith": {"$mergeObjects": ["$$ROOT", broken({"????": 1})]}}])
-    rig.data["fielded"].update_one({"_id": 1}, [{"$set": {"n": 2}}])
-    rig.insert("fielded", "last")
-    rig.wait_ids("fielded", {1, "last"})
-    assert [fact["n"] for fact in rig.handled("fielded")].count(None) == 2  # the broken name is not one of `fields`
-
-
 def _customer(index: int) -> int:
     """A customer of this partition."""
     return next(number for number in range(100) if partition_hash(number) % PARTITIONS == index)

@@ -79,18 +79,3 @@ def test_a_stream_of_an_older_version_goes_on_without_a_gap_or_a_repetition(depl
     chain.wait_done()
     assert second.terminate() == 0
     chain.judge(spare=0)
-
-
-def test_a_resume_token_is_a_start(deployment: MakeDeployment) -> None:
-    """P1: what is behind its change is delivered, and nothing before: not even what happened at the same time."""
-    chain = deployment("plain")
-    with chain.data.watch() as stream, chain.client.start_session() as session:
-        with session.start_transaction():
-            for number in range(4):  # four changes of one cluster time
-                chain.data["plain"].insert_one({"_id": str(number), "n": 1}, session=session)
-        tokens = [next(stream)["_id"] for _ in range(4)]
-    chain.write("plain", "later", 1)
-    chain.listener(options={"start_from": tokens[1]})
-    chain.worker()
-    wait_for(lambda: len(chain.effects()) >= 3)
-    assert {start.key for start in chain.starts()} == {"2", "3", "later"}

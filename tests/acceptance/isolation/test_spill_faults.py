@@ -206,38 +206,3 @@ def layout(chain: SpillRig) -> Document:
     """How many partitions are in force, and by which key."""
     found: Document = chain.subscription("halting")["partitioning"]
     return found
-
-
-@pytest.mark.slow
-def test_a_listener_is_killed_between_storing_a_large_change_and_its_mark(make: Make) -> None:
-    """P6, P13: the next one finds the bytes that nothing has marked, and nobody has asked for."""
-    chain = make("plain", max_message_bytes=4096, run_size=1)
-    chain.worker()
-    killed = chain.pointed("listener", {"at": MARK})
-    for n in (1, 2, 3):
-        chain.write("plain", "large", n, padding="x" * 20_000 * (n % 2))
-    chain.wait_gone(killed)
-    assert (chain.state["backlog"].count_documents({}), chain.starts()) == (1, [])
-    chain.listener()
-    chain.wait_effects()
-    chain.wait_removed()
-    chain.judge_oplog()
-
-
-@pytest.mark.slow
-def test_a_worker_is_killed_between_storing_a_change_and_its_halt(make: Make) -> None:
-    """P6, P13, P14: the change runs again and halts, with its bytes; its crash is charged to nobody else."""
-    chain = make("halting")
-    chain.listener()
-    chain.pointed("worker", {"at": "Claims.halt"})
-    bad = chain.allow(chain.write("halting", "around0", 1, act="raise", times=2), 2)
-    chain.wait_state(bad, lambda state: state["state"] == "halted")
-    assert chain.is_at_point
-    assert len(chain.starts(bad)) == 2
-    chain.write_around("halting", ROUNDS, first=2)
-    chain.wait_effects(but=chain.behind(bad))
-    chain.wait_passed(bad.handler)
-    assert chain.changes("retry", "halting")["done"] == 1
-    chain.wait_effects()
-    chain.wait_removed()
-    chain.judge_oplog()

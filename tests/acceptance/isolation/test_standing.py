@@ -122,17 +122,3 @@ def test_a_retry_of_an_hour_waits_outside_of_memory(make: Make) -> None:
     wait_committed(chain)
     chain.wait_removed()
     chain.judge()
-
-
-@pytest.mark.slow
-def test_a_backlog_of_all_alike_stays_in_memory(make: Make) -> None:
-    """What flows is not stored: the stream waits for room, and the state database is not paid for it."""
-    chain = make("plain", buffer_bytes=50_000, run_size=10, start_from="now")
-    assert chain.listener("first").terminate() == 0, "it has a position from here on"
-    write_around(chain, "plain", 40, padding="x" * 1000)
-    listener, _ = chain.both()
-    wait_committed(chain)
-    listener.wait_for_output("memory is full")
-    assert "are stored in the state database" not in listener.text
-    assert chain.state["backlog"].count_documents({}) == 0
-    chain.judge()
