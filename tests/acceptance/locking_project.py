@@ -25,7 +25,6 @@ app.conf.update(
 
 @cache
 def data() -> Database[dict[str, Any]]:
-    """Give the test's database by a client of this process's own."""
     client = MongoClient[dict[str, Any]](os.environ["PROJECT_MONGO"])
     return client[f"{os.environ['PROJECT_NAMES']}_data"]
 

@@ -36,7 +36,6 @@ def _client(pid: int) -> MongoClient[dict[str, Any]]:
 
 
 def collection(name: str) -> Collection[dict[str, Any]]:
-    """A collection of this test."""
     return _client(os.getpid())[f"{NAMES}_data"][name]
 
 
@@ -64,7 +63,6 @@ def dies_the_first_time(function: Callable[..., Any]) -> Callable[..., Any]:
 @dies_the_first_time
 @once(lambda: collection("done"))
 def charge(order: int) -> dict[str, int]:
-    """The first step of a chain."""
     note(step="charge", order=order)
     return {"charge": order * 10}
 
@@ -73,7 +71,6 @@ def charge(order: int) -> dict[str, int]:
 @dies_the_first_time
 @once(lambda: collection("done"))
 def charge_in_transaction(order: int, *, session: ClientSession) -> dict[str, int]:
-    """The same, with its effect and its mark in one transaction."""
     collection("notes").insert_one({"step": "charge", "order": order, "retries": 0}, session=session)
     return {"charge": order * 10}
 
@@ -81,8 +78,13 @@ def charge_in_transaction(order: int, *, session: ClientSession) -> dict[str, in
 @app.task
 @once(lambda: collection("done"))
 def book(charged: dict[str, int], order: int) -> None:
-    """The second step, which needs the first one's result."""
     note(step="book", order=order, charged=charged)
+
+
+@app.task
+@once(lambda: collection("done"), claim_ttl=1)
+def wait_for_the_dead() -> None:
+    note(step="waited")
 
 
 @app.task
@@ -106,7 +108,6 @@ def stand_still() -> None:
 @app.task
 @once(lambda: collection("done"), claim_ttl=1)
 def stand_still_in_transaction(*, session: ClientSession) -> None:
-    """The same, with its effect and its mark in one transaction."""
     collection("notes").insert_one({"step": "stand_still_in_transaction"}, session=session)
     collection("standing").insert_one({"pid": os.getpid()})
     wait_for(lambda: collection("signs").find_one({}))
@@ -115,5 +116,4 @@ def stand_still_in_transaction(*, session: ClientSession) -> None:
 @app.task
 @once(lambda: collection("done"))
 def total(parts: list[str]) -> None:
-    """The body of the chord."""
     note(step="total", parts=parts)

@@ -44,7 +44,6 @@ class Scene(Deployment):
 
     @contextmanager
     def load(self) -> Iterator[None]:
-        """Write to one key after another, until the block ends."""
         stopping = threading.Event()
 
         def write() -> None:

@@ -40,7 +40,6 @@ def _queues(chain: Deployment) -> list[str]:
 
 
 def _waiting(chain: Deployment) -> dict[str, list[bytes]]:
-    """The messages in the queues of the partitions, as the broker has them."""
     with chain.broker as broker:
         return {name: list(broker.lrange(name, 0, -1)) for name in _queues(chain)}
 
@@ -168,14 +167,12 @@ def held(chain: Deployment) -> tuple[Deployment, Due, dict[str, Any], bytes]:
 
 
 def _forge(message: dict[str, Any], task: str, *args: Any, **kwargs: Any) -> bytes:
-    """The same message for another task, with other arguments."""
     body = [list(args), kwargs, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
     headers = {**message["headers"], "task": task, "id": f"forged-{random.random()}"}
     return json.dumps(with_body({**message, "headers": headers}, body)).encode()
 
 
 def _envelopes(message: dict[str, Any]) -> tuple[str, str]:
-    """The envelope of the run, and that of its commit."""
     args, _, embedded = body_of(message)
     return args[0], embedded["chain"][0]["args"][0]
 

@@ -28,8 +28,6 @@ _WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-min
 
 
 class Shop(Project):
-    """The project's databases, processes and commands."""
-
     app = APP
     # What stands stays in the buffer: a slow machine must not make `buffered` a matter of time.
     options = MappingProxyType({**OPTIONS, "partitions": 2, "spill_after": 600})
@@ -43,15 +41,12 @@ class Shop(Project):
         return self.data["summaries"]
 
     def changes(self, *arguments: str, **given: str) -> Done:
-        """Run `celery -A app changes` with arguments."""
         return self.run("changes", *arguments, **given)
 
     def json(self, *arguments: str, status: int = 0) -> Document:
-        """Run a command with `--json`, which must end with this status."""
         return self.answer("changes", *arguments, status=status)
 
     def findings(self, **variables: str) -> tuple[int, dict[str, Document]]:
-        """Run `check`; the exit status, and the findings by name."""
         done = self.changes("check", "--json", **variables)
         assert done.stdout, done.stderr
         return done.returncode, {each["code"]: each for each in json.loads(done.stdout)["findings"]}
@@ -68,17 +63,14 @@ class Shop(Project):
         return asked[-1]
 
     def start_all(self) -> None:
-        """Start a listener and a worker that gets its queues from the command."""
         self.start("listener", awaited="leading bridge")
         queues = self.changes("queues").stdout.strip()
         self.start(*_WORKER, "-Q", queues, awaited="ready")
 
     def wait_for_summaries(self, count: int) -> None:
-        """Wait until so many orders have been handled."""
         wait_for(lambda: self.summaries.count_documents({}) >= count, message=f"{count} orders")
 
     def wait_for_status(self, **wanted: object) -> Document:
-        """Wait until the status has these values, and return it."""
         found: Document = {}
 
         def has_all() -> bool:
@@ -89,7 +81,6 @@ class Shop(Project):
         return found
 
     def wait_for_halt(self, after: int = 0) -> Document:
-        """Wait until a partition has halted under a larger fence than that, and return its document."""
         query = {"state": "halted", "fencingToken": {"$gt": after}}
         return wait_for(lambda: self.state["partitions"].find_one(query), message="a partition has halted")
 

@@ -13,7 +13,6 @@ HANDLERS = "tests.acceptance.delay_handlers"
 
 
 def read_seconds(moment: datetime) -> float:
-    """Seconds of a time as the server has stored it."""
     return moment.replace(tzinfo=UTC).timestamp()
 
 

@@ -39,7 +39,6 @@ _WORKER_OPTIONS = ("-c", "1", "--without-gossip", "--without-mingle", "--without
 
 @pytest.fixture
 def urls(mongo_client: MongoClient[Any], mongo_url: str, redis_url: str) -> Iterator[tuple[str, str]]:
-    """Give the addresses of both servers; the databases that the pages name, as users do, are empty."""
     _drop_databases(mongo_client)
     yield mongo_url, redis_url
     _drop_databases(mongo_client)

@@ -20,7 +20,6 @@ SECOND_SHOP = [*_PAINS].index("You cannot set a position")
 
 @pytest.fixture
 def walk(processes: Processes, tmp_path: Path) -> Walk:
-    """Give a person in an empty directory."""
     require_server("mongod")
     require_server("redis-server")
     return Walk(processes, tmp_path)

@@ -15,7 +15,6 @@ Document = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def chain(shared_deployment: MakeDeployment) -> Deployment:
-    """Give one listener and one worker; a change may crash once."""
     handlers = ("plain", "letters", "halting", "skipping", "discarding", "soft", "hard")
     return shared_deployment(*handlers, start="both")
 

@@ -118,7 +118,6 @@ def _asked(setting: Setting) -> int:
 
 
 def _has_switched(setting: Setting, old: set[str]) -> bool:
-    """Return True if the handler that has nothing to do has other partitions."""
     mine = {"_id": {"$regex": f"^{NAME}/letters/"}}
     partitions = {each["_id"] for each in setting.state["partitions"].find(mine, {"_id": 1})}
     return len(partitions) == 2 and not partitions & old
@@ -160,7 +159,6 @@ def _replay_in_a_chain(setting: Setting, orders: Wiring) -> None:
 
 
 def _led(setting: Setting, said: Said) -> Listening:
-    """A listener with all rights."""
     return Listening(bridge_on(setting.admin_url, setting.broker, start_from="now").wiring, said)
 
 

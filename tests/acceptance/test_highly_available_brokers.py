@@ -27,7 +27,6 @@ _SLOTS_AT_ONCE = 4096
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Give a place for a bridge, beside that of its broker."""
     made = tmp_path / "bridge"
     made.mkdir()
     return made
@@ -55,7 +54,6 @@ class _Writing:
         self._rounds = 0
 
     def go_on(self, rounds: int) -> Due:
-        """Write so many rounds, and return the last change."""
         for _ in range(rounds):
             self._rounds += 1
             for key in KEYS:
@@ -126,7 +124,6 @@ def test_a_node_of_a_redis_cluster_serves_where_all_keys_have_one_slot(make_chai
 
 
 def _check(chain: Deployment) -> dict[str, str]:
-    """The findings of the preflight: level by name."""
     return {each["code"]: each["severity"] for each in chain.changes("check")["findings"]}
 
 

@@ -25,13 +25,10 @@ _WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-min
 
 
 class Watched(Project):
-    """A project's listeners, and what they say by HTTP."""
-
     app = APP
     options = MappingProxyType({**OPTIONS, "partitions": 2})
 
     def type(self, command: str) -> Done:
-        """Run a command as it was printed, to its end."""
         program, *words = shlex.split(command)
         assert (program, words[:2]) == ("celery", ["-A", APP])
         return self.run(*words[2:])
@@ -58,7 +55,6 @@ def told(port: int, path: str) -> tuple[int, Document]:
 
 
 def wait_for_verdict(port: int, status: int) -> Document:
-    """Wait until the verdict has this status."""
     answer: list[Any] = []
 
     def has_status() -> Document | None:
@@ -70,14 +66,12 @@ def wait_for_verdict(port: int, status: int) -> Document:
 
 @pytest.fixture
 def watched(make_project: MakeProject) -> Watched:
-    """Give the project on the session's servers, with nothing started."""
     made: Watched = make_project(Watched)
     return made
 
 
 @pytest.fixture
 def orders(watched: Watched) -> Any:
-    """Give the watched collection."""
     return watched.data["orders"]
 
 

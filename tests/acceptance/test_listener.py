@@ -36,7 +36,6 @@ _SOON_SECONDS = 5.0
 
 @pytest.fixture
 def scene(deployment: MakeDeployment) -> Scene:
-    """Give a bridge with one handler."""
     return deployment(HANDLER, kind=Scene)
 
 
@@ -215,7 +214,6 @@ def test_a_missing_right_and_a_refused_login_end_with_one_sentence(
 
 
 def nowhere() -> str:
-    """The URL of a server that does not answer."""
     return f"mongodb://127.0.0.1:{free_port()}/?replicaSet=rs0"
 
 
@@ -270,7 +268,6 @@ def test_a_broker_that_is_down_at_the_start_is_waited_for(scene: Scene, make_red
 
 
 def refused(listener: ProjectProcess, words: str) -> None:
-    """Wait until a listener ends with one sentence."""
     status = listener.wait()
     assert status == 1
     assert len(re.findall(words, listener.text)) in {1, 2}, f"once, and once in the log: {listener.text}"

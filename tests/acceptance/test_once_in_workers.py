@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from bson import ObjectId
 from celery import Celery, chain, chord
 from pymongo import MongoClient
 from pymongo.database import Database
@@ -54,22 +55,6 @@ def worker(project: Shop) -> ProjectProcess:
     return project.worker(concurrency=3)
 
 
-def test_a_run_that_a_soft_shutdown_cuts_is_made_up_for_once(project: Shop, worker: ProjectProcess) -> None:
-    """Its time is used up in the function: another worker runs it, and what comes after that is a duplicate."""
-    task = project.task("stand_still", task_id="t1")
-    task.apply_async()
-    wait_for(lambda: project.notes("stand_still"))
-    os.kill(worker.pid, signal.SIGQUIT)
-    assert worker.wait() == 0, worker.text
-    other = project.worker(name="other", concurrency=3)
-    wait_for(lambda: len(project.notes("stand_still")) == 2)
-    project.data["signs"].insert_one({})
-    other.wait_for_output(r"stand_still\[t1\] succeeded")
-    task.apply_async()
-    wait_for(lambda: len(re.findall(r"stand_still\[t1\] succeeded", other.text)) == 2)
-    assert len(project.notes("stand_still")) == 2
-
-
 @pytest.mark.parametrize("first", ["charge", "charge_in_transaction"])
 def test_a_chain_whose_step_died_after_its_work_goes_on_with_the_remembered_result(project: Shop, first: str) -> None:
     """The redelivered step does not run again, and the next one gets the argument that it needs."""
@@ -81,6 +66,18 @@ def test_a_chain_whose_step_died_after_its_work_goes_on_with_the_remembered_resu
     assert project.notes("book") == [{"order": 7, "charged": {"charge": 70}, "retries": 0}]
     assert project.notes("charge") == [{"order": 7, "retries": 0}]
     assert project.data["deaths"].count_documents({}) >= 1
+
+
+@pytest.mark.needs_mongodb(5, 0)
+def test_a_duplicate_waits_for_a_dead_run_however_long_and_uses_up_no_retries(project: Shop) -> None:
+    """Celery's limit of three retries is for failures: here more than three waits are needed."""
+    until = {"$dateAdd": {"startDate": "$$NOW", "unit": "second", "amount": 6}}
+    running = [{"$set": {"state": "running", "owner": ObjectId(), "until": until}}]
+    project.data["done"].update_one({"_id": "t1"}, running, upsert=True)
+    project.task("wait_for_the_dead", task_id="t1").apply_async()
+
+    wait_for(lambda: project.notes("waited"))
+    assert project.notes("waited") == [{"retries": 0}]
 
 
 def test_a_chord_whose_parts_are_delivered_twice_gets_each_part_once(project: Shop, worker: ProjectProcess) -> None:

@@ -16,7 +16,6 @@ from tests.acceptance import outbox_rig
 from tests.acceptance.outbox_project import EFFECTS, configured
 from tests.acceptance.test_cli import NOWHERE, Document
 from tests.fixtures.process import Processes
-from tests.fixtures.rights import UrlOf
 from tests.fixtures.serializer import ACCEPTED, NEW
 from tests.rig.outbox import pending, ripen
 from tests.rig.project import MakeProject
@@ -33,24 +32,20 @@ class Shop(outbox_rig.Shop):
         self.lacking = Outbox(configured(broker), self.items, database=self.state.name, **options)  # type: ignore[arg-type]
 
     def lines(self, *arguments: str, status: int = 0, **variables: str) -> list[Document]:
-        """Run a command with `--json`; what its lines say."""
         done = self.run("outbox", *arguments, "--json", **variables)
         assert done.returncode == status, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def entries(self, key: str) -> list[Document]:
-        """What is pending in a document."""
         found: list[Document] = pending(self.data, key, "items")["events"]
         return found
 
     def published(self) -> list[tuple[str, list[Any]]]:
-        """Id and arguments of all tasks, the oldest first."""
         with redis.Redis.from_url(self.writer.conf.broker_url) as broker:
             messages = [json.loads(text) for text in reversed(broker.lrange(EFFECTS, 0, -1))]
         return [(each["headers"]["id"], json.loads(base64.b64decode(each["body"]))[0]) for each in messages]
 
     def replay(self, *arguments: str, status: int = 0) -> Document:
-        """Replay dead letters; the answer for the only one."""
         (answer,) = self.lines("dead-letters", "replay", *arguments, status=status)
         (found,) = answer["dead_letters"]
         return dict(found)
@@ -66,7 +61,6 @@ class Shop(outbox_rig.Shop):
 
 @pytest.fixture
 def shop(make_project: MakeProject) -> Shop:
-    """Give the project on the session's servers."""
     made: Shop = make_project(Shop)
     return made
 
@@ -160,14 +154,3 @@ def test_a_letter_is_discarded_only_on_a_yes(shop: Shop) -> None:
     assert shop.run("outbox", "dead-letters", "discard", dead_letter, "--yes").returncode == 0
     assert shop.dead_letters.count_documents({}) == 0
     assert shop.run("outbox", "dead-letters", "discard", dead_letter, "--yes").returncode == 1
-
-
-@pytest.mark.parametrize("command", [["sweep"], ["dead-letters", "list"]], ids=" ".join)
-def test_a_missing_right_names_the_collections(shop: Shop, guarded_url: UrlOf, command: list[str]) -> None:
-    """Those of the outbox, and not the bridge's state, which this app does not have."""
-    done = shop.run("outbox", *command, PROJECT_MONGO=guarded_url("bridge"))
-    assert (done.returncode, done.stdout) == (1, "")
-    said = next(line for line in done.stderr.splitlines() if line.startswith("Error: "))
-    assert shop.items.full_name in said
-    assert f"{shop.state.name}.outbox_dead_letters" in said
-    assert "Traceback" not in done.stderr

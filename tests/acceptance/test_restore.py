@@ -44,7 +44,6 @@ class Shop(Deployment):
         assert done.returncode == 0, done.stdout + done.stderr
 
     def handle(self, key: str, n: int) -> None:
-        """Write a change, and wait until the target has it."""
         self.write(HANDLER, key, n)
         self.accepted(key, n, times=1)
 

@@ -22,7 +22,6 @@ class Traced(Project):
     app = "tests.acceptance.traced_project"
 
     def spans(self, name: str) -> list[Document]:
-        """Those of this name, in the order of their beginning."""
         found = [
             json.loads(line)
             for path in Path(self.environment["TRACED_SPANS"]).iterdir()
@@ -44,7 +43,6 @@ class Traced(Project):
 
 @pytest.fixture
 def traced(make_project: MakeProject, tmp_path: Path) -> Traced:
-    """Give the project; nothing runs yet."""
     spans = tmp_path / "spans"
     spans.mkdir()
     made: Traced = make_project(Traced, TRACED_SPANS=str(spans))

@@ -24,7 +24,6 @@ def chain(deployment: MakeDeployment) -> Deployment:
 
 
 def _before_and_after(chain: Deployment, **do: Any) -> tuple[Due, Due]:
-    """A change that is hit by a fault, and its successor."""
     return chain.write("plain", "hit", 1, **do), chain.write("plain", "hit", 2)
 
 
@@ -101,7 +100,6 @@ def test_sigkill_before_the_claim_costs_no_start(chain: Deployment, failpoint: F
 
 
 def _wait_for_failpoint(chain: Deployment, times: int) -> None:
-    """Wait until the server has met the failpoint that often since it was armed."""
     chain.client.admin.command("waitForFailPoint", "failCommand", timesEntered=times, maxTimeMS=60_000)
 
 

@@ -29,8 +29,6 @@ LONG_CLAIM = {"claim_ttl": 30, "dispatch_grace": 20}
 
 @pytest.fixture
 def make_chain(deployment: MakeDeployment, mongo_client: MongoClient[Document], mongo_url: str) -> Make:
-    """Give a function that makes a bridge with some of the handlers; its facts are on the session's MongoDB."""
-
     def make(
         *handlers: str,
         options: Document | None = None,
@@ -53,7 +51,6 @@ def make_chain(deployment: MakeDeployment, mongo_client: MongoClient[Document], 
 
 
 def _log(chain: Deployment, event: str = "") -> str:
-    """What the worker has said, or the records with these words."""
     text = next(text for name, text in chain.logs.items() if "worker" in name)
     return "\n".join(line for line in text.splitlines() if event in line)
 

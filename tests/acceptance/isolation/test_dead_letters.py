@@ -22,7 +22,6 @@ HANDLERS = "tests.acceptance.isolation.dead_letter_handlers"
 
 @pytest.fixture
 def make_chain(deployment: MakeDeployment) -> Make:
-    """Give a function that makes a bridge with some of the handlers, each with one partition."""
     return lambda *handlers, **options: deployment(*handlers, include=HANDLERS, options={"partitions": 1, **options})
 
 
@@ -39,7 +38,6 @@ def _fail(chain: Deployment, handler: str, key: str, *numbers: int, **do: Any) -
 
 
 def _wait_gone(chain: Deployment, handler: str, left: int = 0) -> None:
-    """Wait until so many letters are left, and nothing is to be replayed."""
     wait_for(
         lambda: len(chain.letters(handler)) == left and not any("replay" in each for each in chain.letters(handler)),
         PATIENCE_SECONDS,
@@ -61,7 +59,6 @@ def _copy_of(chain: Deployment, handler: str, key: str) -> int | None:
 
 
 def _replayed(chain: Deployment) -> Sequence[tuple[str, int]]:
-    """Key and number of each replay that has ended well, in their order."""
     return [(each["key"], each["n"]) for each in chain.facts["end"].find({"replayed": True}).sort("at")]
 
 

@@ -21,27 +21,22 @@ class Shop(Deployment):
     """A handler that does nothing, and one that takes a second."""
 
     def fill(self, quick: int, slow: int) -> None:
-        """Write so many changes for each handler."""
         self.data[QUICK].insert_many([{"_id": str(n), "n": 1} for n in range(quick)])
         self.data[SLOW].insert_many([{"_id": str(n), "n": 1, "do": {"seconds": 1.0}} for n in range(slow)])
 
     def queues(self, *arguments: str) -> str:
-        """What `changes queues` prints."""
         done = self.run("changes", "queues", *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
     def done(self, handler: str) -> int:
-        """How many changes of a handler are committed."""
         found = self.state["partitions"].find({"handler": handler}, {"committed": 1})
         return sum(int(each["committed"]) for each in found)
 
     def wait_committed(self, handler: str, count: int) -> None:
-        """Wait until so many changes of a handler are committed."""
         wait_for(lambda: self.done(handler) >= count, message=lambda: f"{count} of {handler}: {self.done(handler)}")
 
     def quick_while_slow(self, runs: int) -> int:
-        """How many quick changes are committed while the slow handler finishes so many more."""
         until, before = self.done(SLOW) + runs, self.done(QUICK)
         self.wait_committed(SLOW, until)
         return self.done(QUICK) - before
@@ -68,23 +63,3 @@ def test_a_slow_handler_has_workers_of_its_own(deployment: MakeDeployment) -> No
     assert shop.quick_while_slow(_RUNS) >= _TIMES_AS_MANY * _RUNS
     assert f"handlers.{QUICK}[" not in own.text
     assert f"handlers.{SLOW}[" not in rest.text
-
-
-@pytest.mark.slow
-def test_a_deploy_with_other_queues_leaves_nothing_behind(deployment: MakeDeployment) -> None:
-    """P1: what lies in queues that the new workers do not consume is dispatched again; a plain worker consumes all."""
-    shop = deployment(QUICK, SLOW, kind=Shop, options={"partitions": 8, "queues": 8})
-    shop.fill(quick=100, slow=4)
-    old = shop.listener("old")
-
-    def in_flight() -> int:
-        lease: Document = shop.state["leases"].find_one({"_id": "chain"}) or {}
-        return int((lease.get("report") or {}).get("inFlight", 0))
-
-    wait_for(lambda: in_flight() > 8, message="runs of both are out, in all queues")
-    new: Any = {"options": {"queues": 2}, "SCRIPTED_GROUP": "slow"}
-    assert old.terminate() == 0
-    shop.listener("new", **new)
-    shop.worker(**new)
-    shop.wait_committed(QUICK, 100)
-    shop.wait_committed(SLOW, 4)

@@ -14,7 +14,6 @@ Document = dict[str, Any]
 
 @pytest.fixture
 def chain(deployment: MakeDeployment) -> Deployment:
-    """Give a bridge of one partition, whose changes may crash once."""
     return deployment("plain", options={"partitions": 1, "max_crashes": 1})
 
 

@@ -24,7 +24,6 @@ def make_chain(deployment: MakeDeployment) -> Make:
 
 @pytest.fixture
 def chain(make_chain: Make) -> Deployment:
-    """Give such a bridge on the session's MongoDB."""
     return make_chain()
 
 

@@ -21,8 +21,6 @@ def chain(deployment: MakeDeployment) -> Deployment:
 
 
 def _wait_served(chain: Deployment, *handlers: str) -> Document:
-    """Wait until somebody leads who serves exactly these handlers."""
-
     def served() -> Document | None:
         lease = chain.lease
         fits = lease["listenerId"] and sorted(lease["identity"]["handlers"]) == sorted(handlers)

@@ -33,30 +33,22 @@ _UUIDS = "uuidRepresentation=standard"
 
 
 class Rig(Deployment):
-    """A bridge of the handlers in `poison_handlers.py`."""
-
     def insert(self, collection: str, _id: Any, **fields: Any) -> None:
-        """Insert one document."""
         self.data[collection].insert_one({"_id": _id, **fields})
 
     def handled(self, handler: str) -> list[Document]:
-        """What a handler has had, in the order of time."""
         return list(self.facts["handled"].find({"handler": handler}).sort("at"))
 
     def ids(self, handler: str) -> list[Any]:
-        """The keys that a handler has had."""
         return [bson.decode(each["key"])[""] for each in self.handled(handler)]
 
     def wait_ids(self, handler: str, expected: set[Any]) -> None:
-        """Wait until a handler has had these keys."""
         wait_for(
             lambda: expected <= set(self.ids(handler)),
             message=lambda: f"{handler}: {expected - set(self.ids(handler))} missing",
         )
 
     def wait_halted(self, handler: str, indexes: set[int]) -> None:
-        """Wait until exactly these partitions of a handler are halted."""
-
         def halted() -> set[int]:
             found = self.state["partitions"].find({"handler": handler, "state": "halted"})
             return {each["partition"] for each in found}
@@ -83,7 +75,6 @@ def make_rig(deployment: MakeDeployment, url: str, **options: Any) -> tuple[Rig,
 
 @pytest.fixture(scope="module")
 def rig(shared_deployment: MakeDeployment, mongo_url: str) -> Iterator[Rig]:
-    """Give a bridge with a listener and a worker that are never started again."""
     made, listener, worker = make_rig(shared_deployment, mongo_url)
     yield made
     assert listener.running
@@ -183,7 +174,6 @@ def test_a_document_with_a_giant_id_becomes_a_dead_letter_and_its_handler_goes_o
 
 
 def _customer(index: int) -> int:
-    """A customer of this partition."""
     return next(number for number in range(100) if partition_hash(number) % PARTITIONS == index)
 
 
@@ -289,8 +279,6 @@ def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_ch
 
 
 def _key_in(rig: Rig, index: int, words: str) -> str:
-    """A key of this partition."""
-
     def event(key: str) -> Mapping[str, Any]:
         document = {"ns": {"db": rig.data.name, "coll": "updated"}, "documentKey": {"_id": key}}
         return wrap_event(bytes(broken(document).raw))

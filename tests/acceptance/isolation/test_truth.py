@@ -17,12 +17,10 @@ _HOST_UNREACHABLE = 6
 
 @pytest.fixture
 def chain(deployment: MakeDeployment) -> Deployment:
-    """Give one bridge with one handler."""
     return deployment("plain")
 
 
 def wait_status(chain: Deployment, condition: Callable[[Document], object]) -> Document:
-    """Wait until the status fulfils a condition, and return it."""
     seen: Document = {}
 
     def found() -> Document | None:
