@@ -37,7 +37,7 @@ pytest_plugins = [
 
 _PROCESSES_PER_CORE = 3
 _PROCESSES_MAX = 8
-_LONGEST = ("test_tutorial.py", "test_printed_commands.py")
+_LONGEST = ("test_drill.py", "test_printed_commands.py")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import tests.rig.scripted.handlers  # noqa: F401 - the handlers of the app
 from mongo_celery.signals import change_halted, leader_changed
 from tests.rig.scripted.recording import record, take_time
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +13,7 @@ from pymongo.collection import Collection
 
 from tests.fixtures.forked import run_celery
 from tests.fixtures.process import Processes, wait_for
+from tests.fixtures.rights import UrlOf, with_a_wrong_password
 from tests.rig.project import OPTIONS, Done, MakeProject, Project
 
 Document = dict[str, Any]
@@ -172,31 +174,6 @@ def test_watch_repeats_one_object_a_line_until_it_is_interrupted(shop: Shop, pro
     assert all(json.loads(line)["state"] == "never_started" for line in watching.text.splitlines())
 
 
-def test_workers_that_take_no_messages_are_told_once(shop: Shop) -> None:
-    """P16: by `check`, in the listener's log, and in every verdict, also of what asks nobody."""
-    other = shop.start(*_WORKER, "-Q", "shop.0,celery", app=BARE_APP, awaited="ready")
-    found = shop.wait_for_findings(consumers="failing", worker_tasks="failing")
-    assert "shop.1" in found["consumers"]["sentence"]
-    assert "summarise" in found["worker_tasks"]["sentence"]
-    other.terminate()
-
-    shop.start(*_WORKER, "-Q", "default,mail", awaited="ready")
-    listener = shop.start("listener", "-l", "INFO", awaited="leading bridge")
-    shop.orders.insert_one({"_id": 1})
-    assert "worker -Q" in listener.wait_for_output("no worker takes messages from .* Start a worker: (.*)")[1]
-
-    def codes() -> dict[str, str]:
-        return {
-            each["code"]: each["severity"] for each in json.loads(shop.changes("status", "--json").stdout)["findings"]
-        }
-
-    wait_for(lambda: codes().get("consumers") == "failing", message="what asks nobody says it, too")
-    shop.start(*_WORKER, awaited="ready")
-    shop.wait_for_summaries(1)
-    wait_for(lambda: shop.changes("status", "--ask").returncode == 0, message="it is healthy")
-    assert listener.text.count("no worker takes messages from") == 1
-
-
 # -- what is wrong with the call -------------------------------------------------------------------
 
 
@@ -282,3 +259,34 @@ def test_a_url_that_is_none_is_told_without_its_password(shop: Shop) -> None:
         shown = done.stdout + done.stderr
         assert [word for word in ("Traceback", "cret") if word in shown] == [], shown
         assert ("broker_url" in shown) == (command != "changes queues")
+
+
+# -- transactions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["list", "list 1", "recover", "cancel 1 --yes"])
+def test_a_missing_right_names_the_transactions_and_the_fix(shop: Shop, guarded_url: UrlOf, command: str) -> None:
+    done = shop.run("transactions", *command.split(), PROJECT_MONGO=guarded_url("bridge"))
+    one_sentence(done, f"{shop.data.name}.transfers", "find")
+
+
+def test_a_refused_login_and_a_server_that_is_away_are_no_missing_right(shop: Shop, guarded_url: UrlOf) -> None:
+    """The fix is in the URL, of which no password is shown."""
+    mistyped = with_a_wrong_password(guarded_url("bridge"))
+    one_sentence(shop.run("transactions", "list", PROJECT_MONGO=mistyped), "authSource")
+    away = f"mongodb://hush:secret@{NOWHERE}/?serverSelectionTimeoutMS=500"
+    done = shop.run("transactions", "list", PROJECT_MONGO=away)
+    one_sentence(done, NOWHERE)
+    assert "secret" not in done.stderr
+
+
+def test_what_recovery_would_take_is_listed_by_a_trial(shop: Shop) -> None:
+    """The trial changes nothing, and the list shows each unfinished transaction."""
+    stored = {"source": "A", "destination": "B", "value": 1, "lastModified": datetime.now(UTC) - timedelta(hours=1)}
+    states = ["canceled", "done", "initial", "pending"]
+    shop.data["transfers"].insert_many([{"_id": state, "state": state, **stored} for state in states])
+    listed = shop.run("transactions", "list", "--json").stdout.splitlines()
+    assert {json.loads(each)["_id"] for each in listed} == {"initial", "pending"}
+    [found] = shop.answer("transactions", "recover", "--dry-run")["transactions"]
+    assert found["_id"] == "pending"
+    assert sorted(each["state"] for each in shop.data["transfers"].find()) == states

@@ -34,6 +34,14 @@ def test_the_drill_runs_as_it_is_written(walk: Walk) -> None:
     walk.end()
 
 
+def test_the_tutorial_runs_as_it_is_written(walk: Walk) -> None:
+    """All of it, in order, at the terminals that it names."""
+    for steps in chapters(ROOT / "docs/tutorial.md").values():
+        for step in steps:
+            walk.take(step)
+    walk.end()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chosen", [PAINS[:SECOND_SHOP], PAINS[SECOND_SHOP:]], ids=["first half", "second half"])
 def test_each_problem_is_shown_and_fixed_as_the_page_says(walk: Walk, chosen: list[list[Step]]) -> None:

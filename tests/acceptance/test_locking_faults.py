@@ -1,4 +1,4 @@
-"""Locks under faults: Celery workers that retry or die inside a transaction, and the example of the box office."""
+"""Locks under faults: Celery workers that retry or die inside a transaction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fixtures.process import ROOT, Processes, wait_for
 from tests.integration.locking_rig import Document, held
 from tests.rig.project import MakeProject, Project
 
-PROJECT = "tests.acceptance.locking_project"
+PROJECT = "tests.acceptance.tasks_project"
 LIFETIME_SECONDS = 2
 FREE_SECONDS_MAX = 60
 """Generous: the server looks twice in a transaction's lifetime."""

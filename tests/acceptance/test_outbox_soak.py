@@ -41,6 +41,10 @@ def test_nothing_is_lost_invented_overtaken_or_renamed_under_kills_freezes_cuts_
     replica_set, broker, chance, happened = make_replica_set(), make_redis(), random.Random(SEED), Counter[str]()
     proxy = make_proxy(broker.port)
 
+    def cut_broker() -> None:
+        proxy.reset()
+        proxy.refuse()
+
     def mend() -> None:
         broker.resume()
         proxy.pass_through()
@@ -64,7 +68,7 @@ def test_nothing_is_lost_invented_overtaken_or_renamed_under_kills_freezes_cuts_
             "freeze": crowd.freeze,
             "thaw": crowd.thaw,
             "freeze_broker": broker.pause,
-            "cut_broker": lambda: (proxy.reset(), proxy.refuse()),
+            "cut_broker": cut_broker,
             "mend": mend,
             "depose": lambda: client.admin.command("replSetStepDown", 1, force=True),
         }

@@ -135,7 +135,7 @@ def test_an_embedded_listener_that_is_killed_is_started_again(deployment: MakeDe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_an_embedded_listener_that_gave_up_on_mongodb_is_started_again(
     deployment: MakeDeployment, mongo_client: MongoClient[Document], make_proxy: Callable[[int], Proxy], pool: str
 ) -> None:

@@ -145,8 +145,10 @@ def start(shop: Typist) -> ProjectProcess:
     worker.terminate()
     shop.start(*_WORKER, "-Q", "mail", awaited="ready")
     (_, with_queues) = shop.look("consumers", ask=True)["consumers"]
-    shop.begin(with_queues, "shop.0")
     shop.orders.insert_one({"_id": "first"})
+    listener.wait_for_output("no worker takes messages from .* Start a worker: ")
+    shop.look("consumers")  # also of what asks nobody
+    shop.begin(with_queues, "shop.0")
     shop.wait_for_summaries(1)
     wait_for(lambda: shop.state["partitions"].find_one({"committed": 1}), message="a commit ends retries, too")
     return listener

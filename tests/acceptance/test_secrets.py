@@ -131,8 +131,8 @@ def test_passwords_and_keys_are_nowhere(guarded: Guarded, most: int | None) -> N
     wait_for(lambda: guarded.state["partitions"].find_one({"state": "halted"}), message="it has halted")
     keys = guarded.keys()
     for command in COMMANDS[:most]:
-        # What has halted is failing.
-        assert guarded.type("changes", *command) == {"status": 2, "check": 2}.get(command[0], 0), command
+        # What has halted is failing, and may have halted again before it can be paused.
+        assert guarded.type("changes", *command) in ({2} if command[0] in {"status", "check"} else {0, 1}), command
     for urls in _wrong_urls(guarded)[:most]:
         assert guarded.type("listener", "-l", "DEBUG", **urls) == 1, guarded.written
         if most is None:

@@ -173,27 +173,6 @@ def test_a_listener_that_dies_in_a_replay_leaves_it_to_the_next(make_chain: Make
     assert len(chain.starts(held)) == 2, "its handler has ended once, and was not started again"
 
 
-def test_what_has_halted_is_set_aside_and_replayed(make_chain: Make) -> None:
-    """P13: never thrown away; the partition goes on, and the letter is ordered before what follows."""
-    chain = make_chain("halted")
-    chain.both()
-    bad = chain.write("halted", "bad", 1, act="raise", times=1)
-    behind = chain.write("halted", "behind", 1)
-    chain.wait_state(bad, lambda state: state["state"] == "halted")
-    seen = chain.changes("skip", "halted", "--dry-run")
-    assert (seen["done"], [each["partition"] for each in seen["halted"]]) == (0, [0])
-    done = chain.changes("skip", "halted", "--yes")
-    assert (done["done"], done["refused"]) == (1, [])
-    wait_for(lambda: _copy_of(chain, "halted", "behind") == 1)
-    (letter,) = chain.letters("halted")
-    assert (letter["cause"], letter["error"], letter["attempts"]) == ("skipped", "WantedError: as asked", 1)
-    assert letter["change"]["fullDocument"]["n"] == 1
-    assert chain.starts(behind)[0].fence > letter["fencingToken"] + REPLAYS_MAX
-    _letters(chain, "replay", "--id", letter["resumeToken"]["_data"][:40], "--yes")
-    _wait_gone(chain, "halted")
-    assert _copy_of(chain, "halted", "bad") == 1
-
-
 @pytest.mark.slow
 def test_letters_of_an_older_layout_are_replayed_where_their_keys_are_now(make_chain: Make) -> None:
     """P2: in the partition of their key, and at the place that they had."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import bson
 import pytest
-from bson import Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
+from bson import Decimal128, MinKey
 from bson.binary import Binary
 from bson.code import Code
 from bson.datetime_ms import DatetimeMS
@@ -88,41 +88,21 @@ def broken(document: Mapping[str, Any]) -> RawBSONDocument:
 
 ODD_KEYS: dict[str, Any] = {
     "a uuid": Binary(uuid.UUID(int=7).bytes, 4),
-    "an old uuid": Binary(uuid.UUID(int=7).bytes, 3),
     "a damaged uuid": Binary(b"short", 4),
     "a date beyond the year 9999": DatetimeMS(253_402_300_800_000 + 5),
     "the last date": DatetimeMS((1 << 63) - 1),
-    "the first date": DatetimeMS(-(1 << 63)),
     "NaN": float("nan"),
-    "infinity": float("-inf"),
-    "minus zero": -0.0,
     "a decimal NaN": {"d": Decimal128("-NaN")},
-    "a decimal infinity": Decimal128("Infinity"),
-    "a subnormal decimal": Decimal128("1E-6176"),
-    "a large decimal": Decimal128("9.999999999999999999999999999999999E+6144"),
     "MinKey": MinKey(),
-    "MaxKey": MaxKey(),
     "code with scope": Code("x", {"y": 1.0}),
     "a nested regex": {"r": bson.Regex("a+", "i")},
     "nested arrays": {"a": [[1, [2.0, {"b": None}]], []]},
-    "a deep one": bson.decode(b"\x05\x00\x00\x00\x00"),
     "a long string": "x" * 200_000,
     "one of 3 MB": "x" * 3_000_000,
     "null": None,
-    "true": True,
-    "a timestamp": Timestamp(1, 1),
-    "an object id": ObjectId(),
-    "a large integer": Int64(-(1 << 63)),
     "text that is no UTF-8": "bad ????",
     "a name that is no UTF-8": {"????": {"n": 1.0}},
 }
-
-
-def _deep(depth: int) -> Document:
-    return {"a": _deep(depth - 1)} if depth else {}
-
-
-ODD_KEYS["a deep one"] = _deep(150)
 
 
 def test_every_odd_key_reaches_its_handler_in_order_or_the_policy(rig: Rig) -> None:

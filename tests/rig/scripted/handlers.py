@@ -104,7 +104,6 @@ def _handle(task: Any, name: str, change: Change, effect: Effect | None = None) 
 
 add_handler("plain")
 add_handler("other")
-add_handler("grouped", group=os.environ.get("SCRIPTED_GROUP") or None)
 add_handler("limited", rate_limit="4/s")
 add_handler("few", max_running=3)
 add_handler("rated", rate="5/s")
