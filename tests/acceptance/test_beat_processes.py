@@ -62,7 +62,6 @@ class Beats(Project):
 
 
 TASKS = ("beat.often", "beat.second")
-Fault = Callable[[ProjectProcess], object]
 
 
 @pytest.mark.slow

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-
-from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.deployment import MakeDeployment
 from tests.rig.history import started_out_of_sequence
 
-Document = dict[str, Any]
 
-
-@pytest.fixture(scope="module")
-def chain(shared_deployment: MakeDeployment) -> Deployment:
-    """Give one listener and one worker with two processes, for all tests of this module without faults."""
-    return shared_deployment("plain", "other", "limited", start="both")
-
-
-def test_slow_handlers_behind_a_deep_prefetch_start_once(chain: Deployment) -> None:
+def test_slow_handlers_behind_a_deep_prefetch_start_once(deployment: MakeDeployment) -> None:
     """P1, P2, P6: messages wait, prefetched, longer than the grace of the sweep; their repetitions are dropped."""
+    chain = deployment("plain", "other", start="both")
     chain.write_many("plain", [f"a{number}" for number in range(10)], 2)
     for handler in ("plain", "other"):
         for index in range(chain.partitions):

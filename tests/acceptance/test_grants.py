@@ -265,6 +265,7 @@ def test_the_role_of_a_worker_is_enough(clean: Setting, said: Said, processes: P
     assert clean.committed("record") == 2
 
 
+@pytest.mark.slow
 def test_workers_that_may_not_claim_are_named_and_no_change_is_charged(
     clean: Setting, said: Said, processes: Processes
 ) -> None:

@@ -17,7 +17,6 @@ from tests.fixtures.sentinel import WatchedRedis
 from tests.rig.deployment import Deployment, Make, MakeDeployment
 from tests.rig.history import Due
 
-Document = dict[str, Any]
 KEYS = [f"key-{number}" for number in range(12)]
 QUORUM = {"task_create_missing_queue_type": "quorum", "task_default_queue_type": "quorum"}
 CONFIRMED = {"confirm_publish": True, "read_timeout": 5, "write_timeout": 5}

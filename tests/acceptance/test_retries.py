@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import signal
-from typing import Any
 
 import pytest
 
 from tests.rig.deployment import Deployment, MakeDeployment
 from tests.rig.history import Due, Started
-
-Document = dict[str, Any]
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from typing import Any
 
 import pytest
 
 from tests.fixtures.process import wait_for
 from tests.rig.deployment import Deployment, MakeDeployment
 from tests.rig.history import Due
-
-Document = dict[str, Any]
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from tests.rig.scripted.application import DATA, app, bridge
 from tests.rig.scripted.handlers import Fact, add_handler
 
 POLICIES = ("halt", "dead_letter", "skip")
-KINDS = ("plain", "fenced", "retrying", "transactional")
 
 if "OUTAGE_PATIENCE" in os.environ:
     vars(tasks)["ANSWER_SECONDS"] = float(os.environ["OUTAGE_PATIENCE"])

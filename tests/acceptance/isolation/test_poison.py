@@ -160,7 +160,6 @@ def _customer(index: int) -> int:
 # -- every poison, with every policy -----------------------------------------------------------------
 
 KINDS = ("any", "sound", "picky", "aloof")
-POLICIES = ("halt", "dead_letter", "skip")
 WIDE = 8
 MATRIX_OPTIONS = {"partitions": WIDE, "full_document": "updateLookup", "full_document_before_change": "required"}
 MEGABYTE = 2**20

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from bson import Timestamp
 
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.process import wait_for
 from tests.rig.deployment import Deployment, MakeDeployment
-
-Document = dict[str, Any]
 
 
 def wait_passed(chain: Deployment, time: Timestamp, count: int) -> None:

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
 
 from tests.fixtures.process import wait_for
 from tests.rig.deployment import MakeDeployment
-
-Document = dict[str, Any]
-
-_HANDLERS = 200
-_LEASE_SECONDS = 10
 
 
 def test_a_partition_that_a_dead_client_has_locked_keeps_no_other_from_being_led(deployment: MakeDeployment) -> None:
