@@ -51,10 +51,10 @@ class IntakeStep(bootsteps.StartStopStep):
         if "create_task_handler" not in vars(consumer):
             create = consumer.create_task_handler
             consumer.create_task_handler = lambda *args, **options: partial(intake.take, create(*args, **options))
-        channel = consumer.task_consumer.channel
+        channel: Any = consumer.task_consumer.channel
         is_redis = _REDIS_READ in getattr(channel, "handlers", ())
         if is_redis:
-            note_late(channel, consumer.timer, intake.has)
+            note_late(channel, consumer.timer, intake.is_from_bridge)
         if isinstance(channel, VirtualChannel) and intake.default is not None:
             base: Any = channel.Message
             channel.Message = _tolerant(base)
@@ -106,7 +106,7 @@ class Intake:
         else:
             handle(message)
 
-    def has(self, message: Any) -> bool:
+    def is_from_bridge(self, message: Any) -> bool:
         """Return True if a message comes from a bridge's queue."""
         return self._find_bridge(message) is not None
 
