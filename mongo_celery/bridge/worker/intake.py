@@ -51,15 +51,15 @@ class IntakeStep(bootsteps.StartStopStep):
         if "create_task_handler" not in vars(consumer):
             create = consumer.create_task_handler
             consumer.create_task_handler = lambda *args, **options: partial(intake.take, create(*args, **options))
-        channel: Any = consumer.task_consumer.channel
-        is_redis = _REDIS_READ in getattr(channel, "handlers", ())
-        if is_redis:
+        channel = consumer.task_consumer.channel
+        handlers: dict[str, Callable[[], object]] = getattr(channel, "handlers", {})
+        if _REDIS_READ in handlers:
             note_late(channel, consumer.timer, intake.is_from_bridge)
         if isinstance(channel, VirtualChannel) and intake.default is not None:
             base: Any = channel.Message
             channel.Message = _tolerant(base)
-            if is_redis:
-                channel.handlers[_REDIS_READ] = partial(intake.read, channel.handlers[_REDIS_READ])
+            if _REDIS_READ in handlers:
+                handlers[_REDIS_READ] = partial(intake.read, handlers[_REDIS_READ])
 
 
 class Intake:
