@@ -178,7 +178,6 @@ def test_all_effects_of_a_transaction_have_its_fate(shop: Shop, around: str) -> 
 
 
 def test_an_asynchronous_collection_is_refused_by_whatever_keeps_something_in_one(shop: Shop, mongo_url: str) -> None:
-    """P9: before anything is written."""
     source: Any = AsyncMongoClient(mongo_url)[shop.db.name]["kept"]
 
     @shop.bridge.on_change(shop.orders.full_name, failure_policy="dead_letter")

@@ -28,7 +28,6 @@ from tests.rig.worker import WantedError, WorkerRig, worker_on
 
 @pytest.fixture
 def parking(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[WorkerRig]:
-    """Give a partition with nothing done, and a worker whose handler parks keys."""
     with worker_on(mongo_client, mongo_url, state_database, failure_policy="park_key") as made:
         yield made
 
@@ -44,7 +43,6 @@ def waiting(parking: WorkerRig, *keys: str) -> None:
 
 
 def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: WorkerRig) -> None:
-    """P2, P12: unstarted, whatever run has them; the rest of a run goes on."""
     waiting(parking)
     assert parking.letters == [("bad", 1, "parked"), ("bad", 3, "parked_behind"), ("bad", 5, "parked_behind")]
     assert parking.got == [("good", 2), ("other", 4)]
@@ -58,7 +56,6 @@ def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: WorkerR
 def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_partition(
     parking: WorkerRig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P7: its claim names the session, and has lapsed; nobody waits until the server ends it."""
     rig = parking.rig
 
     def run() -> bool:
@@ -79,7 +76,6 @@ def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_part
 
 
 def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parking: WorkerRig) -> None:
-    """P9: loud, and nothing is passed over; what is released makes room."""
     parking.rig.spoil(parkedKeys=[{"hash": Int64(number)} for number in range(PARKED_MAX)])
     parking.bad = {"bad"}
     with pytest.raises(WantedError):
@@ -95,7 +91,6 @@ def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parki
 
 
 def test_a_change_at_which_a_partition_halted_waits_behind_its_key_when_it_is_set_aside(parking: WorkerRig) -> None:
-    """P2: also where a person moves it to the dead letters."""
     waiting(parking, "bad")
     claim = parking.rig.claim(2)
     assert parking.rig.claims.halt(claim, token(2), "key", "cannot be stored")
@@ -187,7 +182,6 @@ def test_tokens_of_a_key_grow_from_its_first_try_over_its_replays_to_what_comes_
 
 
 def test_a_change_that_comes_in_while_a_key_is_released_joins_it(parking: WorkerRig) -> None:
-    """P2: it neither overtakes, nor is it left behind."""
     waiting(parking, "bad", "bad")
     parking.ask()
     with pytest.raises(Ignore):
@@ -202,7 +196,6 @@ def test_a_change_that_comes_in_while_a_key_is_released_joins_it(parking: Worker
 
 
 def test_a_failure_stops_the_release_and_what_is_behind_it_waits_on(parking: WorkerRig) -> None:
-    """P2: the key stays parked, with the change that failed now as its first."""
     waiting(parking)
 
     def fail_at_three(changes: Changes) -> None:
@@ -224,7 +217,6 @@ def test_a_failure_stops_the_release_and_what_is_behind_it_waits_on(parking: Wor
 
 
 def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discarded(parking: WorkerRig) -> None:
-    """P9: in one sentence, for all that wait behind it."""
     waiting(parking)
     parking.rig.letters.update_one({"cause": "parked"}, {"$set": {"kept": "name"}})
     results = parking.ask()
@@ -261,7 +253,6 @@ def test_damaged_letters_of_a_parked_key_are_replayed_by_what_is_whole(parking: 
     ids=str,
 )
 def test_damaged_letters_of_a_parked_key_are_discarded_and_release_it(parking: WorkerRig, damage: Document) -> None:
-    """P12, P16: also one whose change cannot be replayed any more."""
     waiting(parking)
     parking.rig.letters.update_many({}, damage)
     assert [each.result for each in parking.discard()] == ["done"] * 3
@@ -272,7 +263,6 @@ def test_damaged_letters_of_a_parked_key_are_discarded_and_release_it(parking: W
 
 
 def test_discarding_the_first_lets_those_behind_it_run_in_order(parking: WorkerRig) -> None:
-    """P2: and what comes in meanwhile follows them."""
     waiting(parking)
     assert [each.follow for each in parking.discard(1, dry_run=True)] == [2]
     assert (len(parking.letters), parking.requests) == (3, [])

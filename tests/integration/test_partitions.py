@@ -28,7 +28,6 @@ LATER = TERM + 1
 
 @pytest.fixture
 def rig(mongo_client: MongoClient[Document], state_database: str) -> PartitionRig:
-    """Give one partition that flows and that nobody has claimed."""
     return make_partition(mongo_client, state_database)
 
 
@@ -47,7 +46,6 @@ def test_preparing_twice_changes_nothing_that_exists(rig: PartitionRig) -> None:
 
 
 def test_names_that_begin_alike_are_kept_apart(rig: PartitionRig) -> None:
-    """A partitioning 1 is not 10, and a handler `a` is not `a_b`."""
     rig.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitioning=10), TERM)
     rig.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitioning=1), TERM)
     more = f"{HANDLER}_more"
@@ -68,7 +66,6 @@ def test_a_take_over_keeps_the_state_and_shuts_out_the_messages_of_older_terms(r
 
 
 def test_a_take_over_commits_on_the_spot_what_is_handled(rig: PartitionRig) -> None:
-    """P6: it cannot be started again, and the new term dispatches behind it."""
     claim = rig.claim(1, 5)
     assert rig.claims.handle(claim, 4, token(4))
     image = rig.take_over(LATER)
@@ -77,7 +74,6 @@ def test_a_take_over_commits_on_the_spot_what_is_handled(rig: PartitionRig) -> N
 
 
 def test_a_take_over_leaves_a_live_claim_alone(rig: PartitionRig) -> None:
-    """P6, P7: neither fence, owner nor expiry move; the counts stay."""
     rig.claim()
     rig.lapse()
     rig.claim(owner="second")
@@ -89,7 +85,6 @@ def test_a_take_over_leaves_a_live_claim_alone(rig: PartitionRig) -> None:
 
 
 def test_a_take_over_does_not_lower_an_epoch_that_is_ahead(rig: PartitionRig) -> None:
-    """P4: it is not won; its image says so, and nothing there was touched."""
     rig.spoil(term=LATER + 10)
     assert rig.claims.handle(rig.claim(term=LATER + 10), 1, token(1))
     before = rig.document
@@ -160,7 +155,6 @@ def test_a_look_compares_each_partition_with_itself(rig: PartitionRig, count: in
 
 
 def halted(rig: PartitionRig) -> Image:
-    """The image of a partition that halted at its first change, after a retry."""
     assert rig.claims.park(rig.claim(), delay=-1.0, not_before=None, error="once")
     assert rig.claims.halt(rig.claim(), token(1), "key", "ValueError: no")
     return rig.image
@@ -219,7 +213,6 @@ _LEFT: dict[str, Document] = {
 
 @pytest.mark.parametrize("left", _LEFT.values(), ids=_LEFT)
 def test_partitions_with_anything_left_are_not_replaced(rig: PartitionRig, left: Document) -> None:
-    """P2, P3, P13: each condition for itself; nothing is written. Tokens count on from the largest, P4."""
     old, new = layouts(HANDLER)[HANDLER], layouts(HANDLER, partitions=2, partitioning=TERM)[HANDLER]
     rig.store.subscriptions.take_over({HANDLER: old}, TERM)
     rig.spoil(resumeToken=token(5), fencingToken=Int64(1 << 60))
@@ -258,7 +251,6 @@ def test_a_subscription_is_created_by_its_first_take_over_and_kept_by_the_next(r
 
 
 def test_a_watermark_only_grows(rig: PartitionRig) -> None:
-    """P4: compared by `_data` alone."""
     subscriptions = rig.store.subscriptions
     subscriptions.take_over(layouts("record"), TERM)
     assert advance(subscriptions, "record", TERM, token(3), Timestamp(6, 1), "f")
@@ -269,7 +261,6 @@ def test_a_watermark_only_grows(rig: PartitionRig) -> None:
 
 
 def test_a_start_is_never_lowered(rig: PartitionRig) -> None:
-    """P4: neither a position behind the new start, nor a start that was pinned behind it."""
     subscriptions = rig.store.subscriptions
     subscriptions.take_over(layouts("record", "audit"), TERM)
     assert advance(subscriptions, "record", TERM, token(3), Timestamp(6, 1), "f")
@@ -279,24 +270,3 @@ def test_a_start_is_never_lowered(rig: PartitionRig) -> None:
     audit, record = sorted(subscriptions.read_all(), key=lambda document: str(document["_id"]))
     assert (record["resumeToken"], record["clusterTime"]) == (token(3), Timestamp(6, 1))
     assert audit["startAtOperationTime"] == audit["clusterTime"] == Timestamp(20, 1)
-
-
-TRACES = (
-    {"committed": Int64(1)},
-    {"state": "halted"},
-    {"state": "paused"},
-    {"claim": {"owner": "o"}},
-    {"retry": {"count": 1}},
-    {"halted": {"key": "k"}},
-    {"handled": {"last": 1}},
-)
-
-
-@pytest.mark.parametrize("trace", TRACES, ids=lambda trace: next(iter(trace)))
-def test_one_trace_of_work_shows_that_a_subscription_was_begun(rig: PartitionRig, trace: dict[str, Any]) -> None:
-    """P1: also in an old layout; what was begun is not begun again somewhere else without a decision."""
-    rig.partitions.prepare({"record": None, "recorder": None}, layouts("record", "recorder", partitions=2), TERM)
-    assert not rig.partitions.are_touched("record")
-    rig.documents.update_one({"_id": f"{BRIDGE}/record/0/1"}, {"$set": trace})
-    assert rig.partitions.are_touched("record")
-    assert not rig.partitions.are_touched("recorder")

@@ -21,7 +21,6 @@ Run = Callable[..., Result]
 
 
 def run(bridge: Bridge, command: click.Command, *arguments: str, answer: str = "") -> Result:
-    """Run a command of the app of this bridge."""
     app = SimpleNamespace(app=bridge.wiring.app, no_color=True)
     found = CliRunner().invoke(command, list(arguments), obj=app, input=answer)
     assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
@@ -30,20 +29,17 @@ def run(bridge: Bridge, command: click.Command, *arguments: str, answer: str = "
 
 
 def plain(bridge: Bridge, command: click.Command, *arguments: str) -> Document:
-    """What it says as JSON, on one line."""
     found: Document = json.loads(run(bridge, command, *arguments, "--json").stdout)
     return found
 
 
 @pytest.fixture
 def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[PositionsRig]:
-    """Give a stage that is led."""
     with staged(mongo_url, database, state_database) as made:
         yield made
 
 
 def test_a_reset_shows_what_it_does_asks_and_is_remembered(stage: PositionsRig) -> None:
-    """`--dry-run` changes nothing, nor does a no; while a listener leads nothing is asked."""
     bridge, place = stage.bridge, data_of(stage.events[0]["_id"])
     led = run(bridge, reset, HANDLER, "--to", place)
     assert (led.exit_code, "[y/N]" in led.output) == (1, False)
@@ -68,7 +64,6 @@ def test_a_reset_shows_what_it_does_asks_and_is_remembered(stage: PositionsRig) 
 
 
 def test_a_handler_is_removed(stage: PositionsRig) -> None:
-    """It shows what it is about, asks, and says what it did."""
     stage.release()
     emptied = bridge_on(stage.bridge.wiring.url, stage.data, stage.bridge.options.database, "others")
     assert run(emptied, remove, HANDLER, answer="n\n").exit_code == 1
@@ -79,7 +74,6 @@ def test_a_handler_is_removed(stage: PositionsRig) -> None:
 
 
 def test_a_snapshot_shows_what_it_reads_and_asks(stage: PositionsRig) -> None:
-    """Neither `--dry-run` nor a no begins one; a yes does, and so does `--yes`, which asks nothing."""
     source, known = f"{stage.data.name}.orders for {HANDLER}", stage.state["snapshots"]
     dry = run(stage.bridge, snapshot, "start", HANDLER, "--dry-run")
     assert (dry.exit_code, source in dry.stdout, "[y/N]" in dry.output) == (0, True, False)

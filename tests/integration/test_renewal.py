@@ -50,7 +50,6 @@ def test_a_report_that_cannot_be_used_ends_no_term(
     report: Callable[[], Mapping[str, Any]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """P9, P17: positions are stored without it, and the log says so once."""
     rig = begin_term(mongo_client, state_database, 1)
     watermarks = Watermarks(rig.store, rig.renewal, "the fingerprint", report)
     for number in range(1, 4):

@@ -30,13 +30,11 @@ REQUEST: Document = {"id": ObjectId(), "state": "requested", "partition": 0, "ha
 
 @pytest.fixture
 def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[PositionsRig]:
-    """Give a stage that is led."""
     with staged(mongo_url, database, state_database) as made:
         yield made
 
 
 def test_from_the_change_of_a_token_everything_runs_again_and_nothing_before_it(stage: PositionsRig) -> None:
-    """P4: positions and watermark become the smaller of place and own; versions and fences grow, numbers stay."""
     stage.release()
     before = {index: stage.partition(index) for index in (0, 1)}
     plan = stage.reset(data_of(stage.events[3]["_id"]), reason="the summary was wrong")
@@ -63,7 +61,6 @@ def test_from_the_change_of_a_token_everything_runs_again_and_nothing_before_it(
 
 
 def test_a_time_is_the_place_in_front_of_its_changes(stage: PositionsRig) -> None:
-    """All of that second, also changes that share their cluster time with nothing before."""
     stage.release()
     first = stage.events[0]["clusterTime"]
     stage.reset(first.as_datetime().isoformat())
@@ -144,7 +141,6 @@ def test_what_was_handled_counts_before_it_goes_back(stage: PositionsRig) -> Non
 
 
 def test_a_mark_that_was_reached_goes_and_one_that_lies_ahead_stays(stage: PositionsRig) -> None:
-    """P13: nobody stores again what the first stood for; the second still promises what is stored."""
     backlog, partitions = stage.store.backlog, stage.store.partitions
     ahead = f"{data_of(stage.events[-1]['_id'])[:8]}FFFFFFFF"
     for index, to in ((0, data_of(stage.of(0)[0]["_id"])), (1, ahead)):
@@ -158,7 +154,6 @@ def test_a_mark_that_was_reached_goes_and_one_that_lies_ahead_stays(stage: Posit
 
 
 def test_a_key_takes_its_partition_along_and_no_other(stage: PositionsRig) -> None:
-    """The watermark goes back for all; what the others have handled counts as done."""
     stage.release()
     key = stage.of(0)[0]["documentKey"]["_id"]
     plan = stage.reset("oldest", key=str(key))
@@ -197,7 +192,6 @@ def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Position
 
 
 def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: PositionsRig) -> None:
-    """A change that runs again is not replayed besides; one that is replayed at this moment is refused."""
     event = stage.of(0)[-1]
     place = {"_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "resumeToken": event["_id"]}
     letter = {**letter_of(1, 1), **place, "bridge": NAME, "handler": HANDLER}
@@ -221,7 +215,6 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: Po
     ],
 )
 def test_what_is_no_place_is_refused_and_nothing_changes(stage: PositionsRig, to: str) -> None:
-    """P9: what is neither a time nor a token, and what lies before the oldest entry or in the future."""
     stage.release()
     before = stage.everything()
     with pytest.raises(CommandRefusedError):
@@ -230,7 +223,6 @@ def test_what_is_no_place_is_refused_and_nothing_changes(stage: PositionsRig, to
 
 
 def test_nobody_is_sent_anywhere_while_a_listener_leads_or_has_led_since(stage: PositionsRig) -> None:
-    """P9: refused, with who leads; what is begun in between is in conflict, and nothing changes."""
     plan = stage.plan("oldest")
     assert plan.fields["leader"] is not None
     with pytest.raises(CommandRefusedError):
@@ -267,29 +259,6 @@ def test_a_listener_that_begins_within_a_rewind_waits_for_it_or_stops_it(
     assert isinstance(begun[0], Exception)
     stage.lead()
     assert stage.handle(stage.events[0])
-
-
-def test_killed_in_the_middle_nothing_is_changed(stage: PositionsRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One transaction: all of it, or nothing."""
-    stage.release()
-    before = stage.everything()
-
-    def dies(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Positions, "_move_partitions", dies)
-    with pytest.raises(KeyboardInterrupt):
-        stage.reset("oldest")
-    assert stage.everything() == before
-
-
-def test_unknown_handlers_and_lost_ones_are_refused(stage: PositionsRig) -> None:
-    """P9: a misspelt name is answered with the nearest one; lost history is decided elsewhere."""
-    with pytest.raises(CommandRefusedError, match="'summarise'"):
-        stage.bridge.operations.reset("sumarise", "oldest")
-    stage.store.subscriptions.mark_lost(HANDLER, stage.version, stage.events[-1]["clusterTime"], None, "it is gone")
-    with pytest.raises(CommandRefusedError):
-        stage.plan(data_of(stage.events[0]["_id"]))
 
 
 def test_a_change_that_is_halted_or_running_where_nothing_was_committed_is_read_again(stage: PositionsRig) -> None:
@@ -334,7 +303,6 @@ def full(mongo_url: str, database: Database[Document], state_database: str) -> I
 
 @pytest.fixture
 def emptied(full: PositionsRig) -> Iterator[Bridge]:
-    """Give the bridge of the code without the handler."""
     bridge = bridge_on(full.bridge.wiring.url, full.data, full.bridge.options.database, OTHER)
     yield bridge
     bridge.client.close()
@@ -351,7 +319,6 @@ def ids(full: PositionsRig, name: str) -> dict[str, set[str]]:
 
 
 def test_a_handler_that_is_gone_is_forgotten(full: PositionsRig, emptied: Bridge) -> None:
-    """All of it, and nothing of others; not while the code has it, nor its dead letters unless they are named."""
     with pytest.raises(CommandRefusedError):
         full.bridge.operations.remove(HANDLER)
     with pytest.raises(CommandRefusedError):
@@ -368,7 +335,6 @@ def test_a_handler_that_is_gone_is_forgotten(full: PositionsRig, emptied: Bridge
 
 
 def test_stamps_of_a_forgotten_handler_go_and_those_of_others_stay(full: PositionsRig, emptied: Bridge) -> None:
-    """Targets would keep one of each handler that ever was; it is repeated where only stamps are left."""
     mine, others = f"{NAME}/{HANDLER}", f"{NAME}/{OTHER}"
     totals = full.data["totals"]
     stamps = {each: {"g": 1, "p": {"0": 5}} for each in (mine, others)}
@@ -445,7 +411,6 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
 
 
 def test_a_listener_that_serves_it_keeps_it(full: PositionsRig, emptied: Bridge) -> None:
-    """This app may be another one than that which leads."""
     full.lead()
     plan = emptied.operations.remove(HANDLER, dead_letters=True)
     with pytest.raises(CommandRefusedError):

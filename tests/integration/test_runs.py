@@ -31,7 +31,6 @@ INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
 
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Begin]:
-    """Give what makes a partition with nothing done and a worker, whose handler gets one change a call; once a test."""
     with worker_with(mongo_client, mongo_url, state_database, failure_policy="dead_letter") as begin:
         yield begin
 
@@ -49,7 +48,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_crash_charges_the_change_that_was_under_way_and_repeats_nothing_that_is_recorded(
     begin: Begin, always: None, options: dict[str, Any]
 ) -> None:
-    """P2, P6: the process ends in the middle of a run; what a new one claims begins there."""
     del always
     runs = begin()
 
@@ -76,7 +74,6 @@ def test_a_crash_charges_the_change_that_was_under_way_and_repeats_nothing_that_
 def test_a_change_that_fails_at_any_place_of_a_run_is_started_once(
     begin: Begin, place: int, options: dict[str, Any]
 ) -> None:
-    """P2, P6: its letter is written under the same claim, behind what is done; the rest comes with the next run."""
     runs = begin()
     runs.handle = fail_at(place)
     with pytest.raises(WantedError):
@@ -94,7 +91,6 @@ def test_a_change_that_fails_at_any_place_of_a_run_is_started_once(
 
 
 def test_a_retry_at_a_later_place_is_that_changes_own(begin: Begin) -> None:
-    """P2: parked as the first, with its own count, behind what is done."""
     runs = begin()
 
     def handle(changes: Changes) -> None:
@@ -118,7 +114,6 @@ def test_a_retry_at_a_later_place_is_that_changes_own(begin: Begin) -> None:
 
 
 def test_a_newer_execution_ends_a_run_that_was_recorded_before(begin: Begin, always: None) -> None:
-    """P3: its next record is refused, and nothing more of it is begun."""
     del always
     runs = begin()
 
@@ -136,7 +131,6 @@ def test_a_newer_execution_ends_a_run_that_was_recorded_before(begin: Begin, alw
 
 
 def test_a_run_begins_no_change_when_its_seconds_are_over(begin: Begin) -> None:
-    """The rest is sent anew, with the whole time for each."""
     runs = begin(run_seconds=0.000001)
     runs.run(1, *"abcd")
     assert runs.calls == [[1]]
@@ -148,7 +142,6 @@ def test_a_run_begins_no_change_when_its_seconds_are_over(begin: Begin) -> None:
 
 @pytest.fixture
 def unanswered(failpoint: Failpoint) -> AbstractContextManager[None]:
-    """Give a block in which no write of the worker is answered."""
     return failpoint(failCommands=["update"], appName=APP_NAME, closeConnection=True)
 
 
@@ -233,12 +226,10 @@ def test_a_signal_that_always_comes_is_counted_at_last(begin: Begin) -> None:
 
 
 def letters_of(lists: WorkerRig) -> list[tuple[int, str]]:
-    """Number and cause of each dead letter."""
     return [(number, cause) for _, number, cause in lists.letters]
 
 
 def test_every_change_is_done_or_has_a_letter_whichever_fail(begin: Begin) -> None:
-    """P2: also the first and the last."""
     lists = begin(single=False)
     lists.handle = fail_at(1, 5, 6, 12)
     lists.flow(*"abcdefghijkl")
@@ -281,7 +272,6 @@ def test_what_is_finished_is_recorded_while_the_claim_goes_on(begin: Begin) -> N
 def test_each_policy_hits_the_failing_change(
     begin: Begin, policy: str, state: str, committed: int, cause: str | None
 ) -> None:
-    """P6: as it would hit one that is a run by itself."""
     lists = begin(single=False, failure_policy=policy)
     lists.handle = fail_at(2, tells=True)
     with pytest.raises(WantedError):
@@ -296,7 +286,6 @@ def test_each_policy_hits_the_failing_change(
 
 
 def test_an_outage_is_nobodys_and_the_list_is_not_split_for_it(begin: Begin) -> None:
-    """P6: all of it waits, uncharged; then its first change goes ahead alone."""
     lists = begin(single=False)
 
     def away(_changes: Changes) -> None:
@@ -331,16 +320,6 @@ def test_time_that_a_list_has_used_up_is_charged_to_no_change(begin: Begin) -> N
     lists.flow(*"abcd")
     assert letters_of(lists) == [(3, "failed")]
     assert lists.calls[1:] == [[1], [2], [3], [4]]
-
-
-def test_a_list_that_crashed_runs_change_by_change(begin: Begin) -> None:
-    """P6: a worker that was killed charges its first change alone."""
-    lists = begin(single=False)
-    lists.rig.claim(1, 4, owner="dead")
-    lists.rig.lapse()
-    lists.run(1, *"abcd")
-    assert lists.calls == [[1]]
-    assert lists.rig.document["handled"]["last"] == 1
 
 
 def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin: Begin) -> None:
@@ -385,7 +364,6 @@ def test_the_error_that_was_being_handled_is_the_one_that_counts(begin: Begin, c
 def test_the_writes_of_a_list_bear_its_token(
     begin: Begin, mongo_client: MongoClient[Document], state_database: str
 ) -> None:
-    """P3: each operation is judged by its document's own stamp."""
     lists = begin(single=False)
     copies = mongo_client[state_database]["copies"]
 
@@ -408,7 +386,6 @@ def test_the_writes_of_a_list_bear_its_token(
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_dead_letter_names_what_its_change_stood_for(begin: Begin, tells: bool) -> None:
-    """P9: nothing vanishes in silence."""
     lists = begin(single=False, coalesce=True)
     lists.handle = fail_at(3, tells=tells)
     with pytest.raises(WantedError):
@@ -420,7 +397,6 @@ def test_a_dead_letter_names_what_its_change_stood_for(begin: Begin, tells: bool
 
 
 def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None:
-    """P9: by the policy as by the command, and over a `retry`."""
     lists = begin(single=False, coalesce=True, failure_policy="halt")
     lists.handle = fail_at(2)
     with pytest.raises(WantedError):

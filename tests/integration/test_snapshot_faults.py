@@ -56,12 +56,10 @@ def world(
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of them, of few documents."""
     monkeypatch.setattr(chunks, "ROWS", 4)
 
 
 def fill(world: SnapshotWorld) -> None:
-    """What exists, and some changes of it before anybody leads."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(_DOCUMENTS)])
     for number in range(3):
         world.write(number, 2)
@@ -79,7 +77,6 @@ def judge(world: SnapshotWorld, faults: int) -> None:
 def test_a_listener_that_is_killed_at_any_step_has_lost_nothing(
     world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
 ) -> None:
-    """P1, P2, P6: the next one ends what it began."""
     fill(world)
     term = world.term(run_size=3)
 

@@ -21,7 +21,6 @@ from pymongo import MongoClient
 from pymongo.database import Database
 from pymongo.errors import AutoReconnect, OperationFailure
 
-from mongo_celery.bridge.existing import DocumentId
 from mongo_celery.bridge.listener import chunks, snapshot_thread
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.operations.operations import Operations
@@ -49,12 +48,10 @@ def world(
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many of them, of few documents."""
     monkeypatch.setattr(chunks, "ROWS", 4)
 
 
 def ask(world: SnapshotWorld, term: Any, **given: Any) -> str:
-    """Ask for a snapshot, as the command does."""
     store = term.wiring.store.snapshots
     snapshot_id: str = store.make_id(HANDLER)
     store.insert([{"_id": snapshot_id, "source": world.source, **given}])
@@ -81,7 +78,6 @@ def test_documents_of_all_types_of_ids_come_once_by_the_index(world: SnapshotWor
 
 
 def test_an_empty_collection_and_one_that_is_not_there_are_done_at_once(world: SnapshotWorld) -> None:
-    """All that will be in them is in the stream."""
     term = world.term().begin()
     term.finish()
     world.write(1, 1)
@@ -135,7 +131,6 @@ CLUSTERED = {"clusteredIndex": {"key": {"_id": 1}, "unique": True}}
 def test_the_largest_id_is_that_of_the_collections_own_order(
     world: SnapshotWorld, options: Document, there: list[Any], behind: list[Any]
 ) -> None:
-    """P1: whatever its type and bytes; what comes behind it is in the stream."""
     orders = world.client[world.data].create_collection(world.name, **options)
     orders.insert_many([{"_id": key, "v": 1} for key in reversed(there)])
     term = world.term(start_from="now").begin()
@@ -162,7 +157,6 @@ def test_a_chunk_has_no_more_bytes_than_it_has_room_for(world: SnapshotWorld, mo
 
 
 def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world: SnapshotWorld) -> None:
-    """The handler's condition and the snapshot's own, on the event that its insert would have."""
     world.orders.insert_many([{"_id": number, "v": number, "odd": number % 2 == 1} for number in range(40)])
     term = world.term(start_from="now", match={"$eq": ["$operationType", "insert"]}).begin()
     ask(world, term, match='{"$and": ["$fullDocument.odd", {"$gte": ["$fullDocument.v", 35]}]}')
@@ -197,7 +191,6 @@ def by_number(event: Document) -> int:
 
 
 def test_a_document_whose_key_cannot_be_told_is_refused_alone(world: SnapshotWorld) -> None:
-    """P12: its partition halts by the policy, and the snapshot goes on; the others are where their inserts would be."""
     world.orders.insert_many([{"_id": number, "v": 1, "group": number % 3} for number in range(12)])
     world.orders.update_one({"_id": 5}, {"$set": {"group": "none"}})
     term = world.term(partition_by=by_number, spill_after=0.2, run_size=5).begin()
@@ -210,7 +203,6 @@ def test_a_document_whose_key_cannot_be_told_is_refused_alone(world: SnapshotWor
 
 
 def load(world: SnapshotWorld, keys: int, seed: int, writes: int) -> Any:
-    """Write a little each time it is called, at random."""
     chance, left, value = random.Random(seed), [writes], [10]
 
     def write() -> None:
@@ -225,7 +217,6 @@ def load(world: SnapshotWorld, keys: int, seed: int, writes: int) -> Any:
 
 @pytest.mark.parametrize("partitions", [(3, 1), (1, 4)], ids=["narrower", "wider"])
 def test_a_new_layout_in_the_middle_loses_nothing(world: SnapshotWorld, partitions: tuple[int, int]) -> None:
-    """F10: what is under way is dropped or copied, at its place."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(40)])
     write = load(world, 45, 4, 150)
     before, after = partitions
@@ -244,7 +235,6 @@ def test_a_new_layout_in_the_middle_loses_nothing(world: SnapshotWorld, partitio
 def test_a_chunk_that_is_read_slowly_keeps_no_change_waiting(
     world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P12: changes are handled while it is read, also those of its documents; none goes back."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     term = world.term(start_from="now").begin()
     handled, read = threading.Event(), ChunkReader.read
@@ -274,7 +264,6 @@ def by_group(event: Document) -> Any:
 
 
 def change_one(world: SnapshotWorld, kind: str) -> None:
-    """Change the second document, in one of the ways in which a row can lose its race."""
     if kind == "delete":
         world.orders.delete_one({"_id": 1})
     elif kind == "anew":
@@ -409,7 +398,6 @@ def test_a_document_that_is_changed_faster_than_it_is_read_says_so_and_comes_whe
 
 
 def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_retried(world: SnapshotWorld) -> None:
-    """P12, P13: they are stored at their place, and read back."""
     first, other = keys_of(0, world, 8), keys_of(1, world, 8)
     world.orders.insert_many([{"_id": key, "v": 1} for key in (*first, *other)])
     term = world.term(spill_after=0.2).begin()
@@ -446,7 +434,6 @@ def test_the_record_waits_for_the_mark(world: SnapshotWorld, monkeypatch: pytest
 
 
 def make_anew(world: SnapshotWorld) -> None:
-    """Another collection of the same name."""
     world.orders.drop()
     world.orders.insert_many([{"_id": number, "v": 3} for number in range(30)])
 
@@ -494,31 +481,10 @@ def test_a_collection_that_can_have_none_fails_alone(world: SnapshotWorld) -> No
 # -- stopping and going on -----------------------------------------------------------------------------
 
 
-def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_it(world: SnapshotWorld) -> None:
-    """F1: also where it is stopped when another term takes over."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(30)])
-    term = world.term().begin()
-    term.until(lambda: world.records and world.record["done"] >= 6)
-    term.works = False
-    term.until(lambda: world.record["begun"] > world.record["moved"])
-    store, before = term.wiring.store.snapshots, world.record
-    assert store.stop(before["_id"])
-    later = world.term().begin()
-    later.until(lambda: len(world.seen) >= before["done"])
-    end = DocumentId.of(bson.encode({"_id": 99}))
-    assert end is not None
-    assert not store.move(before["_id"], term.leader.snapshots.thread._version, before["begun"], end, 5)
-    assert world.record["lastId"] == before["lastId"]
-    assert store.resume(before["_id"])
-    later.finish()
-    world.judge()
-
-
 # -- commands ------------------------------------------------------------------------------------------
 
 
 def test_the_command_refuses_what_cannot_be_and_stores_nothing(world: SnapshotWorld) -> None:
-    """Bad input: nothing changed; so does a dry run."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     capped = f"{world.data}.capped"
     world.client[world.data].create_collection("capped", capped=True, size=10_000)
@@ -545,7 +511,6 @@ def test_the_command_refuses_what_cannot_be_and_stores_nothing(world: SnapshotWo
 
 
 def test_the_command_begins_stops_and_resumes_one(world: SnapshotWorld) -> None:
-    """The same collection is not read twice at once. What was stopped is resumed by name or after a question."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(12)])
     term = world.term(start_from="now").begin()
     operations = Operations(term.wiring)

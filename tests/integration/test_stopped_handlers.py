@@ -27,7 +27,6 @@ Document = dict[str, Any]
 
 
 def region(event: Mapping[str, Any]) -> Any:
-    """The rule of before."""
     return event["documentKey"]["_id"]
 
 
@@ -44,8 +43,6 @@ def third(_change: Change) -> None:
 
 
 def lead(bridge: Bridge, until: Callable[[BridgeSnapshot], object]) -> BridgeSnapshot:
-    """Lead until the status fulfils a condition; the status then."""
-
     def found() -> BridgeSnapshot | None:
         status = read_snapshot(bridge.wiring)
         return status if status.leader and until(status) else None
@@ -102,7 +99,6 @@ def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
 def test_a_dead_letter_of_a_stopped_handler_is_replayed(
     bridge: Callable[..., Bridge], database: Database[Document], redis_url: str, state_database: str
 ) -> None:
-    """P17: its parked keys have to be settled before it has other partitions."""
     lead(
         bridge((moved, region), (other, None), partitions=1),
         lambda status: all(each.partitions for each in status.handlers),
@@ -162,7 +158,6 @@ class Shop:
         self._made = mongo_url, redis_url, state
 
     def bridge(self, *matches: Mapping[str, Any] | None) -> Bridge:
-        """As a deploy makes it anew."""
         mongo_url, redis_url, state = self._made
         app = Celery("refusals", broker=redis_url, set_as_current=False)
         bridge = Bridge(app, mongo_url, name="shop", database=state, start_from="now", autodiscover=False)
@@ -172,7 +167,6 @@ class Shop:
 
     @contextmanager
     def led(self, *matches: Mapping[str, Any] | None) -> Iterator[Bridge]:
-        """Led by a listener of this process, once it leads."""
         bridge = self.bridge(*matches)
         with closing(bridge.client), listening(bridge):
             wait_for(lambda: (bridge.wiring.store.leases.read() or {}).get("report") is not None)
@@ -213,7 +207,6 @@ def test_a_refused_match_stops_its_own_handler_and_is_named(shop: Shop, caplog: 
 
 
 def test_where_every_match_is_refused_the_listener_says_so_and_stays(shop: Shop) -> None:
-    """It has nothing to read, and no reason to be started again and again; its end is as quick as ever."""
     with shop.led(REFUSED, {"$nothing": []}) as bridge:
         assert sorted(_refused(bridge)) == ["first", "second"]
         shop.orders.insert_one({"_id": 1, "total": 5})
@@ -222,6 +215,5 @@ def test_where_every_match_is_refused_the_listener_says_so_and_stays(shop: Shop)
 
 
 def test_a_test_with_the_runner_fails_by_it(shop: Shop) -> None:
-    """P9: before anything is delivered."""
     with pytest.raises(StreamRefusedError, match="second"), BridgeRunner(shop.bridge(None, REFUSED)):
         """Nothing comes."""

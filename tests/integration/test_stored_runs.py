@@ -30,7 +30,6 @@ _HASH = 2**64 - 5
 
 @pytest.fixture
 def worker(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[WorkerRig]:
-    """Give a partition with nothing done, and a worker whose handler may skip nothing."""
     with worker_on(mongo_client, mongo_url, state_database) as made:
         made.patience = 1.0
         yield made
@@ -38,7 +37,6 @@ def worker(mongo_client: MongoClient[Document], mongo_url: str, state_database: 
 
 @pytest.fixture
 def documents(worker: WorkerRig) -> Collection[Document]:
-    """Give the stored changes as they are stored."""
     return worker.rig.documents.database["backlog"]
 
 
@@ -64,7 +62,6 @@ def execute(worker: WorkerRig, run: Run, handle: Callable[[Change], object] = bo
 
 
 def rest(worker: WorkerRig) -> Document | None:
-    """The partition, once nobody has claimed it."""
     state = worker.rig.document
     return state if state["claim"] is None else None
 
@@ -75,7 +72,6 @@ def made(number: int = 1, size: int = 200 * _KILOBYTE) -> bytes:
 
 
 def run_of(first: int, count: int, *changes: bytes, **fields: Any) -> Run:
-    """A run of so many changes of one key."""
     return make_run(first, count, *changes, hash=_HASH, **fields)
 
 
@@ -88,7 +84,6 @@ def _never(change: Change) -> None:
 
 
 def events(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged, by name."""
     return [getattr(record, "event", "") for record in caplog.records]
 
 
@@ -96,7 +91,6 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_a_worker_reads_what_its_message_names(worker: WorkerRig, documents: Collection[Document]) -> None:
-    """P13: byte for byte, and the position is that of the last change."""
     changes = [made(1, 15 * _MEGABYTE), made(2)]
     got = execute(worker, store(worker, *changes))
     assert [bson.encode(each.raw) for each in got] == changes
@@ -108,7 +102,6 @@ def test_a_worker_reads_what_its_message_names(worker: WorkerRig, documents: Col
 
 
 def test_a_change_that_fits_into_no_document_halts_its_partition_as_every_refused_one(worker: WorkerRig) -> None:
-    """P9: its handler does not get less than was asked for, and its error names it."""
     with pytest.raises(RefusedChangeError):
         execute(worker, store(worker, made(1, 17 * _MEGABYTE)), _never)
     state = worker.rig.document
@@ -144,7 +137,6 @@ _SPOILT = {
 def test_a_change_whose_bytes_are_damaged_halts_its_partition_and_no_change_before_it(
     worker: WorkerRig, documents: Collection[Document], spoil: Callable[[Collection[Document], Document], None]
 ) -> None:
-    """P12: no handler gets a short event, whatever the policy; and it halts as the first of a run of its own."""
     changes = [made(1, _KILOBYTE), made(2, _KILOBYTE), made(3, _KILOBYTE)]
     run = store(worker, *changes)
     spoil(documents, {"_id": f"{worker.rig.where}/{token(2)['_data']}"})
@@ -199,7 +191,6 @@ def test_a_change_halts_all_the_same_where_it_cannot_be_stored(
     caplog: pytest.LogCaptureFixture,
     trouble: Document,
 ) -> None:
-    """P12: the halt is what must not be lost; the log says that the bytes are not there."""
     with failpoint(failCommands=["insert"], appName=APP_NAME, **trouble), pytest.raises(KeyError):
         execute(worker, run_of(1, 1, made(size=_KILOBYTE)), _fail)
     assert worker.rig.document["state"] == "halted"

@@ -55,7 +55,6 @@ _VALUES: Mapping[str, str] = {
 
 
 def shape_of(value: Any, path: str = "") -> Shape:
-    """Return the types of all fields in a document, by their paths; of a list its first element counts."""
     if isinstance(value, Mapping | list) and not value:
         return {path: "nothing"}
     if isinstance(value, Mapping):
@@ -83,7 +82,6 @@ def shape_in(lines: Iterator[str], path: str = "") -> Shape:
 
 
 def shown() -> dict[str, Shape]:
-    """Return the shapes of the page's documents, by their headings."""
     sections = re.findall(r"^## (.+?)\n.*?```js\n\{\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return {heading: shape_in(iter(block.splitlines())) for heading, block in sections}
 

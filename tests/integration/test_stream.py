@@ -7,7 +7,7 @@ error of ours that says in a sentence what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery.bridge.listener.starts import start_time
-from mongo_celery.bridge.listener.stream_intake import ReadAhead
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
 from mongo_celery.bridge.window import Mark
@@ -39,13 +38,11 @@ MakeClient = Callable[..., MongoClient[Document]]
 
 @pytest.fixture
 def items(database: Database[Document]) -> Collection[Document]:
-    """Give a collection to watch."""
     return database.create_collection("items")
 
 
 @pytest.fixture
 def reading(mongo_url: str, items: Collection[Document]) -> Iterator[StreamReading]:
-    """Give a reader of that collection."""
     with StreamReading(mongo_url, scope_on(items.full_name), now(items.database.client)) as started:
         yield started
 
@@ -59,7 +56,6 @@ def insert(collection: Collection[Document], *keys: Any) -> None:
 
 
 def _roll(client: MongoClient[Document]) -> None:
-    """Write until the oplog's oldest entry is a new one."""
     oldest = read_oplog(client).first
     filler = client["filler"]["filler"]
 
@@ -95,7 +91,6 @@ def test_a_rolling_oplog_is_lost_history_for_a_new_stream_and_for_an_open_one(
 
 
 def test_a_standalone_server_is_a_wrong_topology(standalone_url: str, make_client: MakeClient) -> None:
-    """P9: found when the listener starts, and by the stream too."""
     client = make_client(standalone_url)
     with pytest.raises(TopologyError):
         check_topology(client)
@@ -106,7 +101,6 @@ def test_a_standalone_server_is_a_wrong_topology(standalone_url: str, make_clien
 
 
 def test_a_bad_pipeline_is_refused_at_once(mongo_url: str, items: Collection[Document]) -> None:
-    """P9: with the server's own words."""
     wrong = [{"$matsch": {"a": 1}}]
     with StreamReading(mongo_url, scope_on(items.full_name, pipeline=wrong), now(items.database.client)) as reading:
         assert isinstance(reading.wait_for_failure(), StreamRefusedError)
@@ -129,7 +123,6 @@ def test_a_missing_right_is_named(guarded_url: UrlOf, make_client: MakeClient) -
 
 
 def test_handlers_that_ask_for_drop_and_rename_get_them(mongo_url: str, items: Collection[Document]) -> None:
-    """Drop, rename and invalidate are operations like others where they are asked for."""
     scope = scope_on(items.full_name, operations={"insert", "drop", "rename", "invalidate"})
     with StreamReading(mongo_url, scope, now(items.database.client)) as reading:
         insert(items, 1)
@@ -193,7 +186,6 @@ def _place(item: Item) -> str:
 
 
 def test_the_reader_reads_no_further_than_there_is_room(mongo_url: str, items: Collection[Document]) -> None:
-    """Bounded read-ahead, in bytes too: it stops, goes on when room is made, and stops at once when told to."""
     position = now(items.database.client)
     items.insert_many([{"_id": number, "text": "x" * 200_000} for number in range(20)])
     with StreamReading(mongo_url, scope_on(items.full_name), position, room=1) as reading:
@@ -206,30 +198,6 @@ def test_the_reader_reads_no_further_than_there_is_room(mongo_url: str, items: C
         wait_for(lambda: len(reading.items) == 20)
         items.insert_one({"_id": 20})
     assert not reading.reader._thread.is_alive()
-
-
-def test_a_large_event_takes_more_room_than_a_small_one(mongo_url: str, items: Collection[Document]) -> None:
-    """Bounded in bytes, whatever one event has: the listener's memory is."""
-    ahead = ReadAhead(200)
-
-    def deliver(batch: Sequence[Item]) -> None:
-        changes = [item for item in batch if isinstance(item, ChangeEvent)]
-        if changes:
-            ahead.put(changes)
-
-    with StreamReading(mongo_url, scope_on(items.full_name), now(items.database.client)) as reading:
-        reading.reader._deliver = deliver
-        for number in range(6):
-            items.insert_one({"_id": number, "text": "x" * 3_000_000})
-        wait_for(ahead.full)
-        assert items.database.client.admin.command("ping")["ok"], "a round trip later there is still nothing more"
-        assert len(ahead.queue) == 3, "each weighs 92"
-        found = list(ahead.get())
-        wait_for(ahead.full)
-        assert len(ahead.queue) == 3
-        while len(found) < 6:
-            found += ahead.get(timeout=60)
-    assert [event.document["documentKey"]["_id"] for event in found if isinstance(event, ChangeEvent)] == [*range(6)]
 
 
 @pytest.mark.needs_mongodb(6, 0, 9)

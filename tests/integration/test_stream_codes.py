@@ -41,20 +41,16 @@ NO_PAUSES = Pauses(first=0.01, longest=60.0, growth=1.0)
 
 @pytest.fixture
 def items(database: Database[Document]) -> Collection[Document]:
-    """Give a collection to watch."""
     return database.create_collection("items")
 
 
 @pytest.fixture
 def commands() -> CommandRecorder:
-    """Give a list of what the reader's client sends."""
     return CommandRecorder()
 
 
 @pytest.fixture
 def read(mongo_url: str, items: Collection[Document], commands: CommandRecorder) -> Callable[..., StreamReading]:
-    """Give a reader of that collection from now on, to be started by `with`."""
-
     def make(pauses: Pauses = SHORT_PAUSES) -> StreamReading:
         position = now(items.database.client)
         return StreamReading(mongo_url, scope_on(items.full_name), position, pauses=pauses, commands=commands)
@@ -175,7 +171,6 @@ def test_a_lasting_error_opens_the_stream_at_most_once_a_second(
 def test_a_final_error_ends_with_code_name_and_cure(
     read: Callable[..., StreamReading], commands: CommandRecorder, failpoint: Failpoint, command: str
 ) -> None:
-    """P9: each of the codes; after a few openings at most, and whatever the error might be about."""
     for code in FINAL:
         commands.sent.clear()
         with failpoint(failCommands=[command], appName=APP_NAME, errorCode=code), read() as reading:

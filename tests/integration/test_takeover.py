@@ -55,7 +55,6 @@ def names_of(count: int) -> list[str]:
 
 
 def trackers_of(takeover: Takeover) -> dict[str, Partition]:
-    """A partition of each partition, by its `_id`."""
     found = {}
     for image in [image for images in takeover.images.values() for image in images]:
         where = f"{BRIDGE}/{image.subscription}/{takeover.layouts[image.subscription].term}/{image.index}"
@@ -72,7 +71,6 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
     """P12: a take-over and watermarks cost as many round trips for 60 handlers as for 2."""
 
     def count(handlers: int) -> list[int]:
-        """How many commands there were after each step of a term."""
         commands = CommandRecorder()
         client, names = make_client(event_listeners=[commands]), names_of(handlers)
         database, sent = f"{state_database}_{handlers}", list[int]()
@@ -99,7 +97,6 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
 
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], state_database: str) -> Callable[[], TermRig]:
-    """Give what begins a term with two handlers."""
     return lambda: begin_term(mongo_client, state_database, _PARTITIONS, ("record", "audit"))
 
 

@@ -40,7 +40,6 @@ def items(database: Database[Document]) -> Collection[Document]:
 
 @pytest.fixture
 def read(mongo_url: str, items: Collection[Document]) -> Read:
-    """Give readers of a scope from now on, to be started by `with`."""
     return lambda scope: StreamReading(mongo_url, scope, now(items.database.client))
 
 

@@ -123,7 +123,6 @@ def test_a_description_of_another_form_is_given(description: Any) -> None:
     ],
 )
 def test_who_asks_for_it_is_given_it(conditions: dict[str, Any], is_given: bool) -> None:
-    """By name, or as a whole: nothing else decides."""
     one = Selector(
         "summarise", (ORDERS,), make_filter(**{"operations": None, "fields": None, "match": None, **conditions})
     )
@@ -248,7 +247,6 @@ def test_documents_lack_what_this_package_keeps(seen: Seen, fields: dict[str, An
 
 @pytest.mark.parametrize("fields", OF_USERS.values(), ids=OF_USERS.keys())
 def test_documents_have_all_that_may_be_a_users(seen: Seen, fields: dict[str, Any]) -> None:
-    """A field of such a name with another value, or in another collection."""
     assert seen(event("insert", fullDocument={"_id": 1, **fields})).full_document == {"_id": 1, **fields}
 
 

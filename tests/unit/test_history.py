@@ -165,18 +165,15 @@ FINE: list[tuple[str, Check, list[Fact]]] = [
 
 @pytest.mark.parametrize(("check", "history"), [pytest.param(*row, id=name) for name, *row in BAD])
 def test_a_bad_history_is_caught(check: Check, history: list[Fact]) -> None:
-    """Each by the check that is named after the invariant it breaks."""
     assert check(history)
 
 
 @pytest.mark.parametrize(("check", "history"), [pytest.param(*row, id=name) for name, *row in FINE])
 def test_a_good_history_is_not(check: Check, history: list[Fact]) -> None:
-    """Else the checks would be of no use."""
     assert check(history) == []
 
 
 def test_all_checks_are_part_of_the_verdict() -> None:
-    """A history in which everything is wrong gives a sentence of each."""
     bad: list[Fact] = [
         *(Led("one", 7), Led("two", 7), written(1), written(2), watermark(2), started(2, 5), started(2, 5)),
         *(effect(2, 5), effect(1, 4), effect(9, 6), watermark(1), written(3)),

@@ -49,7 +49,6 @@ def test_a_token_lies_behind_all_events_of_its_time_and_before_all_later_ones() 
 
 
 def progress(snapshot: Snapshot, **changes: Any) -> dict[str, Any]:
-    """The progress of a snapshot as the bridge's snapshot has it."""
     (found,) = shape(facts(snapshots=[snapshot], **changes)).snapshots
     plain: dict[str, Any] = to_plain(found)
     return plain
@@ -67,7 +66,6 @@ RUNNING = Snapshot(
 
 
 def blocked(*states: str) -> dict[str, Any]:
-    """Partitions of its handler in these states."""
     return {"images": [image(at, state=each) for at, each in enumerate(states)]}
 
 
@@ -88,7 +86,6 @@ LOST = {"since": NOON, "at": Timestamp(int(NOON.replace(tzinfo=dt.UTC).timestamp
     ],
 )
 def test_one_that_runs_and_does_not_move_says_why(around: dict[str, Any], words: str | None) -> None:
-    """Then nobody knows how long the rest takes; what has ended waits for nobody."""
     found = progress(RUNNING, **around)
     assert found["per_second"] == 50.0
     assert (words or "") in (found["reason"] or "")

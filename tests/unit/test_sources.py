@@ -61,7 +61,6 @@ CLIENT = MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False)
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_source_is_a_namespace_or_what_has_one(target: Any, source: Source) -> None:
-    """A bare collection belongs to the database in the URL. Of objects of the driver only the names count."""
     assert parse_source(target, "main") == source
 
 
@@ -118,7 +117,6 @@ OTHERS = ("drop", "rename", "create", "createIndexes", "shardCollection", "newIn
 def test_an_event_is_wanted_by_its_namespace_and_operation(
     targets: list[str], operations: Any, given: dict[str, Any], wanted: bool
 ) -> None:
-    """Changes of documents unless others are asked for. A rename concerns both names; what is unknown, whoever asks."""
     assert selector(*targets, operations=operations).selects(given) is wanted
 
 
@@ -158,7 +156,6 @@ def test_a_match_is_the_servers_verdict_under_the_handlers_name() -> None:
 
 
 def test_an_operation_may_be_of_a_later_server_but_not_misspelt() -> None:
-    """P9: a misspelt operation would never come. All operations are asked for alone."""
     assert make_filter({"vacuum", "insert"}, None, None).operations == {"vacuum", "insert"}
     assert make_filter("*", None, None) == make_filter({"*"}, None, None)
     for wrong, word in (({"insert", "updated"}, "'update'"), ({"a b"}, "a b"), ({"*", "insert"}, r"\*")):
@@ -243,5 +240,4 @@ def test_the_fingerprint_is_the_same_in_whatever_order_handlers_come() -> None:
     ids=str,
 )
 def test_an_expression_over_the_event_is_a_condition(match: dict[str, Any]) -> None:
-    """Also one that the event alone cannot tell: the server judges the rest."""
     assert find_objection(match) is None

@@ -18,7 +18,6 @@ NAMES = {**vars(bridge_snapshot), **vars(findings)}
 
 
 def types() -> list[type]:
-    """All types that a snapshot is made of, as they are met."""
     found: list[type] = [BridgeSnapshot]
     for each in found:
         for field in dataclasses.fields(each):
@@ -37,7 +36,6 @@ def texts(kind: type) -> tuple[str, dict[str, str]]:
 
 
 def as_json(field: dataclasses.Field[Any]) -> str:
-    """A type as JSON has it."""
     text = str(field.type).replace(" | None", "?")
     for name, word in (
         ("datetime", "time"),
@@ -57,7 +55,6 @@ def linked(name: str) -> str:
 
 
 def page() -> str:
-    """The whole page."""
     return "\n".join(lines()) + "\n"
 
 

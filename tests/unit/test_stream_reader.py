@@ -45,7 +45,6 @@ def test_a_search_for_one_event_is_given_more_time_each_time_up_to_a_limit() -> 
 
 
 def test_all_of_a_batch_is_handed_over_in_order_until_the_reader_is_stopped() -> None:
-    """P1: whatever its events weigh. A reader remembers only what it has handed over: the next one reads the rest."""
     taken: list[Any] = []
     reader, _ = _make_reader()
     reader._deliver = taken.extend

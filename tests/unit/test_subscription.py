@@ -31,14 +31,11 @@ def handle(_change: Change) -> None:
 
 
 def id_of(document: Mapping[str, Any]) -> int:
-    """The partition is the `_id` itself: tests choose it."""
     found: int = document["documentKey"]["_id"]
     return found
 
 
 class Chosen(Partitioner):
-    """A partitioner whose hash is the partition that the test wants."""
-
     __slots__ = ()
 
     def hash(self, event: Mapping[str, Any]) -> int:
@@ -77,20 +74,17 @@ def subscription(
 
 
 def change(number: int, index: int = 0, ns: str = "shop.orders", **fields: Any) -> ChangeEvent:
-    """The change with this place in the stream, of this partition."""
     document = event("insert", ns, documentKey={"_id": index}, fullDocument={"n": number}, **fields)
     document["_id"] = {"_data": token_data(number)}
     return ChangeEvent(mark(number), document, bson.encode(document))
 
 
 def committed(index: int, count: int, number: int, **changes: Any) -> Image:
-    """A partition that has so many committed changes, the last at this place."""
     data = token_data(number)
     return image(index=index, committed=count, token={"_data": data}, data=data, fencing_token=11, **changes)
 
 
 def due(one: Subscription, now: float = NOW) -> list[Dispatch]:
-    """What is due, published as the listener does."""
     found = []
     for dispatch in one.due(now):
         found.append(dispatch)
@@ -106,7 +100,6 @@ def numbers(dispatch: Dispatch) -> list[int]:
 
 
 def taken(one: Subscription) -> str | None:
-    """How far the watermark is."""
     return one.window.watermark.data if one.window.watermark else None
 
 
@@ -127,7 +120,6 @@ def taken(one: Subscription) -> str | None:
 def test_each_change_that_is_owed_is_dispatched_once_and_the_watermark_passes_all_others(
     given: dict[str, Any], read: list[ChangeEvent | Mark], due_changes: list[int], watermark: int | None
 ) -> None:
-    """P1, P5, P6: the stream may begin before a watermark, and again at an earlier time."""
     one = subscription(run_size=10, **given)
     for item in read:
         one.ingest_item(item)
@@ -143,7 +135,6 @@ def test_each_change_that_is_owed_is_dispatched_once_and_the_watermark_passes_al
 
 
 def test_one_run_is_out_in_a_partition_and_partitions_are_independent() -> None:
-    """P2: window 1. P1, P5: a blocked partition holds its changes, no others, and the watermark."""
     one = subscription(images={2: image(index=2, state="halted")}, commit="inline")
     for number, index in enumerate([0, 0, 1, 1, 2], start=1):
         one.ingest_item(change(number, index=index))
@@ -160,29 +151,7 @@ def test_one_run_is_out_in_a_partition_and_partitions_are_independent() -> None:
     assert [5] in [numbers(run) for run in due(one, NOW + 2)]
 
 
-@pytest.mark.parametrize(
-    "seen",
-    [image(index=0, claim={"owner": "a"}, live=True, fencing_token=11), image(index=0, state="halted")],
-    ids=["by the term before", "by a person's skip"],
-)
-def test_numbers_are_given_at_dispatch_against_what_is_committed_then(seen: Image) -> None:
-    """P2, P4, P6: a change that was finished elsewhere between reading and dispatch takes its number with it."""
-    one = subscription(images={0: seen})
-    for number in (1, 2, 3):
-        one.ingest_item(change(number))
-    assert due(one) == []
-    one.observe(committed(0, 2, 2), NOW)
-    (run,) = due(one)
-    assert (run.run.first, run.run.last, numbers(run)) == (3, 3, [3])
-    assert one.window.count == 1
-
-
 def test_a_run_carries_as_many_changes_as_the_options_allow() -> None:
-    """
-    At least one, then as many as fit into both limits, numbered without gaps, with the bytes that were read.
-
-    One where a transaction is one change and its mark, or where an unclean end is not passed yet.
-    """
     one = subscription(run_size=3)
     for number in range(1, 6):
         one.ingest_item(change(number))

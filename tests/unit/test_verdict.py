@@ -316,18 +316,15 @@ def judged(case: Case) -> BridgeSnapshot:
 
 
 def first(finding: Finding) -> str | None:
-    """Return the command that fixes it, without `celery -A shop`."""
     return next((command.removeprefix("celery -A shop ") for command in finding.commands), None)
 
 
 def seen(known: Facts, *asked: Finding, workers: Workers | None = None, line: CommandLine = LINE) -> BridgeSnapshot:
-    """The snapshot of a bridge whose workers have answered so, where they were asked."""
     workers = Workers(answered=0, serving=0, slots=0) if NONE_ANSWERED in asked else workers
     return judge(replace(shape(known), workers=workers), line, asked if asked or workers else None)
 
 
 def test_a_bridge_that_has_nothing_wrong_is_healthy() -> None:
-    """Also where workers have answered. P16: a verdict names who was not asked."""
     assert seen(calm(oplog=None)).verdict == "healthy"
     found = seen(calm(), ok("broker", "answers"), workers=ANSWERED)
     assert (found.bridge, found.verdict, found.exit_code, found.findings) == ("shop", "healthy", 0, ())
@@ -363,7 +360,6 @@ def test_calls_beside_which_nothing_runs_are_failing_where_nobody_asked_for_slot
 
 
 def test_one_blocked_partition_hides_no_lag_of_the_others() -> None:
-    """The lag of what flows is told beside a halt, and that of the halt is not."""
     for age, codes in ((LAG_SECONDS, ["halted", "lag"]), (LAG_SECONDS - 1, ["halted"])):
         images = [image(0, stored=fresh("running", age)), halted(1, stored={**MARK, "since": since(9999)})]
         assert [each.code for each in seen(calm(images=images)).findings] == codes
@@ -388,7 +384,6 @@ def test_a_mark_whose_stored_changes_are_missing_is_told_with_the_update_that_re
 
 
 def test_the_worst_comes_first() -> None:
-    """What is failing before what is degraded, and in these what touches all before what touches one."""
     everything = calm(
         lease=lease(live=False, state="idle", renewedAt=since(UNLED_SECONDS)),
         images=[image(0, state="paused"), halted(1)],
@@ -444,7 +439,6 @@ UNTAKEN = {"inFlight": 1, "untaken": {"queues": ["shop.1"], "answered": False}}
 def test_what_makes_a_handler_late_is_the_one_reason(
     code: str, changes: dict[str, Any], asked: tuple[Finding, ...]
 ) -> None:
-    """P16: more workers would not fix the lag of what is blocked, stopped, or handled by nobody."""
     behind = seen(calm(**changes), *asked)
     assert [reason.code for reason in behind.findings] == [code]
     assert (behind.handlers[0].lag_seconds or 0) >= LAG_SECONDS
@@ -461,7 +455,6 @@ def test_what_makes_a_handler_late_is_the_one_reason(
 
 @pytest.mark.parametrize(("state", "verb"), [("halted", "retry"), ("paused", "resume")])
 def test_very_many_reasons_are_a_few_lines(state: str, verb: str) -> None:
-    """200 handlers of 16 partitions: some by name, the others by number, with the command for all."""
     names = [f"handler_{number:03}" for number in range(200)]
     blocked = halted(0, error="ValueError: a\n" + "x" * 5000) if state == "halted" else image(0, state=state)
     images = [replace(blocked, index=index, subscription=name) for name in names for index in range(16)]
@@ -493,7 +486,6 @@ _FOREIGN = [
 
 
 def _with_evil(value: Any, name: str = "") -> Any:
-    """Return facts whose foreign texts end with a command."""
     if isinstance(value, Mapping):
         return {key: _with_evil(each, key) for key, each in value.items()}
     if isinstance(value, list | tuple):
