@@ -137,6 +137,9 @@ def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parki
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
     parking.flow("bad")
     assert parking.got[-1] == ("bad", 6)
+    fences = [fence for key, _, fence in parking.started if key == "bad"]
+    assert fences == sorted(set(fences)), "no target refuses any of them, and each refuses those before"
+    assert fences[-1] - fences[-2] >= REPLAYS_MAX - 1
 
 
 def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: WorkerRig) -> None:
@@ -168,17 +171,6 @@ def test_an_existing_document_waits_at_its_place(parking: WorkerRig) -> None:
     parking.drain()
     assert parking.got == [("bad", 1), ("bad", 2), ("bad", 3)]
     assert (parking.letters, parking.keys) == ([], frozenset())
-
-
-def test_tokens_of_a_key_grow_from_its_first_try_over_its_replays_to_what_comes_after(parking: WorkerRig) -> None:
-    """P3: so that no target refuses any of them, and each refuses those before."""
-    waiting(parking)
-    parking.ask()
-    parking.drain()
-    parking.flow("bad")
-    fences = [fence for key, _, fence in parking.started if key == "bad"]
-    assert fences == sorted(set(fences))
-    assert fences[-1] - fences[-2] >= REPLAYS_MAX - 1
 
 
 def test_a_change_that_comes_in_while_a_key_is_released_joins_it(parking: WorkerRig) -> None:
@@ -222,10 +214,14 @@ def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discar
     results = parking.ask()
     assert [each.result for each in results] == ["refused"] * 3
     assert parking.requests == []
+    assert [each.follow for each in parking.discard(1, dry_run=True)] == [2]
+    assert (len(parking.letters), parking.requests) == (3, [])
     (discarded,) = parking.discard(1)
     assert (discarded.result, discarded.follow) == ("done", 2)
+    parking.flow("bad")
     parking.drain()
-    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5)]
+    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5), ("bad", 6)]
+    assert (parking.letters, parking.keys) == ([], frozenset())
 
 
 _DAMAGES: list[Document] = [
@@ -257,20 +253,6 @@ def test_damaged_letters_of_a_parked_key_are_discarded_and_release_it(parking: W
     parking.rig.letters.update_many({}, damage)
     assert [each.result for each in parking.discard()] == ["done"] * 3
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
-
-
-# -- discarding --------------------------------------------------------------------------------------
-
-
-def test_discarding_the_first_lets_those_behind_it_run_in_order(parking: WorkerRig) -> None:
-    waiting(parking)
-    assert [each.follow for each in parking.discard(1, dry_run=True)] == [2]
-    assert (len(parking.letters), parking.requests) == (3, [])
-    assert [each.follow for each in parking.discard(1)] == [2]
-    parking.flow("bad")
-    parking.drain()
-    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5), ("bad", 6)]
-    assert (parking.letters, parking.keys) == ([], frozenset())
 
 
 # -- races -------------------------------------------------------------------------------------------

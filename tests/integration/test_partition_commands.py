@@ -31,18 +31,6 @@ def results_of(plan: Plan) -> list[str]:
     return [each["result"] for each in parts_of(plan)]
 
 
-def test_a_paused_partition_is_not_claimed_until_it_is_resumed(led: LedBridge) -> None:
-    claim = led.run(0)
-    assert results_of(led.operations.pause("summarise", 0)) == ["done"]
-    assert led.store.claims.handle(claim, 1, token(1))
-    assert led.store.claims.commit(claim.partition_id, 1)
-    assert (led.partition().committed, led.partition().state) == (1, "paused")
-    assert led.claim(0, 2) is None
-    assert led.claim(1) is not None
-    led.operations.resume("summarise", 0).run()
-    assert led.claim(0, 2) is not None
-
-
 def test_commands_without_a_name_act_on_all_that_fit(led: LedBridge) -> None:
     """Repeating one is harmless; what does not fit is left alone and named. A plan names what it is about."""
     led.halt(2)
@@ -54,18 +42,6 @@ def test_commands_without_a_name_act_on_all_that_fit(led: LedBridge) -> None:
     assert results_of(led.operations.pause()) == ["unchanged", "unchanged", "unfit"]
     assert results_of(led.operations.resume()) == ["done", "done", "unfit"]
     assert led.operations.pause().seen == plan.seen
-
-
-def test_a_retry_starts_a_change_again_with_new_counts(led: LedBridge) -> None:
-    led.halt(0)
-    led.park(1)
-    fence = led.partition().fencing_token
-    assert led.claim(1) is None
-    assert results_of(led.operations.retry()) == ["done", "done", "unfit"]
-    shown = led.partition()
-    assert (shown.state, shown.error, shown.retries, shown.key, shown.committed) == ("flowing", None, 0, None, 0)
-    assert shown.fencing_token > fence
-    assert led.run(0).retries == led.run(1).retries == 0
 
 
 def test_a_retry_of_what_nothing_would_run_is_refused(led: LedBridge, make_bridge: MakeBridge) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +13,10 @@ from click.testing import CliRunner, Result
 from pymongo.database import Database
 
 from mongo_celery import Bridge
-from mongo_celery.cli.steering import history, remove, reset, snapshot
-from tests.rig.positions import HANDLER, PositionsRig, bridge_on, data_of, staged
+from mongo_celery.cli.steering import history, reset
+from tests.rig.positions import HANDLER, PositionsRig, data_of, staged
 
 Document = dict[str, Any]
-Run = Callable[..., Result]
 
 
 def run(bridge: Bridge, command: click.Command, *arguments: str, answer: str = "") -> Result:
@@ -61,26 +60,3 @@ def test_a_reset_shows_what_it_does_asks_and_is_remembered(stage: PositionsRig) 
     assert (forward["forward"], forward["moved"], forward["withdrawn"], forward["leader"]) == (True, [0, 1], 0, None)
     assert "a wrong sum" in run(bridge, history).stdout
     assert [each["act"] for each in plain(bridge, history, HANDLER)["audit_records"]] == ["reset", "reset"]
-
-
-def test_a_handler_is_removed(stage: PositionsRig) -> None:
-    stage.release()
-    emptied = bridge_on(stage.bridge.wiring.url, stage.data, stage.bridge.options.database, "others")
-    assert run(emptied, remove, HANDLER, answer="n\n").exit_code == 1
-    assert plain(emptied, remove, HANDLER, "--dry-run")["partitions"] == 2
-    assert run(emptied, remove, HANDLER, answer="y\n").exit_code == 0
-    assert [each["act"] for each in plain(emptied, history)["audit_records"]] == ["remove"]
-    emptied.client.close()
-
-
-def test_a_snapshot_shows_what_it_reads_and_asks(stage: PositionsRig) -> None:
-    source, known = f"{stage.data.name}.orders for {HANDLER}", stage.state["snapshots"]
-    dry = run(stage.bridge, snapshot, "start", HANDLER, "--dry-run")
-    assert (dry.exit_code, source in dry.stdout, "[y/N]" in dry.output) == (0, True, False)
-    no = run(stage.bridge, snapshot, "start", HANDLER, answer="n\n")
-    assert (no.exit_code, source in no.stderr, known.count_documents({})) == (1, True, 0)
-    yes = run(stage.bridge, snapshot, "start", HANDLER, answer="y\n")
-    assert (yes.exit_code, source in yes.stdout, known.count_documents({})) == (0, True, 1)
-    assert run(stage.bridge, snapshot, "stop", HANDLER).exit_code == 0
-    assert "[y/N]" not in run(stage.bridge, snapshot, "start", HANDLER, "--yes").stderr
-    assert known.count_documents({}) == 2

@@ -326,6 +326,7 @@ def test_a_handler_that_is_gone_is_forgotten(full: PositionsRig, emptied: Bridge
     PositionsRig(emptied, full.data, OTHER).release()
     others = ids(full, OTHER)
     plan = emptied.operations.remove(HANDLER, dead_letters=True)
+    assert plan.question is not None
     plan.run()
     assert not ids(full, HANDLER)
     assert ids(full, OTHER) == others

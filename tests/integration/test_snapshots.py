@@ -29,6 +29,7 @@ from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.errors import CommandRefusedError
 from tests.rig.snapshots import HANDLER, SnapshotWorld, keys_of, worlds
+from tests.rig.term import around
 
 Document = dict[str, Any]
 
@@ -237,10 +238,9 @@ def test_a_chunk_that_is_read_slowly_keeps_no_change_waiting(
 ) -> None:
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     term = world.term(start_from="now").begin()
-    handled, read = threading.Event(), ChunkReader.read
+    handled = threading.Event()
 
-    def slow(self: ChunkReader, chunk: Chunk) -> None:
-        read(self, chunk)
+    def delay() -> None:
         world.write(0, 7)
         world.write(9, 7)
         assert handled.wait(30)
@@ -249,10 +249,9 @@ def test_a_chunk_that_is_read_slowly_keeps_no_change_waiting(
         if {0, 9} <= {each.key for each in world.seen}:
             handled.set()
 
-    monkeypatch.setattr(ChunkReader, "read", slow)
+    around(monkeypatch, (ChunkReader, "read"), delay, behind=True)
     ask(world, term)
     term.until(handled.is_set, see)
-    monkeypatch.undo()
     term.finish()
     world.judge()
     assert [world.snapshots_of(number) for number in (0, 1, 2, 9)] == [0, 1, 1, 0]
@@ -295,17 +294,8 @@ def test_a_document_that_changes_in_the_window_comes_as_its_change(
     """P1, P2: behind the begin, between two reads, behind the reading; again where the change brings no document."""
     world.orders.insert_many([{"_id": number, "v": 1, "group": 0} for number in range(3)])
     term = world.term(start_from="now", **options).begin()
-    owner: Any = {"begin": Snapshots, "read": ChunkReader, "mark_read_end": Snapshots}[moment]
-    is_changed, call = threading.Event(), getattr(owner, moment)
-
-    def beside(self: Any, *arguments: Any) -> Any:
-        result = call(self, *arguments) if moment != "mark_read_end" else None
-        if not is_changed.is_set():
-            is_changed.set()
-            change_one(world, kind)
-        return call(self, *arguments) if moment == "mark_read_end" else result
-
-    monkeypatch.setattr(owner, moment, beside)
+    step = (ChunkReader if moment == "read" else Snapshots, moment)
+    around(monkeypatch, step, lambda: change_one(world, kind), behind=moment != "mark_read_end")
     ask(world, term)
     if moment == "begin" and "match" in options:  # when it is read, the document does not match any more
         given = []
@@ -325,17 +315,16 @@ def test_a_move_of_another_collection_repeats_no_row(world: SnapshotWorld, monke
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     invoices = world.client[world.data]["invoices"]
     invoices.insert_one({})
-    read, reads = ChunkReader.read, itertools.count()
+    reading = (ChunkReader, "read")
 
-    def beside(self: ChunkReader, chunk: Chunk) -> None:
-        number = next(reads)
-        if number == 1:
-            invoices.rename("bills")
-        read(self, chunk)
-        if number == 0:
-            world.write(1, 5)
+    def rename() -> None:
+        invoices.rename("bills")
 
-    monkeypatch.setattr(ChunkReader, "read", beside)
+    def write() -> None:
+        world.write(1, 5)
+        around(monkeypatch, reading, rename)
+
+    around(monkeypatch, reading, write, behind=True)
     sources = (world.source, invoices.full_name)
     term = world.term(sources=sources, start_from="now", full_document=None, operations="*").begin()
     ask(world, term)
@@ -519,7 +508,9 @@ def test_the_command_begins_stops_and_resumes_one(world: SnapshotWorld) -> None:
         with pytest.raises(CommandRefusedError):
             act(handler, **given)
 
-    assert operations.start_snapshot(HANDLER, match='{"$gte": ["$fullDocument.v", 1]}').run().fields["done"] == 1
+    start = operations.start_snapshot(HANDLER, match='{"$gte": ["$fullDocument.v", 1]}')
+    assert start.question is not None
+    assert start.run().fields["done"] == 1
     is_refused(operations.start_snapshot)
     term.until(lambda: world.record["done"] >= 3)
     late = operations.stop_snapshot(HANDLER)
