@@ -7,9 +7,9 @@ is written meanwhile is lost or comes twice; what does not pass ends with a sent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from pymongo.database import Database
 
 from mongo_celery.bridge.stream.reader import PAUSES
 from mongo_celery.bridge.stream.verdicts import UNKNOWN_LIMIT
-from mongo_celery.errors import HistoryLostError, MongoCeleryError, StreamRefusedError
+from mongo_celery.errors import HistoryLostError, StreamRefusedError
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import Code, Verdict
 from tests.fixtures.process import wait_for
@@ -39,27 +39,53 @@ NO_PAUSES = Pauses(first=0.01, longest=60.0, growth=1.0)
 """So that many errors one after the other are one row and cost no time."""
 
 
-@pytest.fixture
-def items(database: Database[Document]) -> Collection[Document]:
-    return database.create_collection("items")
+@dataclass
+class Stream:
+    """A collection, readers of it, what they send and log, and failures of their commands."""
+
+    url: str
+    items: Collection[Document]
+    failpoint: Failpoint
+    caplog: pytest.LogCaptureFixture
+    commands: CommandRecorder = field(default_factory=CommandRecorder)
+
+    def read(self, pauses: Pauses = SHORT_PAUSES, **options: Any) -> StreamReading:
+        """Give a reader from now on, to be started by `with`."""
+        given = {"pauses": pauses, "commands": self.commands, **options}
+        return StreamReading(self.url, scope_on(self.items.full_name), now(self.items.database.client), **given)
+
+    def failing(self, command: str, **data: Any) -> AbstractContextManager[None]:
+        return self.failpoint(failCommands=[command], appName=APP_NAME, **data)
+
+    def insert(self, *keys: int) -> None:
+        for key in keys:
+            self.items.insert_one({"_id": key})
+
+    @property
+    def openings(self) -> int:
+        return self.commands.names.count("aggregate")
+
+    @property
+    def reopenings(self) -> list[Any]:
+        """The records of it."""
+        return [record for record in self.caplog.records if getattr(record, "event", None) == "stream_reopening"]
+
+    def kill_cursor(self) -> None:
+        """Kill the reader's cursor, so that it opens the stream again."""
+        client, match = self.items.database.client, {"appName": APP_NAME, "cursor.cursorId": {"$exists": 1}}
+        own: list[Document] = [{"$currentOp": {"idleCursors": True}}, {"$match": match}]
+        running = wait_for(lambda: [each for each in client.admin.aggregate(own) if each["ns"].endswith(".items")])
+        for each in running:
+            database, _, collection = each["ns"].partition(".")
+            client[database].command("killCursors", collection, cursors=[each["cursor"]["cursorId"]])
 
 
 @pytest.fixture
-def commands() -> CommandRecorder:
-    return CommandRecorder()
-
-
-@pytest.fixture
-def read(mongo_url: str, items: Collection[Document], commands: CommandRecorder) -> Callable[..., StreamReading]:
-    def make(pauses: Pauses = SHORT_PAUSES) -> StreamReading:
-        position = now(items.database.client)
-        return StreamReading(mongo_url, scope_on(items.full_name), position, pauses=pauses, commands=commands)
-
-    return make
-
-
-def reopenings(caplog: pytest.LogCaptureFixture) -> list[Any]:
-    return [record for record in caplog.records if getattr(record, "event", None) == "stream_reopening"]
+def stream(
+    mongo_url: str, database: Database[Document], failpoint: Failpoint, caplog: pytest.LogCaptureFixture
+) -> Stream:
+    caplog.set_level("INFO", logger="mongo_celery")
+    return Stream(mongo_url, database.create_collection("items"), failpoint, caplog)
 
 
 # -- errors that pass --------------------------------------------------------------------------------
@@ -70,41 +96,23 @@ def reopenings(caplog: pytest.LogCaptureFixture) -> list[Any]:
     [pytest.param([], id="without label"), pytest.param([RESUMABLE], id="with label", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])
-def test_a_transient_error_is_resumed(
-    read: Callable[..., StreamReading],
-    items: Collection[Document],
-    commands: CommandRecorder,
-    failpoint: Failpoint,
-    caplog: pytest.LogCaptureFixture,
-    command: str,
-    labels: list[str],
-) -> None:
+def test_a_transient_error_is_resumed(stream: Stream, command: str, labels: list[str]) -> None:
     """P15: each of the codes, one after the other: one opening and one record each, and every change once."""
-    with read(NO_PAUSES) as reading:
+    with stream.read(NO_PAUSES) as reading:
         for number, code in enumerate(TRANSIENT):
-            hits = {"failCommands": [command], "errorCode": code, "errorLabels": labels}
-            with failpoint(**hits, appName=APP_NAME, mode={"times": 1}):
+            with stream.failing(command, errorCode=code, errorLabels=labels, mode={"times": 1}):
                 if command == "aggregate":
-                    _kill_cursor(items.database.client)
-                items.insert_one({"_id": number})
-                wait_for(lambda: code in [record.code for record in reopenings(caplog)], message=f"{code!r}")  # noqa: B023
+                    stream.kill_cursor()
+                stream.insert(number)
+                wait_for(lambda: code in [record.code for record in stream.reopenings], message=f"{code!r}")  # noqa: B023
             wait_for(lambda: number in reading.keys, message=f"{code!r}: {number} in {reading.keys}")  # noqa: B023
         # A read that was under way may have brought the last key before the one behind it failed.
-        wait_for(lambda: commands.names.count("aggregate") > len(reopenings(caplog)))
+        wait_for(lambda: stream.openings > len(stream.reopenings))
         assert reading.keys == list(range(len(TRANSIENT)))
         assert reading.failure is None
-    records = reopenings(caplog)
-    assert commands.names.count("aggregate") == 1 + len(records)
+    records = stream.reopenings
+    assert stream.openings == 1 + len(records)
     assert reading.reader.status.reopenings == len(records)
-
-
-def _kill_cursor(client: Any) -> None:
-    """Kill the reader's cursor, so that it opens the stream again."""
-    own = [{"$currentOp": {"idleCursors": True}}, {"$match": {"appName": APP_NAME, "cursor.cursorId": {"$exists": 1}}}]
-    running = wait_for(lambda: [each for each in client.admin.aggregate(own) if each["ns"].endswith(".items")])
-    for each in running:
-        database, _, collection = each["ns"].partition(".")
-        client[database].command("killCursors", collection, cursors=[each["cursor"]["cursorId"]])
 
 
 LASTING: dict[str, Document] = {
@@ -118,49 +126,37 @@ LASTING: dict[str, Document] = {
 
 
 @pytest.mark.parametrize("data", LASTING.values(), ids=LASTING.keys())
-def test_a_getmore_error_is_resumed(
-    read: Callable[..., StreamReading],
-    items: Collection[Document],
-    commands: CommandRecorder,
-    failpoint: Failpoint,
-    caplog: pytest.LogCaptureFixture,
-    data: Document,
-) -> None:
+def test_a_getmore_error_is_resumed(stream: Stream, data: Document) -> None:
     """
     P15: while it lasts there is one opening a record, and a pause before each but the first; nothing is lost.
 
     Where connections are cut, events are looked at one by one as well: one may be too large for an answer.
     """
-    with read() as reading:
-        items.insert_one({"_id": 1})
+    with stream.read() as reading:
+        stream.insert(1)
         reading.wait_for_keys(1)
-        with failpoint(failCommands=["getMore"], appName=APP_NAME, **data):
-            items.insert_one({"_id": 2})
-            wait_for(lambda: len(reopenings(caplog)) >= 3)
+        with stream.failing("getMore", **data):
+            stream.insert(2)
+            wait_for(lambda: len(stream.reopenings) >= 3)
             assert reading.reader.status.last_error is not None
-        items.insert_one({"_id": 3})
+        stream.insert(3)
         reading.wait_for_keys(1, 2, 3)
         wait_for(lambda: reading.reader.status.last_error is None)
-    records = reopenings(caplog)
-    assert "closeConnection" in data or commands.names.count("aggregate") == 1 + len(records)
+    records = stream.reopenings
+    assert "closeConnection" in data or stream.openings == 1 + len(records)
     assert [record.pause > 0 for record in records] == [index > 0 for index in range(len(records))]
     assert [record.failures for record in records] == list(range(1, len(records) + 1))
 
 
-def test_a_lasting_error_opens_the_stream_at_most_once_a_second(
-    read: Callable[..., StreamReading],
-    failpoint: Failpoint,
-    caplog: pytest.LogCaptureFixture,
-    commands: CommandRecorder,
-) -> None:
+def test_a_lasting_error_opens_the_stream_at_most_once_a_second(stream: Stream) -> None:
     """P15: by the pauses that are the default, whatever chance takes away from them."""
     assert min(PAUSES.nth(count) for count in range(1000)) >= 1.0
-    with failpoint(failCommands=["getMore"], appName=APP_NAME, errorCode=262), read(PAUSES) as reading:
-        wait_for(lambda: len(reopenings(caplog)) >= 3)
-    pauses = [record.pause for record in reopenings(caplog)]
+    with stream.failing("getMore", errorCode=262), stream.read(PAUSES) as reading:
+        wait_for(lambda: len(stream.reopenings) >= 3)
+    pauses = [record.pause for record in stream.reopenings]
     assert pauses[0] == 0
     assert all(pause >= 1 for pause in pauses[1:])
-    assert commands.names.count("aggregate") <= 1 + len(pauses)
+    assert stream.openings <= 1 + len(pauses)
     assert reading.failure is None
 
 
@@ -168,52 +164,39 @@ def test_a_lasting_error_opens_the_stream_at_most_once_a_second(
 
 
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])
-def test_a_final_error_ends_with_code_name_and_cure(
-    read: Callable[..., StreamReading], commands: CommandRecorder, failpoint: Failpoint, command: str
-) -> None:
+def test_a_final_error_ends_with_code_name_and_cure(stream: Stream, command: str) -> None:
     for code in FINAL:
-        commands.sent.clear()
-        with failpoint(failCommands=[command], appName=APP_NAME, errorCode=code), read() as reading:
+        stream.commands.sent.clear()
+        with stream.failing(command, errorCode=code), stream.read() as reading:
             error = reading.wait_for_failure()
         assert code.name in str(error)
-        assert commands.names.count("aggregate") <= 3, "the stream, with small batches, and single events"
+        assert stream.openings <= 3, "the stream, with small batches, and single events"
 
 
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])
-def test_an_aggregate_error_is_named_when_nobody_knows_it(
-    read: Callable[..., StreamReading], commands: CommandRecorder, failpoint: Failpoint, command: str
-) -> None:
+def test_an_aggregate_error_is_named_when_nobody_knows_it(stream: Stream, command: str) -> None:
     """P9: an error of unknown kind is tried a few times, with pauses, and then ends with what is known of it."""
-    with failpoint(failCommands=[command], appName=APP_NAME, errorCode=4711), read() as reading:
+    with stream.failing(command, errorCode=4711), stream.read() as reading:
         error = reading.wait_for_failure()
     assert isinstance(error, StreamRefusedError)
     assert "4711" in str(error)
-    assert commands.names.count("aggregate") == UNKNOWN_LIMIT + 1
+    assert stream.openings == UNKNOWN_LIMIT + 1
 
 
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])
-def test_a_token_that_is_never_found_is_tried_once_by_its_time(
-    read: Callable[..., StreamReading],
-    items: Collection[Document],
-    failpoint: Failpoint,
-    caplog: pytest.LogCaptureFixture,
-    command: str,
-) -> None:
+def test_a_token_that_is_never_found_is_tried_once_by_its_time(stream: Stream, command: str) -> None:
     """P15: code 280 was tried by time for ever, where it comes with the `getMore`."""
-    with read() as reading:
-        items.insert_one({"_id": 1})
+    with stream.read() as reading:
+        stream.insert(1)
         reading.wait_for_keys(1)
-        with failpoint(failCommands=[command], appName=APP_NAME, errorCode=Code.ChangeStreamFatalError):
+        with stream.failing(command, errorCode=Code.ChangeStreamFatalError):
             if command == "aggregate":
-                _kill_cursor(items.database.client)
-            error: MongoCeleryError = reading.wait_for_failure()
-    assert isinstance(error, HistoryLostError)
-    assert len([record for record in reopenings(caplog) if record.code == Code.ChangeStreamFatalError]) == 1
+                stream.kill_cursor()
+            assert isinstance(reading.wait_for_failure(), HistoryLostError)
+    assert len([record for record in stream.reopenings if record.code == Code.ChangeStreamFatalError]) == 1
 
 
-def test_lost_history_that_is_lost_again_elsewhere_is_paced_across_readers(
-    items: Collection[Document], mongo_url: str, failpoint: Failpoint
-) -> None:
+def test_lost_history_that_is_lost_again_elsewhere_is_paced_across_readers(stream: Stream) -> None:
     """P15: going on from the oldest entry of an oplog that rolls on; each time another reader begins."""
     made: list[int] = []
 
@@ -223,34 +206,24 @@ def test_lost_history_that_is_lost_again_elsewhere_is_paced_across_readers(
             return super().nth(count)
 
     pauses, status = Noted(first=0.05, longest=0.2), None
-    with failpoint(failCommands=["getMore"], appName=APP_NAME, errorCode=286):
+    with stream.failing("getMore", errorCode=286):
         for number in range(3):
-            scope, position = scope_on(items.full_name), now(items.database.client)
-            with StreamReading(mongo_url, scope, position, pauses=pauses, status=status) as reading:
+            with stream.read(pauses, status=status) as reading:
                 assert isinstance(reading.wait_for_failure(), HistoryLostError)
             status = replace(reading.reader.status)
             assert made == list(range(number))
             assert status.reopenings == number + 1
 
 
-def test_a_token_that_is_found_later_loses_nothing(
-    read: Callable[..., StreamReading], items: Collection[Document], failpoint: Failpoint
-) -> None:
+def test_a_token_that_is_found_later_loses_nothing(stream: Stream) -> None:
     """P1: read by time, what was read before comes again and is known; the token is asked for behind it only."""
-    with read() as reading:
-        for number in range(3):
-            items.insert_one({"_id": number})
+    with stream.read() as reading:
+        stream.insert(0, 1, 2)
         reading.wait_for_keys(0, 1, 2)
-        with failpoint(failCommands=["getMore"], appName=APP_NAME, errorCode=280, mode={"times": 1}):
-            items.insert_one({"_id": 3})
+        with stream.failing("getMore", errorCode=280, mode={"times": 1}):
+            stream.insert(3)
             wait_for(lambda: 3 in reading.keys)
-        items.insert_one({"_id": 4})
+        stream.insert(4)
         wait_for(lambda: 4 in reading.keys)
         assert list(dict.fromkeys(reading.keys)) == [0, 1, 2, 3, 4]
         assert reading.failure is None
-
-
-@pytest.fixture(autouse=True)
-def _all_records(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    with caplog.at_level("INFO", logger="mongo_celery"):
-        yield
