@@ -34,17 +34,6 @@ def rig(mongo_client: MongoClient[Document], state_database: str) -> PartitionRi
 # -- preparing and taking over -----------------------------------------------------------------------
 
 
-def test_preparing_twice_changes_nothing_that_exists(rig: PartitionRig) -> None:
-    """P4: a crash in the middle of a preparation is repeated by the next term."""
-    rig.claim()
-    before = rig.document
-    rig.partitions.prepare({HANDLER: token(9)}, layouts(HANDLER, partitions=3), LATER)
-    assert rig.document == before
-    others = [image for image in rig.partitions.of({HANDLER: 0}) if image.index]
-    assert [(image.index, image.token) for image in others] == [(1, token(9)), (2, token(9))]
-    assert all(image.fencing_token == LATER for image in others)
-
-
 def test_names_that_begin_alike_are_kept_apart(rig: PartitionRig) -> None:
     rig.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitioning=10), TERM)
     rig.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitioning=1), TERM)
@@ -65,14 +54,6 @@ def test_a_take_over_keeps_the_state_and_shuts_out_the_messages_of_older_terms(r
     assert (rig.try_claim(term=LATER) is not None) is (state == "flowing")
 
 
-def test_a_take_over_commits_on_the_spot_what_is_handled(rig: PartitionRig) -> None:
-    claim = rig.claim(1, 5)
-    assert rig.claims.handle(claim, 4, token(4))
-    image = rig.take_over(LATER)
-    assert (image.committed, image.token, image.claim, image.handled) == (4, token(4), None, None)
-    assert rig.try_claim(5, term=LATER) is not None
-
-
 def test_a_take_over_leaves_a_live_claim_alone(rig: PartitionRig) -> None:
     rig.claim()
     rig.lapse()
@@ -82,15 +63,6 @@ def test_a_take_over_leaves_a_live_claim_alone(rig: PartitionRig) -> None:
     assert rig.document == {**before, "term": LATER}
     assert image.live
     assert image.crashes == 1
-
-
-def test_a_take_over_does_not_lower_an_epoch_that_is_ahead(rig: PartitionRig) -> None:
-    rig.spoil(term=LATER + 10)
-    assert rig.claims.handle(rig.claim(term=LATER + 10), 1, token(1))
-    before = rig.document
-    image = rig.take_over(LATER)
-    assert image.term == LATER + 10
-    assert rig.document == before
 
 
 # -- looks -------------------------------------------------------------------------------------------
@@ -258,15 +230,3 @@ def test_a_watermark_only_grows(rig: PartitionRig) -> None:
         assert not advance(subscriptions, "record", TERM, data, Timestamp(6, 1), "f")
     assert advance(subscriptions, "record", TERM, {**token(4), "_typeBits": b"\x01"}, None, "f")
     assert advance(subscriptions, "record", TERM, token(5), None, "f")
-
-
-def test_a_start_is_never_lowered(rig: PartitionRig) -> None:
-    subscriptions = rig.store.subscriptions
-    subscriptions.take_over(layouts("record", "audit"), TERM)
-    assert advance(subscriptions, "record", TERM, token(3), Timestamp(6, 1), "f")
-    assert not subscriptions.move_start("record", TERM, Timestamp(5, 1), "now")
-    assert subscriptions.pin("audit", TERM, Timestamp(20, 1), None)
-    assert subscriptions.move_start("audit", TERM, Timestamp(5, 1), "now")
-    audit, record = sorted(subscriptions.read_all(), key=lambda document: str(document["_id"]))
-    assert (record["resumeToken"], record["clusterTime"]) == (token(3), Timestamp(6, 1))
-    assert audit["startAtOperationTime"] == audit["clusterTime"] == Timestamp(20, 1)

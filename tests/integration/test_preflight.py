@@ -13,12 +13,12 @@ from celery.app.task import Context
 from pymongo.database import Database
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.operations import broker_check, preflight
+from mongo_celery.bridge.operations import broker_check
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, ServerUnavailableError, TopologyError
-from mongo_celery.findings import Finding, failing
+from mongo_celery.findings import Finding
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.integration.conftest import MakeBridge
 from tests.integration.guarded import GuardedMongo
@@ -77,17 +77,6 @@ def test_a_check_lists_what_is_wrong_with_the_state_first(led: LedBridge) -> Non
     commands = {each.code: each.commands[0] for each in found if each.severity == "failing" and each.commands}
     assert commands["history_lost"] == "celery -A operations changes reset summarise --to oldest"
     assert "halted" in commands
-
-
-def test_a_check_whose_reading_of_the_state_fails_names_broker_and_workers_all_the_same(
-    led: LedBridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise ServerUnavailableError("MongoDB gave no answer.")
-
-    monkeypatch.setattr(preflight, "read_facts", fail)
-    monkeypatch.setattr(preflight, "ask_servers", lambda *_: (None, [failing("broker", "No answer.")]))
-    assert {"state", "broker"} <= {each.code for each in check(led.bridge.wiring) if each.severity == "failing"}
 
 
 @pytest.mark.parametrize(("wanted", "severity"), [("required", "failing"), ("whenAvailable", "degraded")])

@@ -158,30 +158,6 @@ def test_a_failure_leaves_the_letter_with_error_and_counts(rig: Aside) -> None:
     assert [each.starts for each in rig.store.replays.read()] == [1]
 
 
-def test_what_waits_for_its_time_keeps_its_counts(rig: Aside) -> None:
-    """Retries count, waiting does not; the partition is free meanwhile, and its own counts are as they were."""
-    letter = rig.set_aside(1)
-    rig.request(letter)
-    claim, _ = rig.start(letter)
-    replays, id_ = rig.store.replays, letter.document_id
-    assert replays.retry_later(claim, id_, "ConnectionError: $x", delay=60.0, not_before=None)
-    found = replays.find(id_)
-    assert found is not None
-    assert (found.retries, found.fencing_token, found.error, 55 < found.due_in <= 60) == (
-        1,
-        None,
-        "ConnectionError: $x",
-        True,
-    )
-    claim, replay = rig.start(letter, starts=1)
-    assert (replay.retries, replay.crashes) == (1, 0)
-    assert replays.wait(claim, id_, "primary away", delay=0.0, doubtful=True)
-    found = replays.find(id_)
-    assert found is not None
-    assert (found.waits, found.doubts, found.retries) == (1, 1, 1)
-    assert (rig.image.retry, rig.image.claim) == (None, None)
-
-
 def test_a_letter_whose_replay_runs_is_not_discarded_and_one_that_has_lapsed_is(
     rig: Aside, make_client: MakeClient, state_database: str
 ) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from datetime import UTC, datetime
 from typing import Any
 
-import bson
 import pytest
-from bson.errors import InvalidBSON
 from bson.int64 import Int64
-from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
-from pymongo import DeleteOne, MongoClient, ReplaceOne
+from celery.exceptions import Ignore
+from pymongo import MongoClient
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Changes
@@ -23,7 +20,7 @@ from mongo_celery.errors import HandlerCrashedError
 from mongo_celery.signals import change_halted
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
-from tests.rig.changes import BRIDGE, HANDLER, Document, event_of_key, hash_of, number_of, token
+from tests.rig.changes import HANDLER, Document, hash_of, number_of, token
 from tests.rig.worker import APP_NAME, Begin, WantedError, WorkerRig, fail_at, worker_with
 
 INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
@@ -90,26 +87,6 @@ def test_a_change_that_fails_at_any_place_of_a_run_is_started_once(
         assert runs.calls[place:] == [[number] for number in range(place + 1, 9)]
 
 
-def test_a_retry_at_a_later_place_is_that_changes_own(begin: Begin) -> None:
-    runs = begin()
-
-    def handle(changes: Changes) -> None:
-        if number_of(changes[0]) == 3 and len(runs.calls) < 5:
-            raise Retry(exc=WantedError("later"), when=datetime.now(UTC))
-
-    runs.handle = handle
-    with pytest.raises(Retry):
-        runs.run(1, *"abcde")
-    image = runs.rig.image
-    assert (image.committed, image.retries, image.claim) == (2, 1, None)
-    with pytest.raises(Retry):
-        runs.run(3, *"cde")
-    assert runs.rig.image.retries == 2
-    runs.run(3, *"cde")
-    assert runs.calls == [[1], [2], [3], [3], [3], [4], [5]]
-    assert runs.retries == [0, 0, 0, 1, 2, 0, 0]
-
-
 # -- who decides --------------------------------------------------------------------------------------
 
 
@@ -128,13 +105,6 @@ def test_a_newer_execution_ends_a_run_that_was_recorded_before(begin: Begin, alw
     assert runs.calls == [[1], [2]]
     document = runs.rig.document
     assert (document["committed"], document["claim"]["owner"]) == (1, "newer")
-
-
-def test_a_run_begins_no_change_when_its_seconds_are_over(begin: Begin) -> None:
-    runs = begin(run_seconds=0.000001)
-    runs.run(1, *"abcd")
-    assert runs.calls == [[1]]
-    assert runs.rig.document["handled"]["last"] == 1
 
 
 # -- an outcome that MongoDB did not answer for ----------------------------------------------------
@@ -304,39 +274,6 @@ def test_an_outage_is_nobodys_and_the_list_is_not_split_for_it(begin: Begin) -> 
     assert lists.calls[1:] == [[1], [2, 3, 4]]
 
 
-def test_time_that_a_list_has_used_up_is_charged_to_no_change(begin: Begin) -> None:
-    """P6: each gets the whole time limit, as a run of its own."""
-    lists = begin(single=False)
-
-    def handle(changes: Changes) -> None:
-        if any(number_of(change) == 3 for change in changes):
-            raise SoftTimeLimitExceeded
-
-    lists.handle = handle
-    with pytest.raises(Ignore):
-        lists.run(1, *"abcd")
-    image = lists.rig.image
-    assert (image.committed, image.one_by_one_until, image.claim, image.crashes) == (0, 4, None, 0)
-    lists.flow(*"abcd")
-    assert letters_of(lists) == [(3, "failed")]
-    assert lists.calls[1:] == [[1], [2], [3], [4]]
-
-
-def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin: Begin) -> None:
-    """P6: what it fails with says which it is; what is before it is given, and the others are not asked for it."""
-    lists = begin(single=False)
-    lists.handle = lambda changes: [number_of(change) for change in changes]
-    raws = [bson.encode(event_of_key(number, key)) for number, key in enumerate("abcdefgh", 1)]
-    raws[4] = raws[4].replace(b"insert", b"ins\xffrt")
-    with pytest.raises(InvalidBSON):
-        lists.run(1, *"abcdefgh", changes=tuple(raws))
-    assert lists.calls[-1:] == [[1, 2, 3, 4]]
-    assert len(lists.calls) <= 2
-    assert lists.rig.image.committed == 5
-    (letter,) = lists.find().letters
-    assert letter.attempts == 1
-
-
 @pytest.mark.parametrize("chained", [True, False])
 def test_the_error_that_was_being_handled_is_the_one_that_counts(begin: Begin, chained: bool) -> None:
     """P6: a `from` that was forgotten makes an outage no failure of the change."""
@@ -359,26 +296,6 @@ def test_the_error_that_was_being_handled_is_the_one_that_counts(begin: Begin, c
 
 
 # -- fenced writes ------------------------------------------------------------------------------------
-
-
-def test_the_writes_of_a_list_bear_its_token(
-    begin: Begin, mongo_client: MongoClient[Document], state_database: str
-) -> None:
-    lists = begin(single=False)
-    copies = mongo_client[state_database]["copies"]
-
-    def copy(changes: Changes) -> None:
-        requests: list[Any] = [
-            ReplaceOne({"_id": each["documentKey"]["_id"]}, {"n": number_of(each)}, upsert=True) for each in changes
-        ]
-        changes.fenced(copies).bulk_write([*requests, DeleteOne({"_id": "gone"})])
-
-    lists.handle = copy
-    lists.run(1, *"abca")
-    key = f"{BRIDGE}/{HANDLER}"
-    found = {each["_id"]: (each["n"], each["_fence"][key]["p"]["0"]) for each in copies.find()}
-    (fence,) = lists.tokens
-    assert found == {"a": (4, fence), "b": (2, fence), "c": (3, fence)}
 
 
 # -- coalescing ---------------------------------------------------------------------------------------
@@ -426,26 +343,3 @@ def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
     assert (lists.rig.image.committed, letters_of(lists)) == (6, [(6, "failed")])
     lists.run(7, *"ac")
     assert lists.calls[2:] == [[7], [8]]
-
-
-@pytest.mark.parametrize("seconds", [-1.0, 60.0], ids=["recorded", "not yet"])
-def test_a_crash_of_a_coalesced_run_repeats_what_could_not_be_recorded_alone(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
-    """P2, P6: the position follows as far as no document is left behind it."""
-    monkeypatch.setattr(execution, "_PROGRESS_SECONDS", seconds)
-    lists = begin(coalesce=True)
-    seen: list[int] = []
-
-    def handle(changes: Changes) -> None:
-        seen.append(lists.rig.image.committed)
-        if number_of(changes[0]) == 6:
-            raise SystemExit
-
-    lists.handle = handle
-    with pytest.raises(SystemExit):
-        lists.run(1, *"abacdefd")
-    assert lists.calls == [[2], [3], [4], [6]]
-    assert seen == ([0, 0, 3, 4] if seconds < 0 else [0] * 4)
-    image = lists.rig.image
-    assert (image.committed, image.claim, image.crashes, image.one_by_one_until) == (4, None, 1, 8)

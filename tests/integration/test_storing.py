@@ -261,26 +261,6 @@ def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> 
     assert new.work(until=11) == list(range(1, 12))
 
 
-def test_a_change_that_is_too_large_for_a_message_is_stored_and_runs_by_reference(begin: Begin) -> None:
-    """P2, P12, P13: it alone, also at the bound; what a message can hold travels before and behind it."""
-    term = begin(max_message_bytes=2000, run_size=10, spill_bytes=1)
-    term.read(1)
-    term.read(2, 3, padding=3000)
-    term.read(4)
-    sent: list[tuple[list[int], bool]] = []
-
-    def done() -> bool:
-        for run in term.dispatch():
-            sent.append(([number_of(raw) for raw in run.changes], bool(run.stored)))
-            term.run(run)
-        return term.ran == [1, 2, 3, 4]
-
-    term.turn_until(done, later=0.0)
-    assert sent == [([1], False), ([2, 3], True), ([4], False)]
-    term.flush()
-    term.turn_until(lambda: not term.marked() and not term.stored())
-
-
 def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:

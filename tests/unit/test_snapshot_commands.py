@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from bson import Timestamp
 from celery import Celery
+from pymongo.errors import AutoReconnect
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.existing import (
@@ -18,6 +19,8 @@ from mongo_celery.bridge.existing import (
     place_at_time,
 )
 from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.listener.chunks import ChunkFailedError
+from mongo_celery.bridge.listener.snapshot_thread import ATTEMPTS_MAX, Attempts
 from mongo_celery.bridge.operations.bridge_snapshot import to_plain
 from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.bridge.state.snapshots import Snapshot
@@ -105,3 +108,13 @@ def test_a_handler_that_asks_for_no_documents_begins_with_none() -> None:
     assert handler(operations={"update"}, start_from="snapshot").filter.takes_documents
     assert handler().filter.takes_every_change
     assert not handler(fields={"a"}).filter.takes_every_change
+
+
+def test_only_what_servers_answer_ends_a_snapshot() -> None:
+    """An outage may last as long as it likes."""
+    attempts, ended = Attempts(), list[bool]()
+    reasons: list[Exception] = [AutoReconnect("no answer") for _ in range(3 * ATTEMPTS_MAX)]
+    for why in reasons + [ChunkFailedError("blocked")] * ATTEMPTS_MAX:
+        attempts.note_failure(why, "why")
+        ended.append(attempts.errors >= ATTEMPTS_MAX)
+    assert ended == [False] * (4 * ATTEMPTS_MAX - 1) + [True]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import bson
-from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo.errors import NetworkTimeout, OperationFailure
 
@@ -13,7 +12,6 @@ from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.isolator import join_fragments
 from mongo_celery.bridge.stream.reader import StreamReader, _Attempt
 from mongo_celery.bridge.stream.source import Scope
-from tests.fixtures.samples import event, mark, token_data
 
 
 def _make_reader() -> tuple[StreamReader, list[float]]:
@@ -42,22 +40,6 @@ def test_a_search_for_one_event_is_given_more_time_each_time_up_to_a_limit() -> 
         reader._handle_error(OperationFailure("too large", 10334))
         reader._run()
         assert seconds == [given]
-
-
-def test_all_of_a_batch_is_handed_over_in_order_until_the_reader_is_stopped() -> None:
-    taken: list[Any] = []
-    reader, _ = _make_reader()
-    reader._deliver = taken.extend
-
-    def document(number: int) -> RawBSONDocument:
-        place = {"_id": {"_data": token_data(number)}, "clusterTime": Timestamp(1000, number)}
-        return RawBSONDocument(bson.encode(event(fullDocument={"x": b"x" * (number % 3 * 90_000)}, **place)))
-
-    reader._hand_over([document(number) for number in range(1, 200)])
-    reader.stop()
-    reader._hand_over([document(200)])
-    assert [each.mark for each in taken] == [mark(number) for number in range(1, 200)]
-    assert reader._position == Position({"_data": token_data(199)}, Timestamp(1000, 199))
 
 
 def test_fragments_are_joined_to_the_whole_event_or_to_none() -> None:

@@ -173,20 +173,6 @@ def test_a_run_carries_as_many_changes_as_the_options_allow() -> None:
         assert numbers(due(small)[0]) == expected
 
 
-@pytest.mark.parametrize("transactional", [True, False])
-def test_a_bulk_handler_gets_runs_of_its_own_size_with_the_keys_of_all(transactional: bool) -> None:
-    """P6: any of them may become the one that fails, and its policy needs its key."""
-    for images, sent, hashes in (
-        ({}, [1, 2, 3], (0, 0, 0)),
-        ({0: image(index=0, one_by_one_until=5)}, [1], ()),
-    ):
-        one = subscription(run_size=1, batch_size=3, transactional=transactional, images=images)
-        for number in range(1, 6):
-            one.ingest_item(change(number))
-        (run,) = due(one)
-        assert (numbers(run), run.run.hashes) == (sent, hashes)
-
-
 # Delays
 
 
@@ -210,13 +196,3 @@ def test_a_delayed_partition_is_next_when_its_change_is_due() -> None:
     assert one.partitions[0].delayed_until == 0
     assert [numbers(each) for each in due(one, NOW + 8)] == [[2]]
     assert one.report_delayed() is None
-
-
-def test_a_change_that_was_tried_does_not_wait_for_later_ones() -> None:
-    """Its own retry time decides, and it is alone as its counts are."""
-    one = delayed(1012, coalesce=True, run_size=5, images={0: image(retry={"count": 1}, retries=1)})
-    one.ingest_item(change(1))
-    later = change(2)
-    data = f"82{1009:08x}{2:08x}2b02"
-    one.ingest_item(ChangeEvent(Mark({"_data": data}, data, Timestamp(1009, 2)), later.document, later.raw))
-    assert [numbers(each) for each in due(one)] == [[1]]
