@@ -199,9 +199,6 @@ def label(change: Change) -> str:
     return f"{change.document_key['_id']}.{(change.full_document or {}).get('n')}"
 
 
-# -- effects: each meets the failure that is asked for at its worst place ------------------------------
-
-
 def _fenced(shop: Shop, name: str) -> Callable[[Change], None]:
     def mirror(change: Change) -> None:
         copy = {"n": (change.full_document or {})["n"]}

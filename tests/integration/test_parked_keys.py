@@ -39,9 +39,6 @@ def waiting(parking: WorkerRig, *keys: str) -> None:
     parking.bad = set()
 
 
-# -- what waits --------------------------------------------------------------------------------------
-
-
 def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: WorkerRig) -> None:
     waiting(parking)
     assert parking.letters == [("bad", 1, "parked"), ("bad", 3, "parked_behind"), ("bad", 5, "parked_behind")]
@@ -116,9 +113,6 @@ def test_a_change_that_cannot_wait_as_a_dead_letter_halts_and_the_log_says_so(
     assert (image.state, image.committed) == ("halted", 2)
     records = [record for record in caplog.records if getattr(record, "event", "") == "change_behind"]
     assert [record.__dict__["policy"] for record in records] == ["dead_letter", "halt"]
-
-
-# -- release -----------------------------------------------------------------------------------------
 
 
 def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parking: WorkerRig) -> None:
@@ -253,9 +247,6 @@ def test_damaged_letters_of_a_parked_key_are_discarded_and_release_it(parking: W
     parking.rig.letters.update_many({}, damage)
     assert [each.result for each in parking.discard()] == ["done"] * 3
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
-
-
-# -- races -------------------------------------------------------------------------------------------
 
 
 def test_the_last_replay_and_the_next_change_do_not_pass_each_other(

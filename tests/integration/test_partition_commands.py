@@ -183,9 +183,6 @@ def test_a_bridge_that_was_never_led_has_nothing_to_command(make_bridge: MakeBri
         make_bridge().operations.pause().run()
 
 
-# -- with stored changes ---------------------------------------------------------------------------
-
-
 def test_commands_work_on_a_partition_with_stored_changes(storing: LedBridge) -> None:
     """P13: retry and skip act on the head; mark and changes stay, so that what follows is run from there, in order."""
     operations = storing.operations

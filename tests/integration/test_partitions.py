@@ -31,9 +31,6 @@ def rig(mongo_client: MongoClient[Document], state_database: str) -> PartitionRi
     return make_partition(mongo_client, state_database)
 
 
-# -- preparing and taking over -----------------------------------------------------------------------
-
-
 def test_names_that_begin_alike_are_kept_apart(rig: PartitionRig) -> None:
     rig.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitioning=10), TERM)
     rig.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitioning=1), TERM)
@@ -63,9 +60,6 @@ def test_a_take_over_leaves_a_live_claim_alone(rig: PartitionRig) -> None:
     assert rig.document == {**before, "term": LATER}
     assert image.live
     assert image.crashes == 1
-
-
-# -- looks -------------------------------------------------------------------------------------------
 
 
 def _has_changed(rig: PartitionRig, seen: Seen) -> bool:
@@ -123,9 +117,6 @@ def test_a_look_compares_each_partition_with_itself(rig: PartitionRig, count: in
     assert rig.partitions.list_changed({}) == []
 
 
-# -- an operator's commands --------------------------------------------------------------------------
-
-
 def halted(rig: PartitionRig) -> Image:
     assert rig.claims.park(rig.claim(), delay=-1.0, not_before=None, error="once")
     assert rig.claims.halt(rig.claim(), token(1), "key", "ValueError: no")
@@ -169,9 +160,6 @@ def test_a_command_is_refused_when_the_partition_is_not_as_it_was_seen(
     assert rig.document == before
 
 
-# -- replacing ---------------------------------------------------------------------------------------
-
-
 _LEFT: dict[str, Document] = {
     "a claim": {"claim": {"owner": "me", "until": datetime(2100, 1, 1, tzinfo=UTC)}},
     "a run that was handled": {"handled": {"last": 6, "resumeToken": token(6)}},
@@ -196,9 +184,6 @@ def test_partitions_with_anything_left_are_not_replaced(rig: PartitionRig, left:
     assert rig.document == before
     assert rig.partitions.replace(HANDLER, old, new, token(5), TERM) == "done"
     assert [image.fencing_token for image in rig.partitions.of({HANDLER: TERM})] == [1 << 60] * 2
-
-
-# -- subscriptions -----------------------------------------------------------------------------------
 
 
 def test_a_subscription_is_created_by_its_first_take_over_and_kept_by_the_next(rig: PartitionRig) -> None:

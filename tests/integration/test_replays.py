@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import bson
@@ -18,6 +18,7 @@ from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.existing import LETTER
+from mongo_celery.bridge.listener.replaying import Replaying
 from mongo_celery.bridge.operations import dead_letter_commands
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.claims import Claim
@@ -92,9 +93,6 @@ def test_a_process_that_dies_at_the_end_of_a_replay_keeps_nothing_locked(
     assert rig.found() != []
 
 
-# -- the order of what targets see -------------------------------------------------------------------
-
-
 def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside) -> None:
     rig.spoil(fencingToken=rig.document["fencingToken"] + (1 << 40))
     first = rig.set_aside(1)
@@ -110,9 +108,6 @@ def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside
     assert (second.cause, rig.image.committed, rig.image.state) == (SKIPPED, 2, "flowing")
     assert second.place is not None
     assert rig.claim(3).fencing_token > second.place.fencing_token + REPLAYS_MAX
-
-
-# -- one replay --------------------------------------------------------------------------------------
 
 
 def test_a_replay_is_asked_for_once_and_of_two_messages_of_one_attempt_only_the_first_starts(rig: Aside) -> None:
@@ -156,6 +151,22 @@ def test_a_failure_leaves_the_letter_with_error_and_counts(rig: Aside) -> None:
     assert rig.store.replays.read() == []
     assert rig.request(left) == "done", "a person may ask again at once"
     assert [each.starts for each in rig.store.replays.read()] == [1]
+
+
+def test_a_replay_that_waits_counts_no_retry(rig: Aside) -> None:
+    """P14: the partition is free meanwhile, and its own counts are as they were."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    claim, _ = rig.start(letter)
+    replays, id_ = rig.store.replays, letter.document_id
+    assert replays.retry_later(claim, id_, "ConnectionError: $x", delay=60.0, not_before=None)
+    claim, replay = rig.start(letter, starts=1)
+    assert (replay.retries, replay.crashes, replay.error) == (1, 0, "ConnectionError: $x")
+    assert replays.wait(claim, id_, "primary away", delay=0.0, doubtful=True)
+    found = replays.find(id_)
+    assert found is not None
+    assert (found.waits, found.doubts, found.retries) == (1, 1, 1)
+    assert (rig.image.retry, rig.image.claim) == (None, None)
 
 
 def test_a_letter_whose_replay_runs_is_not_discarded_and_one_that_has_lapsed_is(
@@ -210,15 +221,45 @@ def test_a_partition_that_stands_or_belongs_to_another_term_replays_nothing(rig:
     assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=TERM) is None
 
 
-# -- which is next -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def term(mongo_client: MongoClient[Document], state_database: str) -> TermRig:
     return begin_term(mongo_client, state_database, 2)
 
 
-# -- commands ----------------------------------------------------------------------------------------
+def test_letters_come_in_stream_order_by_partition_and_one_at_a_time(term: TermRig) -> None:
+    """P2, P12, P17: one that waits for its retry holds back those of its key only, and one that was sent all others."""
+    (subscription,) = term.led(term.take_over(), {})
+    letters, replays, replaying = term.store.dead_letters, term.store.replays, Replaying(term.wiring)
+
+    def ask(number: int, key: int, partition: int = 0, partitioning: int = subscription.plan.layout.term) -> str:
+        letters.collection.insert_one(letter_of(number, 5, hash_=key, partition=partition))
+        (letter,) = letters.find(Selection(ids=[token(number)["_data"]]), [HANDLER], 0)
+        place = {"partitioning": partitioning, "partition": partition, "hash_": key}
+        replays.request(letter.document_id, **place, over_newer=False)
+        return letter.document_id
+
+    def find_next() -> dict[int, str]:
+        replaying.turn({HANDLER: subscription}, 0.0)
+        found = {index: each.replay for index, each in subscription.partitions.items()}
+        return {index: each.letter for index, each in found.items() if each is not None}
+
+    def postpone(letter: str, not_before: datetime | None) -> None:
+        letters.collection.update_one({"_id": letter}, {"$set": {"replay.notBefore": not_before}})
+
+    second, first, other = ask(2, key=1), ask(1, key=1), ask(4, key=3, partition=1)
+    third = ask(3, key=2)
+    assert find_next() == {0: first, 1: other}
+    postpone(first, datetime.now(UTC) + timedelta(hours=1))
+    assert find_next() == {0: third, 1: other}
+    postpone(first, None)
+    assert find_next() == {0: first, 1: other}
+    replays.discard(first)
+    ask(5, key=9, partitioning=77)
+    assert find_next() == {0: second, 1: other}
+    assert [each.letter for each in replays.read()] == [second, third, other], "none of another layout"
+    for dispatch in subscription.due(1e9):
+        dispatch.partition.note_sent(1e9)
+    assert find_next() == {}
 
 
 @pytest.fixture

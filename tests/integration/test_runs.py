@@ -38,9 +38,6 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "_PROGRESS_SECONDS", -1.0)
 
 
-# -- progress -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, INLINE], ids=["chain", "inline"])
 def test_a_crash_charges_the_change_that_was_under_way_and_repeats_nothing_that_is_recorded(
     begin: Begin, always: None, options: dict[str, Any]
@@ -61,9 +58,6 @@ def test_a_crash_charges_the_change_that_was_under_way_and_repeats_nothing_that_
     runs.handle = bool
     runs.flow(*keys[69:75])
     assert runs.calls[69:] == [[70], [70], [71], [72], [73], [74], [75]], "one by one from there on"
-
-
-# -- a change that fails ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", [1, 4, 8])
@@ -87,9 +81,6 @@ def test_a_change_that_fails_at_any_place_of_a_run_is_started_once(
         assert runs.calls[place:] == [[number] for number in range(place + 1, 9)]
 
 
-# -- who decides --------------------------------------------------------------------------------------
-
-
 def test_a_newer_execution_ends_a_run_that_was_recorded_before(begin: Begin, always: None) -> None:
     del always
     runs = begin()
@@ -105,9 +96,6 @@ def test_a_newer_execution_ends_a_run_that_was_recorded_before(begin: Begin, alw
     assert runs.calls == [[1], [2]]
     document = runs.rig.document
     assert (document["committed"], document["claim"]["owner"]) == (1, "newer")
-
-
-# -- an outcome that MongoDB did not answer for ----------------------------------------------------
 
 
 @pytest.fixture
@@ -190,9 +178,6 @@ def test_a_signal_that_always_comes_is_counted_at_last(begin: Begin) -> None:
     with pytest.raises(HandlerCrashedError):
         worker.run(1, "a")
     assert worker.rig.document["state"] == "halted"
-
-
-# -- lists, and coalescing -------------------------------------------------------------------------
 
 
 def letters_of(lists: WorkerRig) -> list[tuple[int, str]]:
@@ -293,12 +278,6 @@ def test_the_error_that_was_being_handled_is_the_one_that_counts(begin: Begin, c
     image = lists.rig.image
     assert image.waiting is not None
     assert (lists.calls, image.committed, image.retries, letters_of(lists)) == ([[1, 2, 3]], 1, 0, [])
-
-
-# -- fenced writes ------------------------------------------------------------------------------------
-
-
-# -- coalescing ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tells", [True, False])

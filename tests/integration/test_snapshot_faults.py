@@ -206,3 +206,7 @@ def test_a_write_of_a_chunk_counts_once_and_for_its_term_alone(world: SnapshotWo
     assert not store.move(snapshot_id, 5, 2, larger, 1, larger)
     assert [store.move(snapshot_id, 5, 2, larger, 1) for _ in range(2)] == [True, False]
     assert store.mark_read_end(snapshot_id, 4, 2) is None
+    assert store.stop(snapshot_id)
+    store.take_over(6)
+    taken: Any = store.read_one(snapshot_id)
+    assert taken.term == 6, "it may be resumed"

@@ -87,9 +87,6 @@ def events(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [getattr(record, "event", "") for record in caplog.records]
 
 
-# -- reading -----------------------------------------------------------------------------------------
-
-
 def test_a_worker_reads_what_its_message_names(worker: WorkerRig, documents: Collection[Document]) -> None:
     changes = [made(1, 15 * _MEGABYTE), made(2)]
     got = execute(worker, store(worker, *changes))
@@ -164,9 +161,6 @@ def test_a_change_waits_uncounted_while_its_bytes_cannot_be_read(
     assert state["retry"]["waiting"]["count"] == 1
     worker.rig.spoil(**{"retry.notBefore": None})
     assert len(execute(worker, run)) == 1
-
-
-# -- what halts --------------------------------------------------------------------------------------
 
 
 def test_a_change_that_halts_is_stored_before(worker: WorkerRig, documents: Collection[Document]) -> None:

@@ -261,6 +261,22 @@ def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> 
     assert new.work(until=11) == list(range(1, 12))
 
 
+def test_a_large_change_that_cannot_be_stored_waits_alone_and_runs_by_reference_afterwards(
+    begin: Begin, failpoint: Failpoint
+) -> None:
+    """P9, P12: nothing turns for it in vain, and no message has room for it."""
+    term = begin(max_message_bytes=2000)
+    term.read(1, padding=3000)
+    term.read(2, index=1)
+    assert [(run.index, run.stored) for run in term.dispatch()] == [(1, ())]
+    with failpoint(failCommands=["insert"], errorCode=14031, appName=APP):
+        term.turn()
+        assert term.storing.next_turn_time() > time.monotonic()
+        assert term.dispatch() == []
+    run = next_run(term)
+    assert (number_of(run.changes[0]), len(run.stored)) == (1, 1)
+
+
 def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:

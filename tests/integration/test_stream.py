@@ -52,9 +52,6 @@ def insert(collection: Collection[Document], *keys: Any) -> None:
         collection.insert_one({"_id": key})
 
 
-# -- what is final -----------------------------------------------------------------------------------
-
-
 def _roll(client: MongoClient[Document]) -> None:
     oldest = read_oplog(client).first
     filler = client["filler"]["filler"]
@@ -119,9 +116,6 @@ def test_a_missing_right_is_named(guarded_url: UrlOf, make_client: MakeClient) -
         allowed.wait_for_keys(1)
 
 
-# -- invalidation ------------------------------------------------------------------------------------
-
-
 def test_handlers_that_ask_for_drop_and_rename_get_them(mongo_url: str, items: Collection[Document]) -> None:
     scope = scope_on(items.full_name, operations={"insert", "drop", "rename", "invalidate"})
     with StreamReading(mongo_url, scope, now(items.database.client)) as reading:
@@ -155,9 +149,6 @@ def test_a_reader_that_starts_behind_an_invalidate_opens_after_its_token(
         mongo_url, scope_on(items.full_name), Position(last.mark.token, last.mark.cluster_time)
     ) as second:
         second.wait_for_keys(2)
-
-
-# -- markers and room --------------------------------------------------------------------------------
 
 
 def test_a_marker_comes_only_behind_everything_that_was_read_and_can_be_resumed_from(

@@ -78,9 +78,6 @@ def orders(database: Database[Document]) -> Collection[Document]:
     return database.create_collection("orders")
 
 
-# -- what an event carries ---------------------------------------------------------------------------
-
-
 def test_the_four_changes_of_a_document_keep_the_servers_format(orders: Collection[Document]) -> None:
     with Watching(orders) as watching:
         orders.insert_one({"_id": 1, "x": 1})
@@ -116,9 +113,6 @@ def test_a_truncated_array_is_said_to_be_one(orders: Collection[Document]) -> No
     assert not selector_of(orders.full_name, fields={"a"}).selects(change.raw)
 
 
-# -- a later server's events, made by a pipeline -----------------------------------------------------
-
-
 _KEPT = {"operationType": 1, "ns": 1, "documentKey": 1}
 LATER: dict[str, Document] = {
     "an unknown operation type": {"operationType": "addedInALaterVersion", "ns": 1},
@@ -139,9 +133,6 @@ def test_an_event_of_another_shape_comes_to_its_handler(orders: Collection[Docum
     assert is_known is (shape["operationType"] == 1)
     assert selector_of(orders.full_name).selects(change.raw) is is_known, "an unknown type comes by `*` alone"
     assert isinstance(Partitioner("_id", document_key).hash(change.raw), int)
-
-
-# -- what is sent ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("comment", "expanded"), [("a text", True), ({"name": "a document"}, False)])
@@ -181,9 +172,6 @@ def test_the_stream_is_the_pipelines_first_stage_on_what_is_watched(
     assert command["aggregate"] == aggregated
     first = command["pipeline"][0]["$changeStream"]
     assert set(first) - {"fullDocument", "startAtOperationTime"} == stage
-
-
-# -- expanded events ---------------------------------------------------------------------------------
 
 
 def test_expanded_events_come_with_fields_of_their_own_to_the_handler_that_asks_for_them(
@@ -230,9 +218,6 @@ def test_a_collection_that_is_made_again_comes_to_the_handler_that_asks_for_it(
     assert change.operation_type == "create"
     begin = watching.commands.of("aggregate")[-1][1]["pipeline"][0]["$changeStream"]
     assert "startAfter" in begin
-
-
-# -- images ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])

@@ -88,9 +88,6 @@ def stream(
     return Stream(mongo_url, database.create_collection("items"), failpoint, caplog)
 
 
-# -- errors that pass --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "labels",
     [pytest.param([], id="without label"), pytest.param([RESUMABLE], id="with label", marks=pytest.mark.slow)],
@@ -158,9 +155,6 @@ def test_a_lasting_error_opens_the_stream_at_most_once_a_second(stream: Stream) 
     assert all(pause >= 1 for pause in pauses[1:])
     assert stream.openings <= 1 + len(pauses)
     assert reading.failure is None
-
-
-# -- errors that do not pass -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])

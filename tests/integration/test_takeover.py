@@ -62,9 +62,6 @@ def trackers_of(takeover: Takeover) -> dict[str, Partition]:
     return found
 
 
-# -- a constant number of calls ----------------------------------------------------------------------
-
-
 def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
     make_client: MakeClient, state_database: str
 ) -> None:
@@ -90,9 +87,6 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
         return sent
 
     assert count(_MANY) == count(_FEW)
-
-
-# -- around a locked partition -----------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -40,9 +40,6 @@ def outbox(app: Celery, database: Database[Document]) -> Iterator[Outbox]:
         yield made
 
 
-# -- outboxes --------------------------------------------------------------------------------------
-
-
 def test_what_documents_hold_is_as_their_tasks_will_have_it(app: Celery, outbox: Outbox) -> None:
     """The `_id` stands where `STORED_ID` was put, in tasks, in events, and by whatever write."""
     mail = app.tasks["shop.mail"]
@@ -114,9 +111,6 @@ def test_what_was_held_back_goes_out_by_a_sweep(app: Celery, database: Database[
         runner.assert_enqueued("shop.mail", args=(2,))
     outbox.runtime.close()
     bridge.client.close()
-
-
-# -- once ------------------------------------------------------------------------------------------
 
 
 def test_a_body_that_has_failed_has_no_record(app: Celery, database: Database[Document]) -> None:

@@ -48,9 +48,6 @@ def events_of(reading: StreamReading, key: Any) -> list[ChangeEvent]:
     return [event for event in events if event.document["documentKey"]["_id"] == key]
 
 
-# -- too large ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.needs_mongodb_before(6, 0, 9)
 def test_an_update_that_is_too_large_with_its_look_up_is_read_without_it(
     read: Read, items: Collection[Document]
@@ -104,9 +101,6 @@ def test_an_insert_that_is_too_large_by_itself_is_read_without_its_document(
     assert "fullDocument" not in event.document
     assert [each[FLAGS]["record"] for each in reading.events] == [True, False]
     assert event.mark.cluster_time is not None
-
-
-# -- an _id of some megabytes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("megabytes", [4.5, 8])
@@ -173,9 +167,6 @@ def test_changes_of_documents_with_a_long_id_arrive_however_they_meet_in_an_answ
         reading.wait_for_keys(first, second, 1)
     assert ["fullDocument" in event for event in reading.events] == [True, False, True]
     assert list(reading.read_errors) == [second]
-
-
-# -- expressions -------------------------------------------------------------------------------------
 
 
 def test_a_match_that_fails_leaves_the_flags_of_others(read: Read, items: Collection[Document]) -> None:

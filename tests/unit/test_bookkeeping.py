@@ -190,8 +190,6 @@ def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[st
         assert is_given("*", fields={"total"}) is not is_ours
 
 
-# -- documents -------------------------------------------------------------------------------------
-
 PENDING = {"count": 1, "events": [{}]}
 KEPT: dict[str, dict[str, Any]] = {
     "entries of an outbox": {"pendingEvents": PENDING},

@@ -41,9 +41,6 @@ def update(**description: Any) -> dict[str, Any]:
     return event("update", updateDescription=description)
 
 
-# Sources
-
-
 CLIENT = MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False)
 
 
@@ -77,9 +74,6 @@ def test_anything_else_is_no_source(target: Any) -> None:
     """P9: nothing would ever come from a pattern or a database that the server does not watch."""
     with pytest.raises(ConfigurationError):
         parse_source(target, None)
-
-
-# Which events a handler wants
 
 
 DOCUMENTS = ("insert", "update", "replace", "delete")
@@ -152,18 +146,12 @@ def test_a_match_is_the_servers_verdict_under_the_handlers_name() -> None:
     assert strip_flags(event(**{FLAGS: {"summarise": True}})) == event(), "a handler does not see them"
 
 
-# Filters
-
-
 def test_an_operation_may_be_of_a_later_server_but_not_misspelt() -> None:
     assert make_filter({"vacuum", "insert"}, None, None).operations == {"vacuum", "insert"}
     assert make_filter("*", None, None) == make_filter({"*"}, None, None)
     for wrong, word in (({"insert", "updated"}, "'update'"), ({"a b"}, "a b"), ({"*", "insert"}, r"\*")):
         with pytest.raises(ConfigurationError, match=word):
             make_filter(wrong, None, None)
-
-
-# The stream
 
 
 @pytest.mark.parametrize(

@@ -103,9 +103,6 @@ def taken(one: Subscription) -> str | None:
     return one.window.watermark.data if one.window.watermark else None
 
 
-# Taking in
-
-
 @pytest.mark.parametrize(
     ("given", "read", "due_changes", "watermark"),
     [
@@ -126,12 +123,6 @@ def test_each_change_that_is_owed_is_dispatched_once_and_the_watermark_passes_al
     assert [number for run in due(one) for number in numbers(run)] == due_changes
     assert one.window.count == len(due_changes)
     assert taken(one) == (None if watermark is None else token_data(watermark))
-
-
-# Stored changes
-
-
-# Handing out
 
 
 def test_one_run_is_out_in_a_partition_and_partitions_are_independent() -> None:
@@ -173,9 +164,6 @@ def test_a_run_carries_as_many_changes_as_the_options_allow() -> None:
         assert numbers(due(small)[0]) == expected
 
 
-# Delays
-
-
 def delayed(at: float, **options: Any) -> Subscription:
     """A subscription with a delay of ten seconds, whose server shows this time. Its changes are of the time 1000."""
     one = subscription(delay=10, **options)
@@ -196,3 +184,13 @@ def test_a_delayed_partition_is_next_when_its_change_is_due() -> None:
     assert one.partitions[0].delayed_until == 0
     assert [numbers(each) for each in due(one, NOW + 8)] == [[2]]
     assert one.report_delayed() is None
+
+
+def test_a_change_that_was_tried_does_not_wait_for_later_ones() -> None:
+    """Its own retry time decides, and it is alone as its counts are."""
+    one = delayed(1012, coalesce=True, run_size=5, images={0: image(retry={"count": 1}, retries=1)})
+    one.ingest_item(change(1))
+    later = change(2)
+    data = f"82{1009:08x}{2:08x}2b02"
+    one.ingest_item(ChangeEvent(Mark({"_data": data}, data, Timestamp(1009, 2)), later.document, later.raw))
+    assert [numbers(each) for each in due(one)] == [[1]]
