@@ -215,3 +215,19 @@ def test_a_watermark_only_grows(rig: PartitionRig) -> None:
         assert not advance(subscriptions, "record", TERM, data, Timestamp(6, 1), "f")
     assert advance(subscriptions, "record", TERM, {**token(4), "_typeBits": b"\x01"}, None, "f")
     assert advance(subscriptions, "record", TERM, token(5), None, "f")
+
+
+def test_one_trace_of_work_shows_that_a_subscription_was_begun(rig: PartitionRig) -> None:
+    """P1: also in an old layout; what was begun is not begun again somewhere else without a decision."""
+    rig.partitions.prepare({"record": None, "recorder": None}, layouts("record", "recorder", partitions=2), TERM)
+    where = {"_id": f"{BRIDGE}/record/0/1"}
+    before = rig.documents.find_one(where)
+    assert before is not None
+    traces: list[Document] = [{"committed": Int64(1)}, {"state": "halted"}, {"state": "paused"}]
+    traces += [{name: {"some": "value"}} for name in ("claim", "retry", "halted", "handled")]
+    for trace in traces:
+        assert not rig.partitions.are_touched("record")
+        rig.documents.update_one(where, {"$set": trace})
+        assert rig.partitions.are_touched("record"), trace
+        rig.documents.replace_one(where, before)
+    assert not rig.partitions.are_touched("recorder")

@@ -40,9 +40,7 @@ def fail(*_given: object) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "report",
-    [fail, lambda: {"key": "\ud800"}, lambda: {"key": object()}],
-    ids=["raises", "no text", "no BSON"],
+    "report", [fail, lambda: {"key": "\ud800"}, lambda: {"key": object()}], ids=["raises", "no text", "no BSON"]
 )
 def test_a_report_that_cannot_be_used_ends_no_term(
     mongo_client: MongoClient[Document],

@@ -293,11 +293,7 @@ def test_a_handler_whose_stored_place_lies_before_its_start_is_switched(shop: Te
 
 # -- kills, and late writes --------------------------------------------------------------------------
 
-STEPS: list[tuple[type, str]] = [
-    (Subscriptions, "advance_all"),
-    (Partitions, "replace"),
-    (Partitions, "of"),
-]
+STEPS: list[tuple[type, str]] = [(Subscriptions, "advance_all"), (Partitions, "replace"), (Partitions, "of")]
 _NAMES = [f"{kind.__name__}.{name}" for kind, name in STEPS]
 
 

@@ -14,13 +14,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change, signals
-from mongo_celery.signals import (
-    change_dead_lettered,
-    change_halted,
-    handler_blocked,
-    history_lost,
-    leader_changed,
-)
+from mongo_celery.signals import change_dead_lettered, change_halted, handler_blocked, history_lost, leader_changed
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
 from tests.integration.test_lost_history import ROLLED, Make

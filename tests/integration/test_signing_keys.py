@@ -121,8 +121,7 @@ def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(
     reasons = (FORGED, TAMPERED, MISDIRECTED, MALFORMED, FOREIGN)
     counts = {f"dropped.{reason}": 2000 if reason == FOREIGN else 1000 for reason in reasons}
     counted = wait_for(
-        lambda: drops.find_one({"_id": BRIDGE, **counts}),
-        message=lambda: str(drops.find_one({"_id": BRIDGE})),
+        lambda: drops.find_one({"_id": BRIDGE, **counts}), message=lambda: str(drops.find_one({"_id": BRIDGE}))
     )
     assert counted["foreignSender"] == "7@host.example"
     assert set(counted["droppedAt"]) == set(reasons)

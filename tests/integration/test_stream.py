@@ -21,12 +21,7 @@ from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
 from mongo_celery.bridge.window import Mark
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.errors import (
-    AccessError,
-    HistoryLostError,
-    StreamRefusedError,
-    TopologyError,
-)
+from mongo_celery.errors import AccessError, HistoryLostError, StreamRefusedError, TopologyError
 from mongo_celery.mongo.oplog import check_topology, read_oplog
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import DATA, UrlOf

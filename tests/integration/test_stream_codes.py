@@ -89,8 +89,7 @@ def stream(
 
 
 @pytest.mark.parametrize(
-    "labels",
-    [pytest.param([], id="without label"), pytest.param([RESUMABLE], id="with label", marks=pytest.mark.slow)],
+    "labels", [pytest.param([], id="without label"), pytest.param([RESUMABLE], id="with label", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("command", ["getMore", "aggregate"])
 def test_a_transient_error_is_resumed(stream: Stream, command: str, labels: list[str]) -> None:

@@ -130,10 +130,7 @@ SOURCES: dict[str, list[dict[str, Any]]] = {
         {"targets": ["A.orders"], "operations": {"insert", "drop"}},
         {"targets": ["B.orders"], "operations": {"delete", "rename", "dropDatabase"}},
     ],
-    "fields and a match": [
-        {"targets": ["A.orders"], "fields": {"lines"}},
-        {"targets": ["B.orders"], "match": MATCH},
-    ],
+    "fields and a match": [{"targets": ["A.orders"], "fields": {"lines"}}, {"targets": ["B.orders"], "match": MATCH}],
 }
 
 ASKED: dict[str, Any] = {

@@ -65,10 +65,7 @@ def test_a_write_concern_that_failed_is_an_error_of_a_plain_command_too(
 ) -> None:
     """A command returns it beside `ok: 1`; taken for success, a fail-over could take the write back."""
     failed = {"writeConcernError": {"code": 64, "errmsg": "late"}}
-    with (
-        failpoint(failCommands=["update", "findAndModify"], appName=APP, **failed),
-        pytest.raises(OperationFailure),
-    ):
+    with failpoint(failCommands=["update", "findAndModify"], appName=APP, **failed), pytest.raises(OperationFailure):
         CALLS[call](make_table(10.0))
 
 

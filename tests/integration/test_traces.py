@@ -67,8 +67,7 @@ def test_all_messages_of_a_canvas_carry_it_and_the_users_headers_stand(rig: Rig)
     own = rig.add.s(5, 5).set(headers={"mine": "1", "traceparent": "own"})
     with request() as span:
         outbox.insert_one(
-            {"_id": 1},
-            tasks=[chain(rig.add.s(1, 1), rig.add.s(2)), group(rig.add.s(3, 3), rig.add.s(4, 4)), own],
+            {"_id": 1}, tasks=[chain(rig.add.s(1, 1), rig.add.s(2)), group(rig.add.s(3, 3), rig.add.s(4, 4)), own]
         )
     first, third, fourth, fifth = rig.drain()
 

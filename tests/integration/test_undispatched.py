@@ -11,13 +11,7 @@ from pymongo import InsertOne
 from pymongo.database import Database
 
 from mongo_celery import STORED_ID, Bridge, Change, Event, Outbox, OutboxCollection, once, transactional
-from mongo_celery.testing import (
-    BridgeRunner,
-    assert_once,
-    assert_pending,
-    pending_entries,
-    undispatched,
-)
+from mongo_celery.testing import BridgeRunner, assert_once, assert_pending, pending_entries, undispatched
 
 Document = dict[str, Any]
 

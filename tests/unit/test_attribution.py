@@ -13,11 +13,7 @@ from kombu.exceptions import OperationalError
 from pymongo import MongoClient
 from pymongo import errors as driver
 
-from mongo_celery.bridge.worker.attribution import (
-    conflict_cause,
-    has_reached_limit,
-    infrastructure_cause,
-)
+from mongo_celery.bridge.worker.attribution import conflict_cause, has_reached_limit, infrastructure_cause
 from mongo_celery.errors import DocumentLockedError, TransactionTimeoutError
 
 NOWHERE = "redis://127.0.0.1:1/0"

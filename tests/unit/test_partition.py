@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from mongo_celery.bridge.listener.partition import (
-    LONGEST_GRACE,
-    GracePeriods,
-    Partition,
-    Rejection,
-    Step,
-)
+from mongo_celery.bridge.listener.partition import LONGEST_GRACE, GracePeriods, Partition, Rejection, Step
 from mongo_celery.bridge.listener.storing import block_reason
 from mongo_celery.bridge.state.partitions import Image
 from tests.fixtures.samples import image

@@ -12,12 +12,7 @@ from celery import Celery
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.existing import (
-    is_existing,
-    make_token,
-    place_after_time,
-    place_at_time,
-)
+from mongo_celery.bridge.existing import is_existing, make_token, place_after_time, place_at_time
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.chunks import ChunkFailedError
 from mongo_celery.bridge.listener.snapshot_thread import ATTEMPTS_MAX, Attempts

@@ -10,14 +10,7 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.stream.filter import find_objection, make_filter
-from mongo_celery.bridge.stream.source import (
-    Scope,
-    Selector,
-    Source,
-    make_scope,
-    parse_source,
-    strip_flags,
-)
+from mongo_celery.bridge.stream.source import Scope, Selector, Source, make_scope, parse_source, strip_flags
 from mongo_celery.errors import ConfigurationError
 from tests.fixtures.samples import event
 

@@ -12,10 +12,7 @@ from bson import Timestamp
 from bson.int64 import Int64
 
 from mongo_celery.bridge.operations.bridge_facts import Facts, Registered
-from mongo_celery.bridge.operations.bridge_snapshot import (
-    BridgeSnapshot,
-    LeaderStatus,
-)
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, LeaderStatus
 from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image
