@@ -17,11 +17,9 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.state.claims import Claim
 from mongo_celery.bridge.state.partitions import Image, Seen
-from tests.rig.changes import BRIDGE, HANDLER, TERM, token
+from tests.rig.changes import BRIDGE, HANDLER, TERM, Document, token
 from tests.rig.partition import PartitionRig, layouts, make_partition
 from tests.rig.term import advance
-
-Document = dict[str, Any]
 
 LATER = TERM + 1
 
@@ -215,6 +213,19 @@ def test_a_watermark_only_grows(rig: PartitionRig) -> None:
         assert not advance(subscriptions, "record", TERM, data, Timestamp(6, 1), "f")
     assert advance(subscriptions, "record", TERM, {**token(4), "_typeBits": b"\x01"}, None, "f")
     assert advance(subscriptions, "record", TERM, token(5), None, "f")
+
+
+def test_a_start_is_never_lowered(rig: PartitionRig) -> None:
+    """P4: neither a position behind the new start, nor a start that was pinned behind it."""
+    subscriptions = rig.store.subscriptions
+    subscriptions.take_over(layouts("record", "audit"), TERM)
+    assert advance(subscriptions, "record", TERM, token(3), Timestamp(6, 1), "f")
+    assert not subscriptions.move_start("record", TERM, Timestamp(5, 1), "now")
+    assert subscriptions.pin("audit", TERM, Timestamp(20, 1), None)
+    assert subscriptions.move_start("audit", TERM, Timestamp(5, 1), "now")
+    audit, record = sorted(subscriptions.read_all(), key=lambda document: str(document["_id"]))
+    assert (record["resumeToken"], record["clusterTime"]) == (token(3), Timestamp(6, 1))
+    assert audit["startAtOperationTime"] == audit["clusterTime"] == Timestamp(20, 1)
 
 
 def test_one_trace_of_work_shows_that_a_subscription_was_begun(rig: PartitionRig) -> None:

@@ -18,9 +18,8 @@ from mongo_celery.bridge.listener import renewal as module
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from tests.fixtures.process import wait_for
 from tests.rig.listener import listening
-from tests.rig.term import begin_term
+from tests.rig.term import Document, begin_term
 
-Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
 
 TTL = 1.0

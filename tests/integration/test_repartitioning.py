@@ -26,10 +26,8 @@ from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.oplog import time_of_token
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import mark, token_data
-from tests.rig.repartitioning import NAME, SwitchingTerm, TermsOfShop, region
+from tests.rig.repartitioning import NAME, Document, SwitchingTerm, TermsOfShop, region
 from tests.rig.term import BRIDGE, KilledError, around, begin_term, handle
-
-Document = dict[str, Any]
 
 OLD, NEW = 4, 3
 WRITTEN = range(1, 41)
@@ -72,13 +70,6 @@ def test_stored_changes_are_handled_before_the_switch(shop: TermsOfShop) -> None
     assert shop.in_force(term).partitions == NEW
     shop.events = written
     shop.check()
-
-
-def test_a_term_that_asks_for_the_same_changes_nothing(shop: TermsOfShop) -> None:
-    before = shop.in_force(term := shop.begin(OLD))
-    assert term.takeover.moving == []
-    term.finish()
-    assert shop.in_force(term) == before
 
 
 # -- what it waits for -------------------------------------------------------------------------------

@@ -34,12 +34,10 @@ from mongo_celery.errors import CommandRefusedError
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
-from tests.rig.changes import BRIDGE, HANDLER, TERM, event_of_key, letter_of, token
+from tests.rig.changes import BRIDGE, HANDLER, TERM, Document, event_of_key, letter_of, token
 from tests.rig.commands import CommandRecorder
 from tests.rig.partition import PartitionRig, make_partition
 from tests.rig.term import TermRig, begin_term
-
-Document = dict[str, Any]
 
 
 class Aside(PartitionRig):

@@ -24,10 +24,8 @@ from mongo_celery.cli.steering import history, reset
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.oplog import earliest_token, read_oplog
 from tests.fixtures.samples import IDENTITY
-from tests.rig.changes import letter_of
+from tests.rig.changes import Document, letter_of
 from tests.rig.positions import HANDLER, NAME, PositionsRig, bridge_on, data_of, place_of, staged
-
-Document = dict[str, Any]
 
 REQUEST: Document = {"id": ObjectId(), "state": "requested", "partition": 0, "hash": 0, "overNewer": False}
 """A stored request for a replay, without its layout."""

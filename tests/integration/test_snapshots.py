@@ -10,15 +10,13 @@ import datetime as dt
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import bson
 import pytest
 from bson import Binary, Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
 from bson.raw_bson import RawBSONDocument
-from pymongo import MongoClient
-from pymongo.database import Database
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.listener import chunks, snapshot_thread
@@ -28,28 +26,14 @@ from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.errors import CommandRefusedError
-from tests.rig.snapshots import HANDLER, SnapshotWorld, keys_of, worlds
+from tests.rig.snapshots import HANDLER, Document, SnapshotWorld, keys_of
 from tests.rig.term import around
-
-Document = dict[str, Any]
 
 MIXED = [
     1, 2.5, Int64(7), float("nan"), Decimal128("3.3"), "abc", "ABC", "$abc", "", ObjectId(), {"a": 1}, {"b": [1, 2]},
     None, True, False, dt.datetime(2026, 1, 1, tzinfo=dt.UTC), Timestamp(1, 2), Binary(b"x"), Binary(b"y" * 16, 4),
     MinKey(), MaxKey(),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def world(
-    mongo_client: MongoClient[Document], mongo_url: str, state_database: str, database: Database[Document]
-) -> Iterator[SnapshotWorld]:
-    yield from worlds(mongo_client, mongo_url, state_database, database.name)
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "ROWS", 4)
 
 
 def ask(world: SnapshotWorld, term: Any, **given: Any) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bson import Int64, Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
@@ -30,10 +31,9 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import token_data
-from tests.rig.storing import PARTITIONS, RefusedError, StoringTerm, change, number_of, terms
-from tests.rig.term import KilledError, around
+from tests.rig.storing import PARTITIONS, Document, RefusedError, StoringTerm, change, number_of, terms
+from tests.rig.term import KilledError, around, mark_at
 
-Document = dict[str, Any]
 Begin = Callable[..., StoringTerm]
 APP = "spilling"
 _SECOND = 1.1
@@ -66,6 +66,79 @@ def next_run(term: StoringTerm) -> Run:
 
 def events(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.__dict__.get("event", "") for record in caplog.records]
+
+
+def numbers(run: Run) -> list[int]:
+    return [number_of(raw) for raw in run.changes]
+
+
+def test_one_run_of_a_partition_is_out_and_each_change_that_is_owed_comes_once(begin: Begin) -> None:
+    """P1, P2, P5, P6: the stream may begin before a position, and again at an earlier time."""
+    term = begin(run_size=1)
+    term.read(1, 2, 1, 2)
+    term.read(3, 4, index=1)
+    first, other = term.dispatch()
+    assert (numbers(first), numbers(other), term.dispatch()) == ([1], [3], [])
+    term.run(other)
+    term.look()
+    assert ([numbers(run) for run in term.dispatch()], term.watermark) == ([[4]], None)
+    term.run(first)
+    later = begin(run_size=10)
+    later.read(1, 2)
+    later.read(3, 4, 5, index=1)
+    assert ([numbers(run) for run in later.dispatch()], later.watermark) == ([[2], [4, 5]], token_data(1))
+
+
+def test_a_run_carries_as_many_changes_as_the_options_allow(begin: Begin) -> None:
+    """At least one, then as many as fit into both limits; one where an unclean end is not passed yet."""
+    size = len(change(1).raw)
+    several: list[tuple[Document, list[int]]] = [
+        ({}, [1, 2, 3]),
+        ({"run_bytes": 1}, [1]),
+        ({"run_bytes": 2 * size}, [1, 2]),
+        ({"max_message_bytes": 3 * size - 1}, [1, 2]),
+    ]
+    for options, expected in several:
+        term = begin(run_size=3, **options)
+        term.read(*range(1, 6))
+        (run,) = term.dispatch()
+        assert (run.first, run.last, numbers(run)) == (1, expected[-1], expected)
+    term.rig.partitions.update_one({"_id": term.partition_id()}, {"$set": {"oneByOneUntil": 2}})
+    term = begin(run_size=3)
+    term.read(*range(1, 6))
+    assert [numbers(run) for run in term.dispatch()] == [[1]]
+
+
+def test_a_delayed_partition_is_next_when_its_change_is_due(begin: Begin) -> None:
+    """P17: nothing polls for it, and a command that passes the change ends its wait."""
+    term, now = begin(), time.monotonic()
+    term.led.delay = Delay(10, coalesces=False)
+    term.led.delay.observe(1003 - now, math.inf)
+    term.read(1)
+    term.read(2, index=1)
+    assert term.dispatch() == []
+    assert term.led.next_due() == pytest.approx(now + 8)
+    assert term.led.report_delayed() is not None
+    passed = {"committed": Int64(1), "resumeToken": {"_data": token_data(1)}}
+    term.rig.partitions.update_one({"_id": term.partition_id()}, {"$set": passed})
+    term.look()
+    assert term.led.partitions[0].delayed_until == 0
+    (dispatch,) = term.led.due(now + 8)
+    dispatch.partition.note_sent(now + 8)
+    assert (numbers(dispatch.run), term.led.report_delayed()) == ([2], None)
+
+
+def test_a_change_that_was_tried_does_not_wait_for_later_ones_of_its_burst(begin: Begin) -> None:
+    """Its own retry time decides, and it is alone as its counts are."""
+    term = begin(run_size=5)
+    term.read(1)
+    (run,) = term.dispatch()
+    assert term.rig.store.claims.park(term.claim(run), delay=-1.0, not_before=None, error="later")
+    term.look()
+    term.led.delay = Delay(10, coalesces=True)
+    term.led.delay.observe(1012 - time.monotonic(), math.inf)
+    term.led.ingest_item(replace(change(2), mark=mark_at(Timestamp(1009, 2))))
+    assert [numbers(run) for run in term.dispatch()] == [[1]]
 
 
 @pytest.mark.parametrize("run_size", [1, 100])

@@ -16,9 +16,7 @@ from pymongo.database import Database
 
 from mongo_celery import Event
 from mongo_celery.outbox.pending import FIELD
-from tests.rig.outbox import Rig, pending
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, Rig, pending
 
 
 def request() -> Any:
