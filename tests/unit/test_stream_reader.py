@@ -8,10 +8,13 @@ import bson
 from bson.raw_bson import RawBSONDocument
 from pymongo.errors import NetworkTimeout, OperationFailure
 
+from mongo_celery.bridge.listener.stream_intake import ReadAhead
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.isolator import join_fragments
+from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.reader import StreamReader, _Attempt
 from mongo_celery.bridge.stream.source import Scope
+from tests.fixtures.samples import mark, raw_event
 
 
 def _make_reader() -> tuple[StreamReader, list[float]]:
@@ -56,3 +59,13 @@ def test_fragments_are_joined_to_the_whole_event_or_to_none() -> None:
     assert list(stream) == [first]
     for broken in ([], [first], [first, second], [first, third], [third]):
         assert join_fragments(broken, {"_data": "82"}) is None
+
+
+def test_what_was_read_ahead_is_bounded_in_bytes_whatever_one_event_has() -> None:
+    """P12: the listener's memory is bounded."""
+    ahead, raw = ReadAhead(200), raw_event(fullDocument={"text": "x" * 3_000_000})
+    for is_full in (False, False, True):
+        ahead.put([ChangeEvent(mark(1), RawBSONDocument(raw), raw)])
+        assert ahead.full() is is_full
+    ahead.get()
+    assert not ahead.full()
