@@ -156,7 +156,6 @@ def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: WorkerRig)
 
 
 def test_an_existing_document_waits_at_its_place(parking: WorkerRig) -> None:
-    """P2: behind the change that has failed, whatever its letter is named by."""
     parking.existing = {2}
     waiting(parking, "bad", "bad", "bad")
     assert {cause for _, number, cause in parking.letters if number == 2} == {"parked_behind"}
@@ -314,7 +313,6 @@ def test_a_replay_that_was_replaced_releases_nothing(parking: WorkerRig) -> None
 
 
 def test_a_change_that_a_rewind_brings_again_waits_in_its_place(parking: WorkerRig) -> None:
-    """P2: before those that came after it, once, and with a release under way."""
     waiting(parking, "good", "bad", "bad")
     parking.ask()
     parking.rig.spoil(committed=Int64(0), resumeToken=None)

@@ -32,7 +32,6 @@ def results_of(plan: Plan) -> list[str]:
 
 
 def test_commands_without_a_name_act_on_all_that_fit(led: LedBridge) -> None:
-    """Repeating one is harmless; what does not fit is left alone and named. A plan names what it is about."""
     led.halt(2)
     plan = led.operations.pause()
     assert [(each["result"], each["state"]) for each in parts_of(plan)] == [
@@ -109,7 +108,6 @@ def test_a_lost_history_is_passed_once_and_leaves_a_record(led: LedBridge) -> No
 
 
 def test_a_skip_passes_over_the_change_that_was_seen(led: LedBridge) -> None:
-    """The position moves by one, and a stale message of the skipped change cannot claim."""
     led.halt()
     with pytest.raises(CommandRefusedError):
         led.operations.skip("summarise", 0).run()
@@ -169,7 +167,6 @@ def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(led: LedB
     ],
 )
 def test_a_command_that_does_not_fit_is_refused(led: LedBridge, command: Callable[[Operations], Plan]) -> None:
-    """P9: of three partitions one is halted, one has nothing to retry, and one runs. Nothing changes."""
     led.halt(0)
     led.run(2)
     before = list(led.state["partitions"].find())

@@ -46,7 +46,6 @@ def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
 
 
 def test_a_frozen_server_is_a_finding(make_replica_set: MakeReplicaSet, make_bridge: MakeBridge) -> None:
-    """Connections stay open and nothing is answered: the worst case of unreachable."""
     server = make_replica_set()
     bridge = make_bridge(server.url)
     assert bridge.operations.read_status().state == "never_started"

@@ -52,9 +52,6 @@ def shop(mongo_client: MongoClient[Document], state_database: str) -> TermsOfSho
     return shop
 
 
-# -- what is kept ------------------------------------------------------------------------------------
-
-
 def test_stored_changes_are_handled_before_the_switch(shop: TermsOfShop) -> None:
     term = shop.begin(OLD)
     term.turn()
@@ -70,9 +67,6 @@ def test_stored_changes_are_handled_before_the_switch(shop: TermsOfShop) -> None
     assert shop.in_force(term).partitions == NEW
     shop.events = written
     shop.check()
-
-
-# -- what it waits for -------------------------------------------------------------------------------
 
 
 def _halt(term: SwitchingTerm) -> Callable[[], object]:
@@ -282,8 +276,6 @@ def test_a_handler_whose_stored_place_lies_before_its_start_is_switched(shop: Te
         assert {image.data for image in shop.images(term, "added").values()} == {token_data(5)}
 
 
-# -- kills, and late writes --------------------------------------------------------------------------
-
 STEPS: list[tuple[type, str]] = [(Subscriptions, "advance_all"), (Partitions, "replace"), (Partitions, "of")]
 _NAMES = [f"{kind.__name__}.{name}" for kind, name in STEPS]
 
@@ -294,7 +286,6 @@ _NAMES = [f"{kind.__name__}.{name}" for kind, name in STEPS]
 def test_a_listener_that_is_killed_or_wakes_late_at_any_step_has_lost_and_doubled_nothing(
     shop: TermsOfShop, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], end: str, wanted: int
 ) -> None:
-    """P1, P2, P3, P5, P6: whatever its successor wants is in force; one that wakes late is refused."""
     interrupted, successors = shop.begin(NEW), list[SwitchingTerm]()
 
     def succeed() -> None:
@@ -404,7 +395,6 @@ def test_no_fencing_token_is_given_twice_whatever_interrupts_a_switch(
 def test_a_limited_handler_gets_its_partitions_when_what_is_delayed_has_run(
     shop: TermsOfShop, mongo_client: MongoClient[Document], state_database: str, coalesce: bool
 ) -> None:
-    """P1, P2, P10, P16: the drain takes as long as the delay, and never more than one run is in flight."""
     before, rig = len(shop.numbers()), begin_term(mongo_client, state_database, NEW)
     limited = {"name": NAME, "delay": DELAY, "coalesce": coalesce, "max_running": 1}
     handler = make_handler(handle, ("shop.orders",), None, task_name="shop.record", given=limited, batch_size=5)
@@ -434,9 +424,6 @@ def test_a_limited_handler_gets_its_partitions_when_what_is_delayed_has_run(
         turn()
     assert (term.waits, shop.in_force(term).partitions) == ({}, NEW)
     shop.check()
-
-
-# -- partitionings -------------------------------------------------------------------------------------
 
 
 def test_a_larger_epoch_anywhere_raises_the_version(shop: TermsOfShop) -> None:

@@ -296,7 +296,6 @@ def test_dead_letters_are_counted_whatever_is_in_them_and_grouping_has_a_limit(b
 
 
 def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: TermRig) -> None:
-    """An id is the beginning of a token; a key is what it is as text, as JSON or as an ObjectId."""
     wiring, oid = bridge.wiring, ObjectId()
     for number, key in enumerate((1, "1", oid, {"a": 1}), 1):
         _stored(term.database, number, change=event_of_key(number, key))
@@ -345,7 +344,6 @@ def test_what_cannot_be_replayed_is_refused_alone(bridge: Bridge, term: TermRig,
 def test_an_event_that_is_too_large_to_be_kept_readable_keeps_its_bytes(
     rig: PartitionRig, fill: Callable[[int], bytes]
 ) -> None:
-    """P1: it names its document, and can be replayed."""
     large = bson.encode({**event_of_key(1, 1), "fullDocument": {"_id": 1, "x": fill(CHANGE_BYTES + (1 << 19))}})
     assert rig.claims.set_aside(rig.claim(), token(1), {**letter_of(1, 1, raw=large), "_id": "shop/record/82"})
 

@@ -170,7 +170,6 @@ def test_what_comes_again_knows_that_all_of_it_does(stage: PositionsRig, key: bo
 
 
 def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: PositionsRig) -> None:
-    """Nothing else goes forward; what is stored is counted, and never run."""
     stage.store.backlog.insert(stage.partition_id(0), [StoredChange(f"{data_of(stage.events[-1]['_id'])}0", b"x")], 1)
     marked = f"{data_of(stage.events[-1]['_id'])}0"
     assert stage.store.partitions.mark_stored(stage.partition_id(0), stage.version, marked, "halted")

@@ -313,7 +313,6 @@ def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None
 
 
 def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
-    """P2: of a handler of single changes; what fails behind others has its outcome under the same claim."""
     lists = begin(coalesce=True)
     lists.run(1, *"abab")
     assert lists.calls == [[3], [4]]

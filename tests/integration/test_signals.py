@@ -134,7 +134,6 @@ def test_every_dead_letter_is_signalled_with_its_reason(
 def test_a_receiver_that_blocks_delays_no_change(
     database: Database[Document], run: BridgeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Signals wait for it, up to a number; further ones are dropped and logged."""
     monkeypatch.setattr(signals, "WAITING_MAX", 2)
     entered, gate = threading.Event(), threading.Event()
 

@@ -113,7 +113,6 @@ def state(database: Database[Document], mongo_url: str) -> Iterator[Database[Doc
 
 
 def test_the_page_shows_the_state_as_it_is(state: Database[Document]) -> None:
-    """Of each collection that the bridge has made, and of no other; fields and types, not values."""
     chosen = {
         "handlers": state["handlers"].find_one({"handler": "ship"}),
         "partitions": state["partitions"].find_one({"handler": "ship"}),

@@ -37,13 +37,8 @@ def texts(kind: type) -> tuple[str, dict[str, str]]:
 
 def as_json(field: dataclasses.Field[Any]) -> str:
     text = str(field.type).replace(" | None", "?")
-    for name, word in (
-        ("datetime", "time"),
-        ("int", "number"),
-        ("float", "number"),
-        ("str", "text"),
-        ("bool", "boolean"),
-    ):
+    words = {"datetime": "time", "int": "number", "float": "number", "str": "text", "bool": "boolean"}
+    for name, word in words.items():
         text = re.sub(rf"\b{name}\b", word, text)
     text = re.sub(r"tuple\[(.+), \.\.\.\]", r"\1[]", text)
     text = re.sub(r"Mapping\[text, (.+)\]", r"object of \1", text)
