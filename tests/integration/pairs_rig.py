@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -55,15 +54,11 @@ class Shop:
         self._boxes: list[Outbox | OutboxCollection] = []
         self._conflicts = 1
 
-    def outbox(self, collection: str) -> Outbox:
-        box = Outbox(self.app, lambda: self.db[collection], **_quiet(collection))
-        self._boxes.append(box)
-        return box
-
-    def outbox_collection(self, collection: str) -> OutboxCollection:
-        box = OutboxCollection(self.app, lambda: self.db[collection], **_quiet(collection))
-        self._boxes.append(box)
-        return box
+    def box(self, kind: type[Outbox | OutboxCollection], collection: str) -> Any:
+        """An outbox; nothing but `send` dispatches what is in it."""
+        made = kind(self.app, lambda: self.db[collection], name=collection, at_once=False, sweep_every=None)
+        self._boxes.append(made)
+        return made
 
     def bank(self) -> TwoPhaseCommit:
         self.db["accounts"].insert_many([{"_id": name, "balance": 100} for name in "AB"])
@@ -122,8 +117,7 @@ class Shop:
     def send(self, runner: BridgeRunner) -> None:
         for box in self._boxes:
             box.sweep(older_than=0)
-        for box in self._boxes:  # a dispatcher may have had some in hand
-            wait_for(functools.partial(_has_sent, box))
+        wait_for(lambda: not any(map(pending_entries, self._boxes)))  # a dispatcher may have had some in hand
         runner.run_tasks()
 
     def letters(self) -> Counter[str]:
@@ -164,14 +158,6 @@ class Shop:
 
     def balances(self) -> dict[str, int]:
         return {each["_id"]: each["balance"] for each in self.db["accounts"].find()}
-
-
-def _quiet(collection: str) -> Any:
-    return {"name": collection, "at_once": False, "sweep_every": None}
-
-
-def _has_sent(box: Outbox | OutboxCollection) -> bool:
-    return not pending_entries(box)
 
 
 def _by_change(body: Callable[[Change], object]) -> Any:
@@ -240,7 +226,7 @@ def _once(shop: Shop, name: str) -> Callable[[Change], None]:
 
 
 def _outbox(shop: Shop, name: str) -> Callable[[Change], None]:
-    box = shop.outbox("summaries")
+    box = shop.box(Outbox, "summaries")
 
     def summarise(change: Change) -> None:
         entry = box.with_tasks({"$set": {"n": 1}}, [shop.count.s(f"{name} {label(change)}")])
@@ -255,7 +241,7 @@ def _collection(shop: Shop, name: str) -> Callable[[Change], None]:
     def note(key: str) -> None:
         shop.add(key)
 
-    @transactional(lambda: shop.client, outbox=shop.outbox_collection("leaving"))
+    @transactional(lambda: shop.client, outbox=shop.box(OutboxCollection, "leaving"))
     def leave(change: Change, *, session: ClientSession) -> None:
         shop.db["left"].insert_one({}, session=session)
         note.delay(f"{name} {label(change)}")
