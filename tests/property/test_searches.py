@@ -1,6 +1,6 @@
-"""The exhaustive searches: every interleaving of small scenarios of seven models, judged by the promises.
+"""The exhaustive searches: every interleaving of small scenarios of six models, judged by the promises.
 
-`-k protocol`, `-k spill`, `-k snapshot`, `-k park`, `-k limits`, `-k delay` and `-k twophase` choose a model. Whoever
+`-k protocol`, `-k spill`, `-k snapshot`, `-k park`, `-k limits` and `-k twophase` choose a model. Whoever
 changes a model runs the slow ones, too.
 """
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.property.delay_variants import DELAY
 from tests.property.limits_variants import LIMITS
 from tests.property.park_variants import PARK
 from tests.property.protocol_variants import PROTOCOL
@@ -21,7 +20,7 @@ from tests.property.spill_variants import SPILL
 from tests.property.twophase_variants import TWOPHASE
 
 MODELS = {
-    "protocol": PROTOCOL, "spill": SPILL, "snapshot": SNAPSHOT, "park": PARK, "limits": LIMITS, "delay": DELAY,
+    "protocol": PROTOCOL, "spill": SPILL, "snapshot": SNAPSHOT, "park": PARK, "limits": LIMITS,
     "twophase": TWOPHASE,
 }  # fmt: skip
 
