@@ -56,7 +56,6 @@ class Broken(StrEnum):
     START_UNCHECKED = "a start does not look whether its letter is the first"
     ASKED_LATER = "a removal asks for the next letter in a write of its own"
     RELEASED_LATER = "a removal takes the hash away in a write of its own"
-    COUNT = "letters are counted beside the hash, which is taken away at zero"
     REMOVED_UNWRITTEN = "a removal writes the partition only where it takes the hash away"
     DISCARD_FORWARD = "several letters are discarded from the first to the last"
     LATER_DISCARD_ASKS = "discarding a later letter asks for the first one"
@@ -72,8 +71,6 @@ class Fault(StrEnum):
     CRASH = "a worker dies"
     LAPSE = "a claim lapses while its handler runs"
     RETRY = "a handler asks for a retry"
-    TAKE_OVER = "a listener takes over"
-    HAND = "somebody removes a letter by hand that is not the only one of its key"
 
 
 class Command(StrEnum):
@@ -121,13 +118,12 @@ class Claim(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """The document of the partition; ``counts`` is of ``Broken.COUNT`` alone."""
+    """The document of the partition."""
 
     committed: int = 0
     fence: int = 0
     claim: Claim | None = None
     parked: frozenset[int] = frozenset()
-    counts: tuple[tuple[int, int], ...] = ()
 
 
 class Letter(NamedTuple):
@@ -570,7 +566,6 @@ def set_aside(world: World, draft: Draft, run: Execution, *, parks: bool) -> tup
     if world.broken is Broken.LETTER_LATER:
         return (Addition("keep", run.first, run.owner),)
     draft.letters[run.first] = Letter(run.first, run.owner, failed=parks)
-    count(world, draft, key, 1)
     if parks and world.broken is Broken.PARKED_LATER:
         return (Addition("add", key, run.first),)
     if parks:
@@ -589,12 +584,9 @@ def removed(world: World, draft: Draft, number: int, *, asks: bool) -> tuple[Act
     """Behind a letter that is removed: ask for the next one, or take the hash away; return who goes on behind it."""
     key = world.key(number)
     following = draft.first_of(world, key)
-    is_last = not following
-    if world.broken is Broken.COUNT:
-        is_last = not count(world, draft, key, -1)
     if world.broken is not Broken.REMOVED_UNWRITTEN:
         draft.write(PARTITION)
-    if is_last:
+    if not following:
         if world.broken is Broken.RELEASED_LATER:
             return (Addition("take", key, number),)
         draft.partition = draft.partition._replace(parked=draft.partition.parked - {key})
@@ -603,16 +595,6 @@ def removed(world: World, draft: Draft, number: int, *, asks: bool) -> tuple[Act
             return (Addition("ask", following, number),)
         draft.ask(following)
     return ()
-
-
-def count(world: World, draft: Draft, key: int, by: int) -> int:
-    """Count a letter of a key, where that is the rule; return how many are counted."""
-    if world.broken is not Broken.COUNT:
-        return 0
-    counts = dict(draft.partition.counts)
-    counts[key] = counts.get(key, 0) + by
-    draft.partition = draft.partition._replace(counts=tuple(sorted(counts.items())))
-    return counts[key]
 
 
 def fail(world: World, draft: Draft, run: Execution) -> None:
@@ -730,19 +712,6 @@ def crash_between(world: World, state: State, addition: Addition) -> Steps:
         yield Step("crash", addition, fair=False), spent(without(state, addition))
 
 
-def remove_by_hand(world: World, state: State) -> Steps:
-    """Somebody removes a letter without any command, in a quiet moment; not the only one of its key."""
-    if not can(world, state, Fault.HAND) or state.transactions or state.stored.requests:
-        return
-    for letter in state.stored.letters:
-        if any(each != letter and world.key(each.number) == world.key(letter.number) for each in state.stored.letters):
-            draft = Draft(state.stored)
-            del draft.letters[letter.number]
-            after = written(state, draft.patch())
-            ended = spent(after)._replace(discarded=after.discarded | {letter.number})
-            yield Step("remove by hand", letter, fair=False), ended
-
-
 # -- a person -------------------------------------------------------------------------------------------------------
 
 
@@ -841,16 +810,6 @@ def _discard(world: World, draft: Draft, number: int) -> tuple[Actor, ...] | Non
     return removed(world, draft, number, asks=asks and world.broken is not Broken.DISCARD_ASKS_NOBODY)
 
 
-# -- the listener ---------------------------------------------------------------------------------------------------
-
-
-def take_over(world: World, state: State) -> Steps:
-    """A listener takes over, and writes the partition."""
-    if can(world, state, Fault.TAKE_OVER):
-        touched = Patch(frozenset({(PARTITION, state.stored.partition)}))
-        yield Step("take-over", fair=False), spent(written(state, touched))
-
-
 # === the oracles, and the search ===
 
 Move = exploration.Move[World, State]
@@ -918,9 +877,9 @@ def left_undone(world: World, state: State) -> Iterator[str]:
         yield f"a letter waits for key {key}, which is not parked"
     for key in keys:
         first = draft.letters[draft.first_of(world, key)]
-        if not first.failed and Fault.HAND not in world.faults:
+        if not first.failed:
             yield f"letter {first.number} is the first of its key, has not failed, and nobody asks for it"
-    if state.owed and Fault.HAND not in world.faults:
+    if state.owed:
         yield f"a person has asked for the replay of {sorted(state.owed)}, and nothing has come of it"
     for request in state.stored.requests:
         yield f"the request for letter {request.number} is left"
@@ -946,8 +905,6 @@ def steps(world: World, state: State) -> Steps:
             asks = transaction.kind == "ask" and isinstance(who, Order)
             yield step, after._replace(owed=after.owed | {who.numbers[0]}) if asks and isinstance(who, Order) else after
     yield from order(world, state)
-    yield from take_over(world, state)
-    yield from remove_by_hand(world, state)
 
 
 PARK_MODEL = Model(

@@ -1,14 +1,150 @@
-"""What a snapshot beside the stream stores and keeps in memory, and what its writes do where they land."""
+"""A snapshot beside the stream: its scenarios, what is stored and kept in memory, and what each write does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import NamedTuple
 
 from tests.property import stores
 from tests.property.exploration import Step, put
-from tests.property.snapshot_world import AWAY, BACK, DROP, MARK, Broken, Fault, Late, Progress, World
 from tests.property.stores import Document, Message, Partition, Write
+
+# Entries of the oplog beside "key was set" (key + 1) and "key was deleted" (minus that).
+MARK = 0
+"""A write elsewhere: what the stream shows of it is a post-batch token."""
+DROP, AWAY, BACK = 97, 98, 99
+"""The source is dropped; renamed away; renamed back, with the UUID that it had."""
+
+
+class Broken(StrEnum):
+    """One rule of the snapshot left out or replaced by the simpler one."""
+
+    NOTHING = "nothing"
+    TOKEN_BEFORE_CHANGES = "an item's token is the high-watermark token of T"
+    NUMBERED_BY_CHUNK = "items are numbered within their chunk, whatever other snapshots do"
+    NO_PASS = "nothing is written behind T"
+    ROW_KEPT = "an item is run although its key was changed in the window"
+    DELETION_IGNORED = "a deletion in the window drops no item"
+    WINDOW_TO_H = "the window ends at H, though the stream is past it"
+    H_IS_PLACE = "T is H, though the stream is past it"
+    NOT_AGAIN = "an item that is dropped is not read again where the change brings no document"
+    AGAIN_KEPT = "what is read again is run although its key was changed once more"
+    BEGIN_BEFORE_TAKE_OVER = "a snapshot begins before the partitions are taken over"
+    BEGIN_AHEAD = "the next chunk begins when the last is appended, before the cursor moves"
+    BEGIN_COUNTS_UP = "a begin adds one to whatever is there, and the author counts by itself"
+    READ_LOCAL = "a chunk is read as it is now, in the majority or not"
+    EMPTY_IS_END = "an empty answer is the end, whatever became of the source"
+    UUID_IS_ENOUGH = "an empty answer is the end if the source has the known UUID afterwards"
+    END_AT_L = "renames and drops are looked for up to L"
+    WATERMARK_AT_ITEM = "watermarks may be an item's token"
+    ITEMS_HOLD = "items hold the watermark"
+    CURSOR_AT_APPEND = "the cursor moves when the items are appended"
+    CURSOR_AT_INSERT = "an item that is inserted counts, before the mark"
+    CURSOR_LOCAL = "the cursor believes a commit that is not in the majority yet"
+    CURSOR_IGNORES_EPOCH = "the cursor compares begun, not the epoch"
+    CURSOR_IGNORES_BEGUN = "the cursor compares the epoch, not begun"
+    RECORDS_LAST = "a take-over raises the records when it begins anew, not before it dispatches"
+    CHUNK_SURVIVES = "a chunk is kept when the stream is opened again at the watermark"
+    STOPPED_STAYS = "a take-over raises the records of snapshots that run, and not of those that are stopped"
+    REWIND_KEEPS_MARK = "a rewind leaves a mark that was reached"
+    LETTER_BY_TOKEN = "a dead letter of an item is kept by its token"
+    LOOKED_UP_KEPT = "an item is run although its key was looked up after T"
+    DROPPED_AWAITED = "a cursor waits for the items that are dropped"
+    ROOM_FOR_CHUNK_ONLY = "a snapshot begins when there is room for its chunk and nothing else"
+    UNBOUNDED = "a snapshot begins without room for a chunk"
+    NO_UNTIL = "a snapshot goes on until nothing is left, whatever is inserted behind it"
+    UNTIL_LOCAL = "the largest _id is read as it is now, in the majority or not"
+
+
+class Fault(StrEnum):
+    """What may go wrong; all kinds of a scenario draw from one budget."""
+
+    LAPSE = "a claim lapses while its handler runs"
+    HALT = "a handler fails for good: its partition halts"
+    LETTER = "a handler fails for good: its change becomes a dead letter"
+    ROLLBACK = "a failover loses a commit that was seen, but not by the majority"
+    REOPEN = "the stream breaks and is opened again at the watermark"
+    UNREADABLE = "a chunk cannot be read"
+    ANSWERED_LATER = "the answer to a begin is given when it is asked for again, with the time of that"
+    ELECTION = "a new primary lacks what is not in the majority"
+    STOP = "somebody stops a snapshot, and lets it go on at any later time"
+
+
+class Late(StrEnum):
+    """Further kinds of writes whose answer may be lost: on the record of a snapshot."""
+
+    BEGIN = "begin"
+    PASS = "pass"
+    CURSOR = "cursor"
+
+
+class Progress(StrEnum):
+    """The state of a snapshot."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+    DONE = "done"
+    GONE = "source gone"
+
+
+class World(NamedTuple):
+    """A scenario: what exists, what is written meanwhile and what may go wrong.
+
+    Args:
+        name: A sentence for reports.
+        keys: How many documents there may be; the partition of a key is ``key % partitions``.
+        writes: What somebody else writes, in this order (see ``MARK`` and the following).
+        absent: The keys that do not exist at the beginning.
+        snapshots: How many run at once; ``chunk``: how many documents one read asks for.
+        terms: How many terms may begin without need.
+        partitions: How many there are.
+        faults: Which kinds may happen; ``budget``: how many of them altogether.
+        late: Which writes may land late; ``delays``: how many altogether.
+        spills: Whether what is buffered may be stored.
+        rewind: The time to which the operator may rewind, once.
+        transactional: Whether a handler's effect happens with its commit.
+        operator: Whether somebody retries or sets aside what is halted.
+        matches: The keys of the documents that each snapshot wants; empty: all.
+        lookup: Whether a change shows the document as it is when the change is read.
+        partial: Whether a change of a document that was there brings no document.
+        apart: Whether keys and documents are read at different times, and the stream may pass H before it is known.
+        room: How many changes and items a listener keeps in memory; 0: any number.
+        broken: The rule left out.
+    """
+
+    name: str
+    keys: int
+    writes: tuple[int, ...] = ()
+    absent: frozenset[int] = frozenset()
+    snapshots: int = 1
+    chunk: int = 2
+    terms: int = 1
+    partitions: int = 1
+    faults: frozenset[Fault] = frozenset()
+    budget: int = 0
+    late: frozenset[StrEnum] = frozenset()
+    delays: int = 0
+    spills: bool = False
+    rewind: int | None = None
+    transactional: bool = False
+    operator: bool = False
+    matches: tuple[frozenset[int], ...] = ()
+    lookup: bool = False
+    partial: bool = False
+    apart: bool = False
+    room: int = 0
+    broken: Broken = Broken.NOTHING
+
+    def matched(self, snapshot: int, key: int) -> bool:
+        """Tell whether a snapshot wants a document."""
+        return not self.matches or key in self.matches[snapshot]
+
+    @property
+    def restarts(self) -> bool:
+        """Whether a stream may be opened a second time, so that it matters which watermark is stored when."""
+        reopened = self.terms > 1 or self.rewind is not None
+        return reopened or Fault.REOPEN in self.faults or self.broken is Broken.WATERMARK_AT_ITEM
 
 
 class Token(NamedTuple):
@@ -51,7 +187,7 @@ class Chunk(NamedTuple):
     that when the documents were read, and ``time`` is T (-1: not yet); ``end`` is the last key scanned (-1: none was
     left), ``until`` the last to be scanned, now or later. ``changes`` are keys and times of what was taken in since.
     ``done`` are the items that are appended; ``again`` the keys whose items were dropped, and are read again.
-    ``sent``: something was written behind T, and ``high``: H. (Kept for variants only.)
+    ``high`` is H.
     """
 
     begun: int
@@ -66,21 +202,14 @@ class Chunk(NamedTuple):
     again: frozenset[int] = frozenset()
     end: int = -1
     until: int = -1
-    final: bool = False
     appended: bool = False
     changes: frozenset[tuple[int, int]] = frozenset()
-    sent: bool = False
-
-    @property
-    def is_final(self) -> bool:
-        """Whether nothing was left to scan."""
-        return self.end < 0 or self.final
 
 
 class Listener(NamedTuple):
     """The memory of one term: 0 it has the subscription, 1 the records of snapshots, 2 the partitions.
 
-    ``stored`` is how far this term has inserted what is buffered; ``first`` the first L (kept by a variant only).
+    ``stored`` is how far this term has inserted what is buffered.
     """
 
     term: int
@@ -89,7 +218,6 @@ class Listener(NamedTuple):
     buffers: tuple[tuple[Item, ...], ...] = ()
     stored: tuple[Token, ...] = ()
     chunks: tuple[Chunk | None, ...] = ()
-    first: int = 0
 
     @property
     def leads(self) -> bool:
@@ -147,7 +275,7 @@ def initial(world: World) -> State:
     """Return the state before the first term: documents exist, nothing is written, read or stored."""
     return State(
         oplog=(), majority=0, written=0, epoch=0, records=(Record(),) * world.snapshots, letters=frozenset(),
-        watermark=Token(-1) if world.broken is Broken.PINNED_LATE else START,
+        watermark=START,
         partitions=(Partition(token=START, spilled=START),) * world.partitions, documents=frozenset(),
         listeners=(), messages=frozenset(), writes=frozenset(), delays=world.delays, budget=world.budget,
         copy=(None,) * world.keys, seen=(-1,) * world.keys, starts=(0,) * world.keys, rewound=False,
@@ -290,8 +418,6 @@ def matches(world: World, state: State, one: RecordWrite) -> bool:
     starts_or_ends = one.kind is Late.BEGIN or (one.kind is Late.CURSOR and one.state is not Progress.RUNNING)
     if starts_or_ends and record.state is Progress.STOPPED:
         return False
-    if one.kind is Late.CURSOR and world.broken is Broken.CURSOR_UNGUARDED:
-        return True
     epoch = record.epoch == one.term or (one.kind is Late.CURSOR and world.broken is Broken.CURSOR_IGNORES_EPOCH)
     begun = record.begun == one.begun
     if one.kind is Late.CURSOR and world.broken is Broken.CURSOR_IGNORES_BEGUN:

@@ -52,8 +52,6 @@ class Broken(StrEnum):
     COLLECTION_AT_ONCE = "the collection is run at once, whatever this term has read"
     BUFFER_FIRST = "what is in the buffer runs although stored changes are left"
     RUNS_BEFORE_STORED_AGAIN = "stored changes run although changes at or below the mark wait to be stored again"
-    BOUND_REFUSES_LARGE = "the bound also refuses a change that is too large for a message"
-    NONE_LEFT_CLEARS = "a read that finds none clears the mark"
     BOUND_REFUSES_AGAIN = "the bound also refuses what lies at or below the mark"
     DECISION_RUNS_ALL = "a decision on lost history lets everything up to the mark run"
     DECISION_TRUSTS_DOCUMENTS = "a decision on lost history counts on documents that an older term may remove"
@@ -78,8 +76,6 @@ class Fault(StrEnum):
     LAPSE = "a claim lapses while its handler runs"
     HALT = "a handler fails for good: its partition halts"
     ROLLBACK = "a failover loses `handled`, which was written with w:1"
-    STALE_READ = "a deposed primary answers that nothing is stored"
-    REOPEN = "the stream breaks and is opened again at the watermark"
 
 
 class Late(StrEnum):
@@ -111,8 +107,6 @@ class World(NamedTuple):
         decision: What the operator decides on lost history; without one the subscription stands still.
         rewind: The place to which the operator may rewind, once.
         operator: Whether somebody retries or skips what is halted.
-        storing: Whether a halting execution stores its change, unmarked.
-        large: Whether changes are too large for a message: then none is dispatched before it is stored and marked.
         buffer: How many changes a listener keeps in memory; 0: any number.
         bound: How many documents may be stored; 0: any number.
         broken: The rule left out.
@@ -131,8 +125,6 @@ class World(NamedTuple):
     decision: Decision | None = None
     rewind: int | None = None
     operator: bool = False
-    storing: bool = False
-    large: bool = False
     buffer: int = 0
     bound: int = 0
     broken: StrEnum = stores.Broken.NOTHING
@@ -413,8 +405,8 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
     """What a listener has read of a partition is stored, as far as there is room."""
     tokens = with_room(world, state, index, unstored(world, state, listener, index))
     if tokens:
-        urgent = is_full(world, state, listener) or world.large
-        yield from stores.insert(world, state, listener, index, [Change(each) for each in tokens], urgent=urgent)
+        changes = [Change(each) for each in tokens]
+        yield from stores.insert(world, state, listener, index, changes, urgent=is_full(world, state, listener))
 
 
 def is_full(world: World, state: State, listener: Listener) -> bool:
@@ -430,16 +422,8 @@ def with_room(world: World, state: State, index: int, tokens: list[int]) -> list
     below = 0 if world.broken is Broken.BOUND_REFUSES_AGAIN else state.partitions[index].spilled
     room = world.bound - len(state.documents)
     new = [token for token in tokens if token not in there and token > below]
-    if world.large and world.broken is not Broken.BOUND_REFUSES_LARGE and partition_is_due(state, index):
-        new = [token for token in new if token != tokens[0]]
     refused = next(iter(new[max(room, 0) :]), len(world.keys) + 1)
     return [token for token in tokens if token < refused]
-
-
-def partition_is_due(state: State, index: int) -> bool:
-    """Tell whether a partition would run its next change from memory: it flows, and nothing of it is stored."""
-    partition = state.partitions[index]
-    return partition.head is None and not partition.has_stored
 
 
 def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
@@ -456,17 +440,6 @@ def store_watermark(world: World, state: State, listener: Listener) -> Steps:
     if place > state.watermark:
         one = Write(stores.Late.WATERMARK, listener.term, place=place)
         yield from write(world, state, [one], landed(world, state, one))
-
-
-def clear(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """The mark goes when the position has reached it, and never because none is found."""
-    yield from stores.clear(world, state, listener, index)
-    partition = state.partitions[index]
-    if partition.has_stored and can(world, state, Fault.STALE_READ):
-        after = spent(state)
-        if world.broken is Broken.NONE_LEFT_CLEARS:
-            after = with_partition(after, index, stores.without_mark(partition))
-        yield Step("stale read", fair=False), after
 
 
 # --- running ------------------------------------------------------------------------------------------------
@@ -497,7 +470,7 @@ def dispatch(world: World, state: State, listener: Listener, index: int) -> Step
     partition = state.partitions[index]
     token = next_change(world, state, listener, index)
     is_stored = runs_from_store(world, partition)
-    if token is None or partition.head is not None or (world.large and not is_stored):
+    if token is None or partition.head is not None:
         return
     change = Change(token, listener.config)
     yield from stores.dispatch(state, Message(index, listener.term, partition.token, change, is_stored))
@@ -578,29 +551,12 @@ def execute(world: World, state: State, index: int) -> Steps:
         lapsed = stores.with_claim(state, index, live=False)
         yield Step("lapse", claim, fair=False), spent(justify(lapsed, token))
     if can(world, state, Fault.HALT):
-        yield from halt(world, stores.halted(spent(state), index, claim.item), claim, index)
-
-
-def halt(world: World, halted: State, claim: Claim, index: int) -> Steps:
-    """The partition halts at a change, which its execution may have stored before, unmarked."""
-    one = Write(stores.Late.INSERT, claim.term, halted.generation, index, item=Change(claim.item.token))
-    yield Step("halt", claim, fair=False), landed(world, halted, one) if world.storing else halted
-    if world.storing and stores.Late.INSERT in world.late and halted.delays:
-        sent = halted._replace(delays=halted.delays - 1, writes=halted.writes | {one})
-        yield Step("halt, late", claim, fair=False), sent
+        yield Step("halt", claim, fair=False), stores.halted(spent(state), index, claim.item)
 
 
 def justify(state: State, token: int) -> State:
     """Return the state in which one more start of a change is justified."""
     return state._replace(justified=counted(state.justified, token - 1))
-
-
-def reopen(world: World, state: State, listener: Listener) -> Steps:
-    """The stream breaks: the listener opens it again at the watermark and forgets what it had read and stored."""
-    if listener.cursor > state.watermark and can(world, state, Fault.REOPEN):
-        place = state.watermark
-        again = listener._replace(opened=place, cursor=place, stored=(place,) * len(listener.stored))
-        yield Step("reopen", again, fair=False), spent(with_listener(state, listener, again))
 
 
 # --- the oplog and the operator -----------------------------------------------------------------------------
@@ -818,12 +774,11 @@ def led(world: World, state: State, listener: Listener) -> Steps:
     if state.epoch == listener.term:
         yield from store_watermark(world, state, listener)
         yield from decide(world, state, listener)
-        yield from reopen(world, state, listener)
     for index, partition in enumerate(state.partitions):
         if partition.epoch == listener.term:
             yield from insert(world, state, listener, index)
             yield from mark(world, state, listener, index)
-            yield from clear(world, state, listener, index)
+            yield from stores.clear(world, state, listener, index)
             yield from stores.remove(world, state, listener, index, partition.token)
             yield from dispatch(world, state, listener, index)
 
