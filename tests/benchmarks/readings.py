@@ -20,7 +20,6 @@ MICROSECONDS = "us"
 SECONDS = "s"
 MEGABYTES = "MB"
 BYTES = "bytes"
-COUNT = "number"
 
 _WHOLE = 100  # from here on digits behind the point say nothing
 
