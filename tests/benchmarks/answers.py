@@ -36,7 +36,6 @@ def ask(scene: Scene, module: str, *arguments: str) -> dict[str, Any]:
 
 
 def answers(setting: BenchSetting) -> list[dict[str, Any]]:
-    """All answers so far."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(setting.clock).glob("*.answer"))]
 
 

@@ -75,7 +75,6 @@ class Measured:
 
 
 def run_backlog(stage: Stage, sizes: Sizes, announce: Announce) -> Tables:
-    """Measure each length of a backlog."""
     lengths = [length for part in _PARTS if (length := sizes.owed // part) >= _SHORTEST]
     many = Wanted(lists=_LIST)
     return _measure_all(stage, sizes, announce, (

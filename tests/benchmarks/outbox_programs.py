@@ -35,7 +35,6 @@ app = make_app(setting)
 
 @app.task(ignore_result=True, name="bench.send_receipt")
 def send_receipt(order: str) -> None:
-    """What follows an order."""
     del order
 
 
@@ -53,7 +52,6 @@ def outbox(collection: Collection[dict[str, Any]], **options: Any) -> Outbox:
 
 @cache
 def _client() -> MongoClient[dict[str, Any]]:
-    """Return the client of this process, which all collections share."""
     return MongoClient(setting.mongo_url)
 
 
@@ -82,7 +80,6 @@ class Writers:
             yield from (document["_id"] for document in documents)
 
     def ways(self, kind: str) -> dict[str, Callable[[], None]]:
-        """Return the ways of a kind by name."""
         kinds: dict[str, tuple[Callable[[], None], ...]] = {
             "single": (self.insert_plain, self.insert_outbox, self.update_plain, self.update_outbox),
             "bulk": (
@@ -189,7 +186,6 @@ def costs(kind: str, rounds: str, count: str, size: str, threads: str, *servers:
 
 
 def _take_turn(write: Callable[[], None], count: int, threads: int) -> float:
-    """Return the seconds of one write, the mean of those of some threads."""
     inside: list[float] = []
 
     def turn() -> None:

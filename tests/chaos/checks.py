@@ -49,7 +49,6 @@ class Stop(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
         return self.end - self.begin
 
 
@@ -91,8 +90,6 @@ def charged_innocents(history: Sequence[Fact], faults: Sequence[Fault]) -> list[
 
 
 class _Heads:
-    """Which change stands where in its partition."""
-
     def __init__(self, history: Sequence[Fact]) -> None:
         self._at: dict[Where, dict[str, Due]] = defaultdict(dict)
         self._times: dict[Due, float] = {}
@@ -105,7 +102,6 @@ class _Heads:
                 self._at[fact.where][fact.place] = fact.due
 
     def at(self, where: Where, place: str) -> Due | None:
-        """The change at a place."""
         return self._at[where].get(place)
 
     def after(self, where: Where, place: str) -> Due | None:
@@ -115,7 +111,6 @@ class _Heads:
         return None if first is None else found[first]
 
     def written_at(self, due: Due) -> float:
-        """When a change was written."""
         return self._times[due]
 
 
@@ -156,7 +151,6 @@ class _Waiting:
             self._dues.discard(due)
 
     def ended(self, at: float) -> list[Stop]:
-        """All that was found, at the end of the history."""
         self._go_on(at)
         return self._stops
 
@@ -293,7 +287,6 @@ class Judgement:
 
     @property
     def good(self) -> bool:
-        """Whether every promise was kept."""
         return not any(self.wrong.values())
 
 

@@ -96,7 +96,6 @@ class Step:
     choice: float = 0.0
 
     def __str__(self) -> str:
-        """Return a line for people."""
         place = f" {self.where}/{self.partition}" if self.where else ""
         lasts = f" for {self.lasts:.1f} s" if self.lasts else ""
         return f"{self.at:7.2f} s  {self.does}{place}{f' {self.key}' if self.key else ''}{lasts}"
@@ -112,5 +111,4 @@ class Plan:
     steps: tuple[Step, ...]
 
     def lines(self) -> list[str]:
-        """The plan for people."""
         return [f"seed {self.seed}, {self.seconds:.0f} s, {self.members} members", *map(str, self.steps)]

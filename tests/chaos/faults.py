@@ -93,7 +93,6 @@ class Fault:
 
     @property
     def kind(self) -> Kind:
-        """Its kind."""
         return STALL if self.name == STALL.name else KINDS[self.name]
 
     @property
@@ -215,7 +214,6 @@ def _fail_commands(**data: Any) -> Do:
 
 
 def _kill_cursors(world: World, _step: Step) -> Doing:
-    """Of the stream, whoever reads it."""
     with suppress(PyMongoError), MongoClient[dict[str, Any]](_primary(world).url) as client:
         streams = {"$match": {"appName": LISTENER, "cursor.cursorId": {"$exists": True}}}
         options = {"allUsers": True, "idleCursors": True, "idleConnections": True}
@@ -313,7 +311,6 @@ def _snapshot(world: World, step: Step) -> Doing:
 
 
 def choose_snapshot(step: Step) -> tuple[str, tuple[str, ...]]:
-    """Return of which handler a snapshot is, and with which rate."""
     names = sorted(FLOWS)
     place = step.choice * len(names)
     return names[int(place)], ("--rate", str(_RATE)) if place % 1 < _SLOWLY else ()

@@ -49,7 +49,6 @@ class Reading:
         self._executions: set[tuple[Any, ...]] = set()
 
     def take(self, event: Event) -> list[Fact]:
-        """The facts of an event."""
         found = list(self._facts(event))
         self.history += found
         return found

@@ -180,7 +180,6 @@ class _Playing:
 
 
 def _keep(directory: Path, plan: Plan, evidence: Evidence) -> None:
-    """The plan and the history, to look at afterwards."""
     (directory / "plan.txt").write_text("\n".join(plan.lines()) + "\n", encoding="utf-8")
     with (directory / "history.jsonl").open("w", encoding="utf-8") as file:
         for fact in (*evidence.faults, *evidence.history):

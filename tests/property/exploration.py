@@ -38,7 +38,6 @@ class Step(NamedTuple):
     fair: bool = True
 
     def __str__(self) -> str:
-        """Return the step as a line of a trace."""
         return self.kind if self.who is None else f"{self.kind}: {describe(self.who)}"
 
 
@@ -52,8 +51,6 @@ def describe(value: Any) -> str:
 
 
 class Move(NamedTuple, Generic[WorldT, StateT]):
-    """One step as the oracles see it."""
-
     world: WorldT
     before: StateT
     step: Step
@@ -68,14 +65,11 @@ class Finding(NamedTuple):
     trace: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the finding as a text for a failure message."""
         lines = [f"{number:3} {line}" for number, line in enumerate(self.trace, 1)]
         return "\n".join([", ".join(sorted(self.invariants)), *self.complaints, *lines])
 
 
 class Search(NamedTuple):
-    """What a search has seen."""
-
     states: int
     quiescent: int
     finding: Finding | None
@@ -98,7 +92,6 @@ class Model(NamedTuple, Generic[WorldT, StateT]):
 
     @property
     def invariants(self) -> frozenset[str]:
-        """Everything that is judged."""
         return frozenset({*self.oracles, *self.at_rest})
 
     def search(self, world: WorldT, *, watched: frozenset[str] | None = None, limit: int = 500_000) -> Search:
@@ -138,7 +131,6 @@ class Model(NamedTuple, Generic[WorldT, StateT]):
 
 
 def way_to(parents: Mapping[StateT, tuple[StateT, Step] | None], state: StateT) -> list[str]:
-    """Return the steps that lead to a state, first to last."""
     trace = []
     link = parents[state]
     while link is not None:
@@ -149,12 +141,10 @@ def way_to(parents: Mapping[StateT, tuple[StateT, Step] | None], state: StateT) 
 
 
 def finding(said: Mapping[str, str], trace: Iterable[str]) -> Finding:
-    """Return what was said about the end of a trace."""
     return Finding(frozenset(said), tuple(said.values()), tuple(trace))
 
 
 def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
-    """Return the tuple with one item replaced."""
     return (*items[:index], item, *items[index + 1 :])
 
 

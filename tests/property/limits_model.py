@@ -144,7 +144,6 @@ class State(NamedTuple):
 
     @property
     def epoch(self) -> int:
-        """The last term."""
         return len(self.listeners)
 
 
@@ -152,7 +151,6 @@ Steps = Iterator[tuple[Step, State]]
 
 
 def initial(world: World) -> State:
-    """Return the state before the first term."""
     return State(
         (Partition(),) * len(world.changes),
         tokens=world.tokens or 0,
@@ -319,7 +317,6 @@ def lapse(world: World, state: State) -> Steps:
 
 
 def lose(world: World, state: State) -> Steps:
-    """The broker loses a message."""
     for message in state.messages if can(world, state, Fault.LOSS) else ():
         yield Step("loss", message, fair=False), spent(replaced(state, messages=state.messages - {message}))
 
@@ -335,7 +332,6 @@ def pause(world: World, state: State) -> Steps:
 
 
 def refill(world: World, state: State) -> Steps:
-    """Time brings a token."""
     if world.tokens is not None and state.refills and world.broken is not Broken.TOKENS_NOT_STORED:
         after = replaced(state, tokens=state.tokens + 1, refills=state.refills - 1, granted=state.granted + 1)
         yield Step("refill"), after
@@ -369,7 +365,6 @@ def left_undone(world: World, state: State) -> Iterator[str]:
 
 
 def steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows."""
     yield from acquire(world, state)
     for listener in state.listeners:
         if len(listener.images) < len(world.changes):

@@ -105,7 +105,6 @@ class World(NamedTuple):
     broken: Broken = Broken.NOTHING
 
     def key(self, number: int) -> int:
-        """Return the key of a change."""
         return self.keys[number - 1]
 
 
@@ -118,8 +117,6 @@ class Claim(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """The document of the partition."""
-
     committed: int = 0
     fence: int = 0
     claim: Claim | None = None
@@ -253,7 +250,6 @@ Steps = Iterator[tuple[Step, State]]
 
 
 def initial(world: World) -> State:
-    """Return the state before the first change."""
     count = len(world.keys)
     return State(
         stored=Stored(), actors=frozenset(), transactions=frozenset(),
@@ -267,7 +263,6 @@ class Draft:
     """What a transaction, or one write, makes of the documents that it has read."""
 
     def __init__(self, stored: Stored) -> None:
-        """Begin with what is stored."""
         self.partition = stored.partition
         self.letters = {each.number: each for each in stored.letters}
         self.requests = {each.number: each for each in stored.requests}
@@ -279,7 +274,6 @@ class Draft:
         return min((number for number in self.letters if world.key(number) == key), default=0)
 
     def write(self, *documents: Document) -> None:
-        """Write documents that may be left as they are."""
         self._written.update(documents)
 
     def remove(self, number: int) -> Letter | None:
@@ -294,17 +288,14 @@ class Draft:
             self.requests[number] = Request(number, letter.replays if letter else 0)
 
     def end_claim(self) -> None:
-        """End the claim of the partition."""
         self.partition = self.partition._replace(claim=None)
 
     def patch(self) -> Patch:
-        """Return what is to be written."""
         old, new = _documents(self._before), _documents(self.stored())
         names = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)} | self._written
         return Patch(frozenset((name, new.get(name)) for name in names))
 
     def stored(self) -> Stored:
-        """Return the documents as they will be."""
         letters = tuple(self.letters[number] for number in sorted(self.letters))
         return Stored(self.partition, letters, tuple(self.requests[number] for number in sorted(self.requests)))
 
@@ -336,7 +327,6 @@ def written(state: State, patch: Patch) -> State:
 
 
 def without(state: State, *actors: Actor) -> State:
-    """Return the state without some actors, and without their transactions."""
     return state._replace(
         actors=state.actors - {*actors},
         transactions=frozenset(each for each in state.transactions if each.who not in actors),
@@ -344,7 +334,6 @@ def without(state: State, *actors: Actor) -> State:
 
 
 def with_actor(state: State, old: Actor, new: Actor) -> State:
-    """Return the state in which an actor has gone on."""
     return state._replace(actors=state.actors - {old} | {new})
 
 
@@ -362,7 +351,6 @@ def owns(partition: Partition, run: Execution) -> bool:
 
 
 def is_free(state: State) -> bool:
-    """Tell whether the partition can be claimed."""
     claim = state.stored.partition.claim
     return claim is None or not claim.live
 
@@ -393,7 +381,6 @@ def claim_for_replay(state: State) -> Steps:
 
 
 def claimed(state: State, run: Execution) -> State:
-    """Return the state in which an execution has the claim."""
     draft = Draft(state.stored)
     draft.partition = draft.partition._replace(fence=run.owner, claim=Claim(run.owner, letter=run.letter))
     after = written(state, draft.patch())
@@ -401,12 +388,10 @@ def claimed(state: State, run: Execution) -> State:
 
 
 def begun(state: State, number: int) -> State:
-    """Return the state in which a handler has started with a change."""
     return state._replace(starts=counted(state.starts, number - 1))
 
 
 def execute(world: World, state: State, run: Execution) -> Steps:
-    """Yield what an execution does next, but for its misfortunes."""
     match run.phase:
         case Phase.CLAIMED:
             yield from start(world, state, run)
@@ -476,7 +461,6 @@ def handle(state: State, run: Execution) -> Steps:
 
 
 def handled(state: State, run: Execution, last: int) -> State:
-    """Return the state in which a run is committed up to a change."""
     draft = Draft(state.stored)
     draft.partition = draft.partition._replace(committed=last, claim=None)
     after = written(state, draft.patch())
@@ -886,7 +870,6 @@ def left_undone(world: World, state: State) -> Iterator[str]:
 
 
 def steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows."""
     yield from claim(world, state)
     yield from claim_for_replay(state)
     yield from lapse(world, state)

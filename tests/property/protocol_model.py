@@ -359,7 +359,6 @@ def release(world: World, state: State) -> Steps:
 
 
 def ended(listener: Listener) -> Listener:
-    """Return what is left of a listener that does nothing any more."""
     return Listener(listener.term, listener.config, taken=-1)
 
 
@@ -487,7 +486,6 @@ def store_watermark(world: World, state: State, which: int) -> Steps:
 
 
 def claimable(world: World, partition: Partition, message: Message) -> bool:
-    """Tell whether the filter of a claim matches."""
     return (
         (partition.epoch == message.term or world.broken is Broken.CLAIM_IGNORES_EPOCH)
         and partition.committed == message.first - 1
@@ -858,7 +856,6 @@ def left_undone(world: World, state: State) -> Iterator[str]:
 
 
 def steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows."""
     yield from acquire(world, state)
     yield from release(world, state)
     for which, listener in enumerate(state.listeners):

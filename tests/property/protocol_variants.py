@@ -30,7 +30,9 @@ SOUND = (
     sound(3_400, FAULTY, "inline, two partitions, a fault", stream=(0, 1, 0), commit=Commit.INLINE),
     sound(50_000, FAULTY, "inline, a later term matches more", stream=(0, 0, 0), terms=2, commit=Commit.INLINE,
         matches=WIDER),
-    sound(9_000, FAULTY, "inline, a rewind, a fault", commit=Commit.INLINE, rewind=True),
+    sound(1_300, FAULTY, "inline, a rewind", budget=0, commit=Commit.INLINE, rewind=True),
+    sound(30_000, FAULTY, "inline, a rewind, a fault", commit=Commit.INLINE, rewind=True),
+    sound(2_000, LAPSING, "a rewind, no fault", budget=0, rewind=True),
     sound(17_000, FAULTY, "inline or chain, two terms, a fault", terms=2, commit=Commit.EITHER),
     sound(7_500, LOCKING, "inline, a locked partition", commit=Commit.INLINE),
     sound(40_000, LAPSING, "a run of two changes, two terms, a lapse", terms=2, runs=True),
@@ -42,7 +44,7 @@ SOUND = (
     sound(40_000, LOCKING, "a locked partition, two changes, two terms", budget=2),
     sound(120_000, LOCKING, "a locked partition beside another, a mark, two terms", stream=(0, MARK, 1)),
     sound(35_000, LOCKING, "a locked partition, a later term matches more", stream=(0, 0, 0), matches=WIDER),
-    sound(5_000, LOCKING, "a locked partition and a rewind", terms=1, rewind=True),
+    sound(25_000, LOCKING, "a locked partition and a rewind", terms=1, rewind=True),
 )  # fmt: skip
 
 

@@ -50,8 +50,6 @@ class Claim(NamedTuple):
 
 
 class Handled(NamedTuple):
-    """The success of an execution that is not committed."""
-
     owner: Any
     last: int
     place: Any
@@ -115,20 +113,16 @@ class Write(NamedTuple):
 
     @property
     def changed(self) -> Mapping[Key, Document | None]:
-        """The documents that it has written, as they are afterwards."""
         return dict(self.written)
 
     def old(self, collection: str, id_: str) -> Any:
-        """Return a document before the write. None if there was none."""
         return self.before[collection].get(id_)
 
     def new(self, collection: str, id_: str) -> Any:
-        """Return a document after the write. None if there is none."""
         last = [document for key, document in self.written if key == (collection, id_)]
         return last[-1] if last else self.old(collection, id_)
 
     def all_new(self, collection: str, handler: str) -> Iterator[Any]:
-        """Yield the documents of a handler after the write."""
         ids = self.before[collection].keys() | {id_ for each, id_ in self.changed if each == collection}
         found = (self.new(collection, id_) for id_ in ids if id_.startswith(handler + "/"))
         return (each for each in found if each is not None)
@@ -179,7 +173,6 @@ def _of_next_term(old: Lease, new: Lease) -> Lease:
 
 
 def _renew(old: Lease, new: Lease, _: Write, __: str) -> Lease | None:
-    """The holder extends its lease."""
     return old._replace(until=new.until) if old.holder else None
 
 
@@ -228,7 +221,6 @@ def _find_waiting(name: str, partition: Partition, watermark: Any, write: Write)
 
 
 def _is_stored(name: str, partition: Partition, place: Any, write: Write) -> bool:
-    """Return True if a change is stored, and its partition knows it."""
     return bool(place <= partition.mark) and write.old("backlog", f"{name}/{place}") is not None
 
 
@@ -264,7 +256,6 @@ def _claim(old: Partition, new: Partition, write: Write, _: str) -> Partition | 
 
 
 def _beat(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The claim goes on."""
     if old.claim is None or new.claim is None:
         return None
     return old._replace(claim=old.claim._replace(until=new.claim.until))
@@ -283,7 +274,6 @@ def _is_in(claim: Claim, number: int) -> bool:
 
 
 def _commit(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    """The position becomes what was handled."""
     return _committed(old) if old.handled is not None else None
 
 
@@ -348,7 +338,6 @@ def _mark(old: Partition, new: Partition, write: Write, id_: str) -> Partition |
 
 
 def _clear(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """All that was stored is committed."""
     return old._replace(mark=new.mark) if not new.mark and old.mark <= old.place else None
 
 
@@ -448,7 +437,6 @@ _POSITIONS = frozenset({"commit", "finish", "set aside", "progress", "win", "ski
 
 
 def _create(new: Document, write: Write, id_: str) -> str | None:
-    """Return the step that has created a document."""
     if isinstance(new, Lease):
         return "create a lease" if not new.holder else None
     if isinstance(new, Handler):
@@ -471,14 +459,12 @@ def _is_new(new: Partition, write: Write, id_: str) -> bool:
 
 
 def _replaced(write: Write, id_: str) -> list[Partition]:
-    """Return the partitions of a handler that a write has removed."""
     scope = handler_of(id_) + "/"
     gone = [name for (collection, name), new in write.changed.items() if collection == "partitions" and new is None]
     return [write.old("partitions", name) for name in gone if name.startswith(scope)]
 
 
 def _remove(old: Document, write: Write, id_: str) -> str | None:
-    """Return the step that has removed a document."""
     if isinstance(old, StoredChange):
         partition = write.new("partitions", id_.rpartition("/")[0])
         return "remove" if partition is None or old.place <= partition.place else None
@@ -496,7 +482,6 @@ def _remove(old: Document, write: Write, id_: str) -> str | None:
 
 
 def _is_drained(old: Partition, write: Write) -> bool:
-    """Return True if a partition has nothing left to do."""
     runs = old.claim is not None and old.claim.until > write.at
     return old.state == FLOWING and old.handled is None and not runs and old.mark <= old.place and not old.parked
 
@@ -505,8 +490,6 @@ def _is_drained(old: Partition, write: Write) -> bool:
 
 
 class Judgement(NamedTuple):
-    """The steps of a write, and what is wrong with it."""
-
     steps: tuple[str, ...]
     complaints: tuple[str, ...]
 
@@ -532,7 +515,6 @@ def judge(write: Write) -> Judgement:
 
 
 def name_step(old: Any, new: Any, write: Write, id_: str) -> str | None:
-    """Return the name of the step that a document has made. None if there is none."""
     if old is None:
         return _create(new, write, id_)
     if new is None:
@@ -567,7 +549,6 @@ def _find_unparked(write: Write) -> Iterator[str]:
 
 
 def _parked_in(document: Any) -> frozenset[Any]:
-    """Return the keys that a document says are parked."""
     if isinstance(document, Letter):
         return frozenset() if document.parked is None else frozenset({document.parked})
     return document.parked if isinstance(document, Partition) else frozenset()

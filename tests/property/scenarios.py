@@ -39,7 +39,6 @@ class Sound(NamedTuple, Generic[WorldT]):
     floor: int
 
     def __str__(self) -> str:
-        """Return the scenario's name."""
         return self.world.name
 
 

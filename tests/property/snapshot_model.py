@@ -312,7 +312,6 @@ def move_cursor(world: World, state: State, listener: Listener, index: int) -> S
 
 
 def is_secured(world: World, state: State, listener: Listener, item: Item) -> bool:
-    """Tell whether a cursor may pass an item."""
     if world.broken is Broken.CURSOR_AT_APPEND:
         return True
     index = partition_of(state, item.key)
@@ -458,7 +457,6 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
 
 
 def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """What this term has inserted is marked."""
     place = max((each.token for each in listener.buffers[index] if each.token <= listener.stored[index]), default=START)
     yield from stores.mark(world, state, listener, index, place)
 
@@ -477,7 +475,6 @@ def next_item(state: State, listener: Listener, index: int) -> Item | None:
 
 
 def dispatch(state: State, listener: Listener, index: int) -> Steps:
-    """The first that is not done goes out."""
     partition = state.partitions[index]
     item = next_item(state, listener, index)
     if item is not None and partition.head is None:
@@ -497,7 +494,6 @@ def deliver(world: World, state: State) -> Steps:
 
 
 def copied(state: State, item: Item) -> State:
-    """Return the state in which a handler has done what it does."""
     seen = put(state.seen, item.key, abs(item.value))
     if item.partial and state.copy[item.key] is None:  # a change of what was never given makes no document
         return state._replace(seen=seen)
@@ -538,14 +534,12 @@ def set_aside(world: World, state: State, index: int, item: Item) -> State:
 
 
 def write_source(world: World, state: State) -> Steps:
-    """Somebody writes to the source."""
     if state.written < len(world.writes):
         entry = world.writes[state.written]
         yield Step("source", len(state.oplog) + 1), appended(world, state, entry)._replace(written=state.written + 1)
 
 
 def replicate(state: State) -> Steps:
-    """The majority catches up."""
     if state.majority < len(state.oplog):
         yield Step("replicate"), state._replace(majority=len(state.oplog))
 
@@ -605,7 +599,6 @@ def rewind(world: World, state: State) -> Steps:
 
 
 def sent_back(world: World, partition: Partition, place: Token) -> Partition:
-    """Return a partition at a place, if that is a way back."""
     if partition.token <= place:
         return partition._replace(claim=None)
     reached = partition.spilled <= partition.token and world.broken is not Broken.REWIND_KEEPS_MARK
@@ -617,7 +610,6 @@ def sent_back(world: World, partition: Partition, place: Token) -> Partition:
 
 
 def led(world: World, state: State, listener: Listener) -> Steps:
-    """Yield the steps of a listener, where it has not been left behind."""
     mine = state.epoch == listener.term
     for index in range(world.snapshots if listener.stage else 0):
         if mine or state.records[index].epoch == listener.term or world.broken is Broken.CURSOR_IGNORES_EPOCH:
@@ -651,7 +643,6 @@ def steps(world: World, state: State) -> Steps:
 
 
 def all_steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows."""
     yield from acquire(world, state, lambda term, _: Listener(term))
     for listener in state.listeners:
         if not listener.leads:
@@ -696,7 +687,6 @@ def trimmed(world: World, state: State, listener: Listener) -> Listener:
 
 
 def may_land(world: World, state: State, one: Write | RecordWrite) -> bool:
-    """Tell whether the guard of a write may still match."""
     if isinstance(one, RecordWrite):
         return world.broken is Broken.CURSOR_IGNORES_EPOCH or one.term == state.records[one.snapshot].epoch
     return stores.may_land(state, one)

@@ -80,8 +80,6 @@ class Late(StrEnum):
 
 
 class Progress(StrEnum):
-    """The state of a snapshot."""
-
     RUNNING = "running"
     STOPPED = "stopped"
     DONE = "done"
@@ -137,7 +135,6 @@ class World(NamedTuple):
     broken: Broken = Broken.NOTHING
 
     def matched(self, snapshot: int, key: int) -> bool:
-        """Tell whether a snapshot wants a document."""
         return not self.matches or key in self.matches[snapshot]
 
     @property
@@ -221,7 +218,6 @@ class Listener(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether it has taken everything over."""
         return self.stage == 2
 
 
@@ -301,7 +297,6 @@ def is_partial(world: World, state: State, when: int) -> bool:
 
 
 def key_of(entry: int) -> int | None:
-    """Return the key that an entry of the oplog writes, if it writes one."""
     return abs(entry) - 1 if 0 < abs(entry) < DROP else None
 
 
@@ -314,7 +309,6 @@ def value_at(world: World, state: State, key: int, time: int) -> int | None:
 
 
 def exists(value: int | None) -> bool:
-    """Tell whether a value is that of a document that exists."""
     return value is not None and value >= 0
 
 
@@ -328,12 +322,10 @@ def is_there(state: State) -> bool:
 
 
 def partition_of(state: State, key: int) -> int:
-    """Return the index of a key under the partitioning in force."""
     return key % len(state.partitions)
 
 
 def with_record(state: State, index: int, record: Record) -> State:
-    """Return the state with the record of one snapshot replaced."""
     return state._replace(records=put(state.records, index, record))
 
 
@@ -413,7 +405,6 @@ def recorded(world: World, state: State, one: RecordWrite) -> State:
 
 
 def matches(world: World, state: State, one: RecordWrite) -> bool:
-    """Tell whether the guard of a write on a record matches."""
     record = state.records[one.snapshot]
     starts_or_ends = one.kind is Late.BEGIN or (one.kind is Late.CURSOR and one.state is not Progress.RUNNING)
     if starts_or_ends and record.state is Progress.STOPPED:

@@ -134,7 +134,6 @@ class World(NamedTuple):
         return not self.matches or token in self.matches[min(config, len(self.matches) - 1)]
 
     def wanted(self, config: int) -> int:
-        """Return how many partitions a configuration asks for."""
         return self.partitions[min(config + 1, len(self.partitions) - 1)]
 
 
@@ -313,7 +312,6 @@ def unstored(world: World, state: State, listener: Listener, index: int) -> list
 
 
 def tokens_of(changes: Iterable[Change]) -> list[int]:
-    """Return where changes lie."""
     return [each.token for each in changes]
 
 
@@ -395,7 +393,6 @@ def moved(world: World, state: State, index: int, change: Change) -> State:
 
 
 def read(world: World, state: State, listener: Listener) -> Steps:
-    """The listener reads on while it has room."""
     if listener.cursor < len(world.keys) and not is_lost(state, listener) and not is_full(world, state, listener):
         onward = listener._replace(cursor=listener.cursor + 1)
         yield Step("read", onward), with_listener(state, listener, onward)
@@ -410,7 +407,6 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
 
 
 def is_full(world: World, state: State, listener: Listener) -> bool:
-    """Tell whether a listener has no room in memory."""
     return 0 < world.buffer <= unfinished(world, state, listener)
 
 
@@ -427,7 +423,6 @@ def with_room(world: World, state: State, index: int, tokens: list[int]) -> list
 
 
 def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """What this term has inserted is marked."""
     read = read_changes(world, state, listener, index, state.partitions[index].token)
     place = max((token for token in read if token <= listener.stored[index]), default=0)
     yield from stores.mark(world, state, listener, index, place)
@@ -461,7 +456,6 @@ def next_change(world: World, state: State, listener: Listener, index: int) -> i
 
 
 def runs_from_store(world: World, partition: Partition) -> bool:
-    """Tell whether a partition runs what is stored of it, and nothing else."""
     return partition.has_stored and world.broken is not Broken.BUFFER_FIRST
 
 
@@ -555,7 +549,6 @@ def execute(world: World, state: State, index: int) -> Steps:
 
 
 def justify(state: State, token: int) -> State:
-    """Return the state in which one more start of a change is justified."""
     return state._replace(justified=counted(state.justified, token - 1))
 
 
@@ -563,7 +556,6 @@ def justify(state: State, token: int) -> State:
 
 
 def roll(world: World, state: State) -> Steps:
-    """The oplog loses its beginning."""
     if state.rolls < len(world.rolls):
         yield Step("roll", fair=False), state._replace(oldest=world.rolls[state.rolls], rolls=state.rolls + 1)
 
@@ -651,7 +643,6 @@ def rewind(world: World, state: State) -> Steps:
 
 
 def sent_back(world: World, partition: Partition, place: int) -> Partition:
-    """Return a partition at a place, if that is a way back."""
     if world.broken is Broken.REWIND_MOVES_FORWARD:
         return partition._replace(token=place, claim=None)
     if partition.token <= place:
@@ -791,7 +782,6 @@ def steps(world: World, state: State) -> Steps:
 
 
 def all_steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows."""
     # With the partitioning of the handler: so no older term's switch can follow.
     yield from acquire(world, state, lambda term, begun: opened(state, Listener(term, begun), state.watermark))
     for listener in state.listeners:
@@ -809,7 +799,6 @@ def all_steps(world: World, state: State) -> Steps:
 
 
 def may_land(world: World, state: State, one: Write) -> bool:
-    """Tell whether the guard of a write may still match."""
     if one.kind is Late.SWITCH:
         mine = one.term == state.epoch or world.broken is Broken.SWITCH_IGNORES_TERM
         return mine and one.generation == state.generation

@@ -148,7 +148,6 @@ def usual(draw: st.DrawFn) -> bytes:
 
 
 def decoded_event(raw: bytes) -> RawEvent:
-    """The same event, of which all fields are decoded."""
     event = RawEvent(raw)
     event.plain = None
     return event

@@ -19,7 +19,6 @@ TERM = 100
 
 
 def token(number: int) -> Document:
-    """Return the resume token of the change with this number."""
     return {"_data": f"82{number:06d}"}
 
 
@@ -36,12 +35,10 @@ def event_of_key(number: int, key: object, *, exists: bool = False) -> Document:
 
 
 def hash_of(key: object) -> int:
-    """Return the hash of a document's key."""
     return document_hash(event_of_key(0, key))
 
 
 def number_of(change: Change) -> int:
-    """Return the number of a change, by its document."""
     return int((change.full_document or {}).get("n", 0))
 
 

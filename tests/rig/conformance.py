@@ -67,13 +67,11 @@ class Recording:
                 self._transaction.append(event)
 
     def end(self) -> None:
-        """Judge what is left."""
         events, self._transaction = self._transaction, []
         if events:
             self._judge(events)
 
     def _forget(self, event: Event) -> None:
-        """Somebody has dropped a collection."""
         name = event["ns"].get("coll")
         for gone in [key for key in self._stored if name in (None, key[0])]:
             del self._stored[gone]
@@ -110,7 +108,6 @@ def record(client: MongoClient[Stored], database: str, start: Timestamp) -> Reco
 
 
 def transaction_of(event: Event) -> Any:
-    """Return the name of an event's transaction. None outside of one."""
     return (event["txnNumber"], event["lsid"]["id"]) if "txnNumber" in event else None
 
 
@@ -125,7 +122,6 @@ def _seconds(time: datetime | None) -> float:
 
 
 def document_after(before: Stored, event: Event) -> Stored | None:
-    """Return a document after an event. None if it is gone."""
     if event["operationType"] == "delete":
         return None
     if event["operationType"] == "update":

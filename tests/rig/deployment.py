@@ -151,7 +151,6 @@ class Deployment(Project):
 
     @property
     def logs(self) -> dict[str, str]:
-        """All output so far, by process."""
         return {process.output.name: process.text for process in self._processes.started}
 
     @property
@@ -188,11 +187,9 @@ class Deployment(Project):
         return [self.write(handler, key, n, **do) for n in range(1, count + 1) for key in chosen]
 
     def partition_of(self, handler: str, key: str) -> int:
-        """The partition of a key."""
         return partition_hash([self.data.name, handler, key]) % self.partitions
 
     def keys(self, handler: str, partition: int, prefix: str = "k") -> Iterator[str]:
-        """Keys of one partition, without end."""
         number = 0
         while True:
             key = f"{prefix}{number}"
@@ -217,14 +214,12 @@ class Deployment(Project):
         ]
 
     def partition(self, handler: str, index: int) -> Document:
-        """The state of one partition."""
         found = sparse(self.state["partitions"]).find_one({"handler": handler, "partition": index})
         assert found is not None, f"no partition {index} of {handler}"
         return found
 
     @property
     def lease(self) -> Document:
-        """The stored lease."""
         return sparse(self.state["leases"]).find_one({"_id": "chain"}) or {}
 
     def of(self, item: Due) -> Document:
@@ -232,7 +227,6 @@ class Deployment(Project):
         return self.partition(item.handler, self.partition_of(item.handler, item.key))
 
     def letters(self, handler: str) -> list[Document]:
-        """Dead letters of a handler, in the order of their tokens."""
         return list(self.state["dead_letters"].find({"handler": handler}).sort("_id"))
 
     # -- waiting -----------------------------------------------------------------------------------
@@ -337,7 +331,6 @@ class Deployment(Project):
         return history
 
     def read_oplog(self) -> list[Fact]:
-        """All that has happened so far, in the order of the oplog."""
         databases = {"data": self.data, "state": self.state, "facts": self.facts}
         # What needs no effect comes last: no watermark may rely on what a test expects.
         return [*read_oplog(self.client, self._since, **databases), *map(SetAside, self._without_effect)]

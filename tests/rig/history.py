@@ -67,7 +67,6 @@ class Started:
 
     @property
     def due(self) -> Due:
-        """Of which change."""
         return Due(self.handler, self.key, self.n)
 
 
@@ -87,7 +86,6 @@ class Effect:
 
     @property
     def due(self) -> Due:
-        """Of which change."""
         return Due(self.handler, self.key, self.n)
 
 
@@ -119,8 +117,6 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Led:
-    """A listener acquired the lease."""
-
     listener: str
     version: int
     at: float = 0.0
@@ -178,7 +174,6 @@ def lost(history: Sequence[Fact], handlers: Handlers = NONE) -> list[str]:
 
 
 def missing(history: Sequence[Fact], handlers: Handlers, kind: type[Started | Effect]) -> list[Due]:
-    """The changes that have no fact of a kind, and were not set aside."""
     there = {fact.due for fact in history if isinstance(fact, (kind, SetAside))}
     return [due for due, _ in _owed(history, handlers) if due not in there]
 

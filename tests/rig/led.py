@@ -28,7 +28,6 @@ def token(number: int) -> dict[str, Any]:
 
 
 def stored_change(number: int, **fields: Any) -> StoredChange:
-    """An insert as the listener stores it."""
     event = {"_id": token(number), "operationType": "insert", "ns": {"db": "shop", "coll": "orders"}, **fields}
     event["documentKey"] = {"_id": number}
     return StoredChange(token(number)["_data"], bson.encode(event), hash=number)
@@ -51,11 +50,9 @@ class LedBridge:
         self.partitionings = {name: layout.term for name, layout in takeover.layouts.items()}
 
     def report(self, **fields: Any) -> None:
-        """Let the listener report."""
         assert self.store.leases.record_report(self.term, fields)
 
     def claim(self, index: int = 0, number: int = 1, handler: str = "summarise") -> Claim | None:
-        """Claim one change of a partition, as a worker does."""
         return self.store.claims.take(
             self.store.partitions.partition_id(handler, self.partitionings[handler], index),
             owner=str(ObjectId()),
@@ -66,7 +63,6 @@ class LedBridge:
         )
 
     def run(self, index: int = 0, number: int = 1, handler: str = "summarise") -> Claim:
-        """Claim a change that may run."""
         claim = self.claim(index, number, handler)
         assert claim is not None, "the change may run"
         return claim
@@ -86,7 +82,6 @@ class LedBridge:
         return self.operations.read_status().handlers[0].partitions[index]
 
     def images(self) -> list[Image]:
-        """All partitions, read now."""
         return self.store.partitions.of(self.partitionings)
 
     def lose_history(self, oldest: Timestamp = Timestamp(0x10000000, 1)) -> None:  # noqa: B008 - it is immutable

@@ -96,7 +96,6 @@ class Rig:
         return made
 
     def messages(self, collection: str | Collection[Document] = "outbox", **options: Any) -> OutboxCollection:
-        """An outbox in a collection of its own, which leaves delivery to sweeps."""
         given = {"sweep_every": None, "at_once": False, "database": self.database.name, **options}
         name = given.pop("name", f"outbox {len(self._outboxes)}")
         made = OutboxCollection(self.app, self._open(collection), name=name, **given)
@@ -239,7 +238,6 @@ Publish = Callable[[], None]
 
 @contextmanager
 def publishing(outbox: BaseOutbox, instead: Callable[[Publish, Entry], object]) -> Iterator[None]:
-    """Inside, each entry goes to a function, with that which publishes it."""
     publisher = outbox.runtime.publisher
     publish = publisher.publish
 

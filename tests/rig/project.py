@@ -74,7 +74,6 @@ class Project:
             empty(self.client, database)
 
     def url_of(self, process: str) -> str:  # noqa: ARG002 - some name their processes
-        """Return the address of MongoDB as a process has it."""
         return self.url
 
     def variables(self, options: Mapping[str, Any] | None = None, **more: str) -> dict[str, str]:
@@ -110,7 +109,6 @@ class Project:
         return self.start(*own, name=name, **{"awaited": r" ready\.", **given})
 
     def run(self, *arguments: str, text: str = "", app: str = "", **variables: str) -> Done:
-        """Run a command of Celery to its end."""
         return run_celery("-A", app or self.app, *arguments, environment=self.variables(None, **variables), text=text)
 
     def answer(self, *arguments: str, status: int = 0, **variables: str) -> Document:

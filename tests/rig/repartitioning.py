@@ -98,7 +98,6 @@ class SwitchingTerm:
 
     @property
     def waits(self) -> dict[str, str]:
-        """What each handler on its way waits for."""
         return {each["subscription"]: each["waits"] for each in self.repartitioning.report()}
 
     def _replace(self, moved: Iterable[Subscription]) -> None:
@@ -106,7 +105,6 @@ class SwitchingTerm:
             self.led[subscription.name] = subscription
 
     def observe(self) -> None:
-        """Look at all partitions."""
         for subscription in self.led.values():
             ids = [partition.partition_id for partition in subscription.partitions.values()]
             for image in self.rig.store.partitions.look(ids, self.storing.session):
@@ -141,14 +139,12 @@ class SwitchingTerm:
         return True
 
     def end(self, claim: Claim, run: Run) -> None:
-        """Let a claimed run succeed."""
         tokens = run.stored or [read_token(raw)["_data"] for raw in run.changes]
         self.handled += [(run.subscription, number_of(token)) for token in tokens]
         assert self.rig.store.claims.handle(claim, claim.last, {"_data": tokens[-1]})
         assert self.rig.store.claims.commit(claim.partition_id, claim.first)
 
     def runs(self, name: str = NAME) -> dict[int, Run]:
-        """What is due now, by partition."""
         self.turn()
         return {dispatch.run.index: dispatch.run for dispatch in self.led[name].due(time.monotonic())}
 
@@ -181,16 +177,13 @@ class TermsOfShop:
     handled: list[tuple[str, int]] = field(default_factory=list)
 
     def write(self, *numbers: int) -> None:
-        """Add events to the stream."""
         self.events += map(change, numbers)
 
     def begin(self, partitions: int, *names: str, **options: Any) -> SwitchingTerm:
-        """A term with so many partitions."""
         rig = begin_term(self.client, self.database, partitions, names or (NAME,), **options)
         return SwitchingTerm(rig, self.events, self.handled)
 
     def numbers(self, name: str = NAME) -> list[int]:
-        """What a handler was given."""
         return [number for handler, number in self.handled if handler == name]
 
     def check(self, name: str = NAME) -> None:
@@ -202,12 +195,10 @@ class TermsOfShop:
             assert mine == sorted(mine)
 
     def in_force(self, term: SwitchingTerm, name: str = NAME) -> Layout:
-        """The layout in force."""
         (document,) = [each for each in term.rig.store.subscriptions.read_all() if parse_name(each) == name]
         return parse_layout(document)
 
     def images(self, term: SwitchingTerm, name: str = NAME) -> dict[int, Image]:
-        """The partitions in force."""
         found = term.rig.store.partitions.of({name: self.in_force(term, name).term})
         return {image.index: image for image in found}
 

@@ -45,8 +45,6 @@ HANDLER = "copy"
 
 @dataclass(frozen=True)
 class Seen:
-    """What a handler was given."""
-
     operation: str
     key: Any
     value: int | None
@@ -76,7 +74,6 @@ class SnapshotWorld:
 
     @property
     def records(self) -> list[Document]:
-        """The snapshots, as they are stored."""
         return list(self.client[self.state]["snapshots"].with_options(codec_options=_LENIENT_TIMES).find())
 
     @property
@@ -90,7 +87,6 @@ class SnapshotWorld:
         return self.terms[-1]
 
     def write(self, key: Any, value: int) -> None:
-        """Write a document, or delete it where the value is negative."""
         if value < 0:
             self.orders.delete_one({"_id": key})
         else:
@@ -110,7 +106,6 @@ class SnapshotWorld:
         return sum(each.operation == "snapshot" and _name(each.key) == _name(key) for each in self.seen)
 
     def is_equal(self) -> bool:
-        """Whether the copies are what the collection has."""
         there = {_name(each["_id"]): each.get("v") for each in self.orders.find()}
         return there == {key: value for key, value in self.copy.items() if value is not None or key in there}
 
@@ -160,14 +155,12 @@ class SnapshotTerm:
         return self.bridge.wiring
 
     def begin(self) -> SnapshotTerm:
-        """Take over, and read on."""
         self.leader = _Stepped(self, self.wiring, _renewal(self.world, self.wiring))
         self.has_begun = True
         self.leader._begin()
         return self
 
     def step(self) -> None:
-        """One turn."""
         if self.is_killed.is_set():
             raise KilledError
         self.leader.turn()
@@ -193,7 +186,6 @@ class SnapshotTerm:
         return [partition.image for led in self.leader.subscriptions.values() for partition in led.partitions.values()]
 
     def close(self) -> None:
-        """End it, as if it were killed."""
         if self.has_begun:
             self.leader.intake.stop()
             self.leader.snapshots.thread.close()
@@ -272,13 +264,11 @@ def _name(key: Any) -> bytes:
 
 
 def keys_of(index: int, world: SnapshotWorld, count: int) -> list[int]:
-    """Keys of a partition."""
     found = (key for key in itertools.count() if partition_hash([world.data, world.name, key]) % PARTITIONS == index)
     return list(itertools.islice(found, count))
 
 
 def worlds(client: MongoClient[Document], url: str, state: str, data: str) -> Iterator[SnapshotWorld]:
-    """Give a world, and end its terms."""
     world = SnapshotWorld(client, url, state, data)
     yield world
     for term in world.terms:

@@ -94,11 +94,9 @@ class TermRig:
         return cast("Wiring", found)
 
     def take_over(self) -> Takeover:
-        """What the term does first."""
         return take_over(self.store, self.renewal, self.options, self.handlers)
 
     def led(self, takeover: Takeover, marks: Mapping[str, Mark | None]) -> list[Subscription]:
-        """The subscriptions of this term, read up to these places."""
         return [self._led(takeover, handler, marks.get(handler.name)) for handler in self.handlers]
 
     def _led(self, takeover: Takeover, handler: Handler, mark: Mark | None) -> Subscription:
@@ -129,7 +127,6 @@ class TermRig:
         return f"{BRIDGE}/{name}/{self.partitioning(name)}/{index}"
 
     def documents(self) -> dict[str, Document]:
-        """All partitions as they are stored."""
         return {document["_id"]: document for document in self.partitions.find()}
 
 

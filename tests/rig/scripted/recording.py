@@ -18,7 +18,6 @@ _making = threading.Lock()
 
 
 def facts() -> Database[dict[str, Any]]:
-    """The database of facts, through a client of this process."""
     with _making:
         if os.getpid() not in _clients:
             _clients[os.getpid()] = MongoClient(os.environ["SCRIPTED_FACTS"], w=1, appname="facts")
