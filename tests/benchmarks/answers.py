@@ -40,7 +40,6 @@ def answers(setting: BenchSetting) -> list[dict[str, Any]]:
 
 
 def give_sign(setting: BenchSetting) -> None:
-    """Let the programs begin that wait for it."""
     (Path(setting.clock) / _GO).touch()
 
 
@@ -52,5 +51,4 @@ def await_sign(setting: BenchSetting) -> None:
 
 
 def ready(setting: BenchSetting) -> int:
-    """How many programs wait for the sign."""
     return len(list(Path(setting.clock).glob("*.ready")))

@@ -25,7 +25,6 @@ _REFERENCES = {"plain": None, "two_phase": "plain", "locked": "plain", "plain_ac
 
 
 def run_transactions(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Tables:
-    """Measure transfers within a cluster and over two."""
     found: dict[str, list[Reading]] = {}
     with MongoReplicaSet(oplog_mb=_OPLOG_MB) as other:
         for contention, accounts in CONTENTION.items():

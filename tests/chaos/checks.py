@@ -187,7 +187,6 @@ def stopped(found: Iterable[Stop], faults: Sequence[Fault], load: float = 1.0) -
 
 
 def overlapping(stop: Stop, faults: Iterable[Fault]) -> list[Fault]:
-    """The faults that may have kept something from going on."""
     return [fault for fault in faults if fault.begin <= stop.end and stop.begin <= fault.until]
 
 

@@ -103,8 +103,6 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All steps of a run, in the order of their times."""
-
     seed: int | str
     seconds: float
     members: int

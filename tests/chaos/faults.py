@@ -285,7 +285,6 @@ def _take_back_lease(world: World, step: Step) -> Doing:
 
 
 def _terms(world: World) -> int:
-    """How often a listener has said that it leads."""
     return sum(path.read_bytes().count(b"leading bridge") for path in world.logs.glob("*listener*"))
 
 

@@ -85,7 +85,6 @@ class Person:
                 self._world.command("dead-letters", "replay", flow.name, "--yes")
 
     def _discard(self, step: Step) -> None:
-        """Any letter that waits, the first of its key or a later one."""
         letters = self._letters(step.where)
         if letters:
             place = letters[int(step.choice * len(letters))]

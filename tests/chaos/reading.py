@@ -203,7 +203,6 @@ class Following:
         self._thread.start()
 
     def backlog(self) -> int:
-        """How many changes are written and not done."""
         return len(self._open)
 
     def open(self, acknowledged: list[Due]) -> set[Due]:

@@ -66,8 +66,6 @@ def run(plan: Plan, directory: Path, say: Say, *, broken: str = "", rest: float 
 
 
 class _Playing:
-    """The part of a run in which processes live."""
-
     def __init__(self, plan: Plan, world: World, writer: Writer, following: Following, say: Say) -> None:
         self._plan = plan
         self._world = world

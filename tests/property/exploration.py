@@ -149,7 +149,6 @@ def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
 
 
 def changed(before: tuple[Item, ...], after: tuple[Item, ...]) -> list[tuple[Item, Item]]:
-    """Return the items that a step has replaced, old and new."""
     if before is after:
         return []
     return [(old, new) for old, new in zip(before, after, strict=True) if old is not new]

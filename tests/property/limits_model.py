@@ -123,8 +123,6 @@ class Message(NamedTuple):
 
 
 class Run(NamedTuple):
-    """An execution between claim and outcome."""
-
     partition: int
     owner: int
 
@@ -197,7 +195,6 @@ def take_over(world: World, state: State, listener: Listener) -> Steps:
 
 
 def win(state: State, listener: Listener) -> Steps:
-    """A locked partition is free again, and won."""
     for index, image in enumerate(listener.images):
         if image.term < listener.term and state.partitions[index].term <= listener.term:
             won = state.partitions[index]._replace(term=listener.term)
@@ -273,7 +270,6 @@ def void(world: World, state: State, listener: Listener) -> Steps:
 
 
 def deliver(world: World, state: State) -> Steps:
-    """A message claims its run, once or again."""
     for message in state.messages:
         found = state.partitions[message.partition]
         is_next = found.term == message.term and found.committed == message.first - 1 and not found.paused
@@ -322,7 +318,6 @@ def lose(world: World, state: State) -> Steps:
 
 
 def pause(world: World, state: State) -> Steps:
-    """A person pauses a partition, or resumes it."""
     for index, found in enumerate(state.partitions):
         if found.paused:
             yield Step("resume", index, fair=False), with_partition(state, index, found._replace(paused=False))

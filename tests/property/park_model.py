@@ -260,8 +260,6 @@ def initial(world: World) -> State:
 
 
 class Draft:
-    """What a transaction, or one write, makes of the documents that it has read."""
-
     def __init__(self, stored: Stored) -> None:
         self.partition = stored.partition
         self.letters = {each.number: each for each in stored.letters}
@@ -282,7 +280,6 @@ class Draft:
         return self.letters.pop(number, None)
 
     def ask(self, number: int) -> None:
-        """Ask for a letter, unless somebody has done so."""
         if number not in self.requests:
             letter = self.letters.get(number)
             self.requests[number] = Request(number, letter.replays if letter else 0)
@@ -423,7 +420,6 @@ def start(world: World, state: State, run: Execution) -> Steps:
 
 
 def load(world: World, state: State, run: Execution) -> Steps:
-    """Read the letter, and whether it is the first of its key."""
     draft = Draft(state.stored)
     letter = draft.letters.get(run.letter)
     if letter is None:
@@ -479,7 +475,6 @@ def go_on(world: World, state: State, run: Execution) -> Steps:
 
 
 def relinquished(state: State, run: Execution) -> State:
-    """Return the state in which an execution has ended without an outcome, and its claim with it."""
     draft = Draft(state.stored)
     if draft.partition.claim is not None and draft.partition.claim.owner == run.owner:
         draft.end_claim()
@@ -513,7 +508,6 @@ def _may_wait(world: World, draft: Draft, run: Execution) -> bool:
 
 
 def kind_of(run: Execution) -> str:
-    """Return the name of the outcome that an execution writes in a transaction."""
     names = {
         Phase.DONE: "succeed",
         Phase.FAILED: "fail" if run.letter else "park",
@@ -700,7 +694,6 @@ def crash_between(world: World, state: State, addition: Addition) -> Steps:
 
 
 def order(world: World, state: State) -> Steps:
-    """A person gives a command about letters that are there."""
     if state.commands == 0:
         return
     numbers = [each.number for each in state.stored.letters]

@@ -122,15 +122,12 @@ class World(NamedTuple):
     broken: Broken = Broken.NOTHING
 
     def matched(self, config: int, token: int) -> bool:
-        """Tell whether the item is a change that this configuration's handler wants."""
         if self.stream[token - 1] == MARK:
             return False
         return not self.matches or token in self.matches[min(config, len(self.matches) - 1)]
 
 
 class Image(NamedTuple):
-    """Number and token of a partition, as seen at one moment."""
-
     committed: int = 0
     token: int = 0
 
@@ -319,7 +316,6 @@ def moved(world: World, state: State, index: int, to: Handled, done: int) -> Sta
 
 
 def committed(world: World, state: State, index: int) -> State:
-    """Return the state in which what is handled in a partition has become its position."""
     handled = state.partitions[index].handled
     return moved(world, state, index, handled, handled.token) if handled else state
 
@@ -382,7 +378,6 @@ def take_over(world: World, state: State, which: int) -> Steps:
 
 
 def taken_over(world: World, state: State, index: int, listener: Listener) -> tuple[State, Image]:
-    """Return the state after the take-over of one partition, and the image that it answered."""
     after = committed(world, state, index)
     partition = after.partitions[index].replicated()
     partition = partition._replace(epoch=max(partition.epoch, listener.term))
@@ -408,7 +403,6 @@ def win(world: World, state: State, which: int) -> Steps:
 
 
 def read(world: World, state: State, which: int) -> Steps:
-    """The listener reads on, or takes a fresh image of a partition."""
     listener = state.listeners[which]
     if listener.cursor < len(world.stream):
         onward = listener._replace(cursor=listener.cursor + 1)

@@ -128,7 +128,6 @@ class Write(NamedTuple):
         return (each for each in found if each is not None)
 
     def has_term(self, id_: str, term: int) -> bool:
-        """Return True if the lease of a document's bridge has, or had, this term."""
         lease = self.new("leases", id_.partition("/")[0])
         return lease is not None and term in lease.terms
 
@@ -139,7 +138,6 @@ class Write(NamedTuple):
         return before is not None and after is not None and after.term > before.term and not after.holder
 
     def holds_letter(self, id_: str, place: Any) -> bool:
-        """Return True if the write leaves a dead letter of a partition's change."""
         letters = [key[1] for key, each in self.changed.items() if isinstance(each, Letter) and each.place == place]
         return any(handler_of(each) == handler_of(id_) for each in letters)
 
@@ -182,7 +180,6 @@ def _release(old: Lease, _: Lease, __: Write, ___: str) -> Lease | None:
 
 
 def _raise_term(old: Lease, new: Lease, _: Write, __: str) -> Lease | None:
-    """The holder has found a larger term, and takes one above it."""
     return _of_next_term(old, new) if old.holder else None
 
 
@@ -213,7 +210,6 @@ def _advance_watermark(old: Handler, new: Handler, write: Write, id_: str) -> Ha
 
 
 def _find_waiting(name: str, partition: Partition, watermark: Any, write: Write) -> list[Any]:
-    """Return the places up to a watermark of what a partition has not done, as far as they are known."""
     places = write.changes.get(name, ())
     waiting = [*places[bisect_right(places, partition.place) : bisect_right(places, watermark)]]
     known = (partition.head, partition.handled.place if partition.handled else None)
@@ -262,7 +258,6 @@ def _beat(old: Partition, new: Partition, _: Write, __: str) -> Partition | None
 
 
 def _handle(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The execution that holds the claim has succeeded."""
     claim, handled = old.claim, new.handled
     if claim is None or handled is None or handled.owner != claim.owner:
         return None
@@ -285,7 +280,6 @@ def _committed(old: Partition) -> Partition:
 
 
 def _finish(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The execution writes the position itself."""
     if old.claim is None or old.handled is not None or not _is_in(old.claim, new.committed) or new.place <= old.place:
         return None
     return old._replace(committed=new.committed, place=new.place, claim=None)
@@ -317,7 +311,6 @@ def _give_up(old: Partition, _: Partition, __: Write, ___: str) -> Partition | N
 
 
 def _halt(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The execution stops the partition at its first change."""
     if old.claim is None or old.handled is not None or not new.head or new.head <= old.place:
         return None
     return old._replace(claim=None, state=HALTED, head=new.head)
@@ -347,12 +340,10 @@ def _release_key(old: Partition, new: Partition, _: Write, __: str) -> Partition
 
 
 def _pause(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    """A person lets no new claim begin."""
     return old._replace(state=PAUSED) if old.state == FLOWING else None
 
 
 def _resume(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    """A person lets claims begin again."""
     return old._replace(state=FLOWING) if old.state == PAUSED else None
 
 
@@ -371,7 +362,6 @@ def _void(old: Partition, new: Partition, write: Write, _: str) -> Partition | N
 
 
 def _skip(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """A person passes over the change at which the partition is halted."""
     if old.state != HALTED or old.handled is not None:
         return None
     passed = old._replace(committed=old.committed + 1, place=old.head, claim=None)

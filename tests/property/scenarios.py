@@ -43,7 +43,6 @@ class Sound(NamedTuple, Generic[WorldT]):
 
 
 def sound(floor: int, base: Any, name: str = "", **changes: Any) -> Sound[Any]:
-    """Return a scenario that has a name of its own, and differs from another one in some fields."""
     return Sound(base._replace(name=name or base.name, **changes), floor)
 
 
@@ -55,12 +54,10 @@ class Caught(NamedTuple, Generic[WorldT]):
     watched: frozenset[str] | None
 
     def __str__(self) -> str:
-        """Return the broken rule, the scenario and the invariants broken."""
         return f"{self.world.broken}: {self.world.name}: {' '.join(sorted(self.breaks))}"
 
 
 def caught(broken: Any, world: Any, breaks: str, watched: str = "") -> Caught[Any]:
-    """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
     judged = frozenset(watched.split()) if watched else None
     return Caught(world._replace(broken=broken), frozenset(breaks.split()), judged)
 

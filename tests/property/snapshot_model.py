@@ -636,7 +636,6 @@ def led(world: World, state: State, listener: Listener) -> Steps:
 
 
 def steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows, with the state it leads to in its plainest form."""
     for step, after in all_steps(world, state):
         acting = (trimmed(world, after, each) for each in after.listeners if may_act(world, after, each))
         yield step, stores.plain(world, after, acting, may_land)
@@ -670,7 +669,6 @@ def may_act(world: World, state: State, listener: Listener) -> bool:
 
 
 def trimmed(world: World, state: State, listener: Listener) -> Listener:
-    """Return a listener without what is done, and without the chunks of records that others have."""
     buffers = listener.buffers
     if len(buffers) == len(state.partitions):
         buffers = tuple(

@@ -313,7 +313,6 @@ def exists(value: int | None) -> bool:
 
 
 def is_there(state: State) -> bool:
-    """Tell whether the source can be read under its name."""
     moves = [entry for entry in state.oplog if entry in {DROP, AWAY, BACK}]
     return not moves or moves[-1] == BACK
 
@@ -377,7 +376,6 @@ def in_memory(state: State, listener: Listener) -> int:
 
 
 def landed(world: World, state: State, one: Write | RecordWrite) -> State:
-    """Return the state after a write, which its own guard may have refused."""
     if isinstance(one, RecordWrite):
         return recorded(world, state, one)
     if one.kind is stores.Late.WATERMARK:

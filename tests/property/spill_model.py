@@ -130,7 +130,6 @@ class World(NamedTuple):
     broken: StrEnum = stores.Broken.NOTHING
 
     def matched(self, config: int, token: int) -> bool:
-        """Tell whether a configuration's handler wants the change at a position."""
         return not self.matches or token in self.matches[min(config, len(self.matches) - 1)]
 
     def wanted(self, config: int) -> int:
@@ -221,7 +220,6 @@ def initial(world: World) -> State:
 
 
 def partition_of(state: State, world: World, token: int) -> int:
-    """Return the index of a change under the partitioning in force."""
     return world.keys[token - 1] % len(state.partitions)
 
 
@@ -229,7 +227,6 @@ def partition_of(state: State, world: World, token: int) -> int:
 
 
 def landed(world: World, state: State, one: Write) -> State:
-    """Return the state after a write, which its own guard may have refused."""
     if one.kind is stores.Late.WATERMARK:
         matches = state.epoch == one.term and one.place > state.watermark
         return passed_over(world, state, one) if matches else state
@@ -290,7 +287,6 @@ def is_drained(world: World, state: State, term: int, place: int) -> bool:
 
 
 def read_changes(world: World, state: State, listener: Listener, index: int, after: int) -> list[int]:
-    """Return the changes of a partition that a listener has read and that lie after a place, in order."""
     return [
         token
         for token in range(max(listener.opened, after) + 1, listener.cursor + 1)
@@ -337,7 +333,6 @@ def is_complete(world: World, state: State, listener: Listener, token: int) -> b
 
 
 def unfinished(world: World, state: State, listener: Listener) -> int:
-    """Return how many changes a listener has in memory that are not complete."""
     window = range(listener.opened + 1, listener.cursor + 1)
     return sum(not is_complete(world, state, listener, token) for token in window)
 
@@ -368,7 +363,6 @@ def opened(state: State, listener: Listener, place: int) -> Listener:
 
 
 def committed(world: World, state: State, index: int) -> State:
-    """Return the state in which what is handled in a partition has become its position."""
     partition = state.partitions[index]
     claim = partition.claim
     return moved(world, state, index, claim.item) if claim is not None and claim.handled else state
@@ -429,7 +423,6 @@ def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
 
 
 def store_watermark(world: World, state: State, listener: Listener) -> Steps:
-    """The end of the completed prefix, if it is larger than what is stored."""
     window = range(listener.opened + 1, listener.cursor + 1)
     place = next((token - 1 for token in window if not is_complete(world, state, listener, token)), listener.cursor)
     if place > state.watermark:
@@ -598,7 +591,6 @@ def secured(world: World, state: State, listener: Listener, index: int, place: i
 
 
 def is_owed(world: World, state: State, token: int) -> bool:
-    """Tell whether a change is stored where it will be run from."""
     index = partition_of(state, world, token)
     partition = state.partitions[index]
     return token in tokens_of(stored(state, index, partition.token, partition.spilled))
@@ -754,7 +746,6 @@ def is_garbage(state: State, document: Document) -> bool:
 
 
 def led(world: World, state: State, listener: Listener) -> Steps:
-    """Yield the steps of a listener that has taken over, where it has not been left behind."""
     if listener.generation != state.generation:
         yield from adopt(state, listener)
         return
@@ -775,7 +766,6 @@ def led(world: World, state: State, listener: Listener) -> Steps:
 
 
 def steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows, with the state it leads to in its plainest form."""
     for step, after in all_steps(world, state):
         acting = (each for each in after.listeners if may_act(after, each))
         yield step, stores.plain(world, after, acting, may_land)

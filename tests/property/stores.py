@@ -62,7 +62,6 @@ def in_office(state: Any) -> Any:
 
 
 def leader(state: Any) -> Any:
-    """Return the listener in office, if it has taken everything over."""
     listener = in_office(state)
     return listener if listener is not None and listener.leads else None
 
@@ -171,7 +170,6 @@ class Write(NamedTuple):
 
 
 def stored(state: Any, index: int, after: Any, up_to: Any) -> list[Any]:
-    """Return what is stored of a partition after one place and not after another, in order."""
     return sorted(
         each.item
         for each in state.documents
@@ -240,7 +238,6 @@ def removed(world: Any, state: StateT, one: Write) -> StateT:
 
 
 def marked(world: Any, state: StateT, one: Write) -> StateT:
-    """Return the state after a partition's mark was set, or cleared."""
     known = cast("Any", state)
     if one.generation != known.generation or known.partitions[one.partition].epoch != one.term:
         return state
@@ -305,7 +302,6 @@ def mark(world: Any, state: Any, listener: Any, index: int, place: Any) -> Steps
 
 
 def clear(world: Any, state: Any, listener: Any, index: int) -> Steps:
-    """The mark goes when the position has reached it."""
     partition = state.partitions[index]
     if partition != without_mark(partition) and not partition.has_stored:
         one = Write(Late.CLEAR, listener.term, state.generation, index, partition.spilled)

@@ -26,7 +26,6 @@ MODELS = {
 
 
 def each(choose: Callable[[Scenarios], Iterable[Any]]) -> list[Any]:
-    """Return what is chosen of each model, with the model, as parameters of a test."""
     return [
         pytest.param(
             one,

@@ -84,7 +84,6 @@ class Banking(RuleBasedStateMachine):
 
     @rule(target=held, seen=coordinators, index=st.integers(0, 1))
     def look_and_prove(self, seen: Transaction, index: int) -> Any:
-        """A coordinator is about to change a participant, and is paused."""
         if seen.state is not State.PENDING:
             return multiple()
         view = documents.look(self.accounts, seen.parts[index], seen.id)
@@ -102,7 +101,6 @@ class Banking(RuleBasedStateMachine):
 
     @rule(target=coordinators, seen=consumes(coordinators))
     def step(self, seen: Transaction) -> Any:
-        """A whole step of a coordinator, as far as it still has the transaction."""
         try:
             after = get_engine(self.bank).make_coordinator().step(seen)
         except OvertakenError:

@@ -198,7 +198,6 @@ def look(state: State, me: Process) -> State:
 
 
 def prove(state: State, me: Process) -> State:
-    """Prove that the transaction is as it was read, or read it again."""
     return go(state, me, "apply" if owns(state, me) else "read")
 
 
@@ -226,7 +225,6 @@ def stop(state: State, me: Process) -> State:
 
 
 def settle(state: State, me: Process) -> State:
-    """Pull a marker, and renew the version."""
     broken, after = state.left.broken, put(state, me.side, marked=False)
     after = after if broken is Broken.SETTLED_AS_IS else renew(after, me.side)
     then = "settle" if me.side == 0 else "end" if broken is Broken.DONE_FIRST else "done"

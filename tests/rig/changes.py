@@ -53,7 +53,6 @@ def letter_of(
     raw: bytes = b"",
     error: str = "ValueError: no",
 ) -> Document:
-    """Return the dead letter of a change, whose document has its number or this key, as an execution leaves it."""
     document = number if key is None else key
     return dead_letter(
         bridge=BRIDGE,
@@ -71,7 +70,6 @@ def letter_of(
 
 
 def make_run(first: int, count: int, *changes: bytes, **fields: Any) -> Run:
-    """Build a run of so many changes of the first partition."""
     return Run(BRIDGE, HANDLER, 0, 0, TERM, first, first + count - 1, **{"changes": changes, **fields})
 
 

@@ -99,7 +99,6 @@ class Recording:
 
 
 def record(client: MongoClient[Stored], database: str, start: Timestamp) -> Recording:
-    """Record what was written to a state database since a time, up to now."""
     recording = Recording()
     for event in follow(client, start, database, without=LARGE):
         recording.take(event)

@@ -124,7 +124,6 @@ class Deployment(Project):
         return f"{self.url}&appName={self.app_name(process)}"
 
     def app_name(self, process: str) -> str:
-        """What a process calls itself to MongoDB."""
         return f"{self.names}.{process}"
 
     def changes(self, command: str, *arguments: str, **variables: str) -> Document:
@@ -206,7 +205,6 @@ class Deployment(Project):
         return [Started(**{name: each[name] for name in names}, partitioning=_partitioning(each)) for each in found]
 
     def effects(self) -> list[Effect]:
-        """Accepted effects, in the order of each partition's sink."""
         return [
             Effect(**{name: each[name] for name in _WHERE}, partitioning=_partitioning(each))
             for sink in self.data["sink"].find().sort("_id")
@@ -223,7 +221,6 @@ class Deployment(Project):
         return sparse(self.state["leases"]).find_one({"_id": "chain"}) or {}
 
     def of(self, item: Due) -> Document:
-        """The state of a change's partition."""
         return self.partition(item.handler, self.partition_of(item.handler, item.key))
 
     def letters(self, handler: str) -> list[Document]:
@@ -232,8 +229,6 @@ class Deployment(Project):
     # -- waiting -----------------------------------------------------------------------------------
 
     def wait_started(self, item: Due, times: int = 1, timeout: float = PATIENCE_SECONDS) -> Started:
-        """Wait until a handler has started for a change that often."""
-
         def started() -> Started | None:
             found = self.starts(item)
             return found[times - 1] if len(found) >= times else None
@@ -269,8 +264,6 @@ class Deployment(Project):
     def wait_state(
         self, item: Due, condition: Callable[[Document], object], timeout: float = PATIENCE_SECONDS
     ) -> Document:
-        """Wait until the document of a change's partition fulfils a condition, and return it."""
-
         def found() -> Document | None:
             document = self.of(item)
             return document if condition(document) else None
@@ -343,8 +336,6 @@ Make = Callable[..., Deployment]
 
 
 class MakeDeployment(Protocol):
-    """Makes deployments, and takes them apart in the end."""
-
     @overload
     def __call__(self, *handlers: str, kind: type[D], start: str = "", **given: Any) -> D: ...
     @overload

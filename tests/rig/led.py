@@ -68,7 +68,6 @@ class LedBridge:
         return claim
 
     def halt(self, index: int = 0, number: int = 1, handler: str = "summarise") -> None:
-        """Let a change fail for good."""
         claim = self.run(index, number, handler)
         assert self.store.claims.halt(claim, token(number), f"shop.orders insert {number}", "ValueError: no")
 
@@ -93,7 +92,6 @@ class LedBridge:
 
     @property
     def image(self) -> Image:
-        """The first partition, read now."""
         return self.images()[0]
 
     def store_changes(self, *changes: StoredChange, mark: bool = True) -> None:
@@ -103,7 +101,6 @@ class LedBridge:
             assert self.store.partitions.mark_stored(self.image.id, self.version, changes[-1].data, "halted")
 
     def commit(self, last: int) -> None:
-        """Let all changes of the first partition up to one be done."""
         for number in range(int(self.image.committed) + 1, last + 1):
             assert self.store.claims.discard(self.run(number=number), token(number))
 

@@ -63,11 +63,9 @@ class PartitionRig:
         self.documents.update_one({"_id": self.where}, {name: fields for name, fields in update.items() if fields})
 
     def lapse(self) -> None:
-        """Let the claim's time be over."""
         self.documents.update_one({"_id": self.where}, [{"$set": {"claim.until": {"$subtract": ["$$NOW", 1]}}}])
 
     def try_claim(self, first: int = 1, last: int | None = None, *, owner: str = "me", **options: Any) -> Claim | None:
-        """Claim a run of this version, which begins with this change."""
         given = {"term": TERM, "token": token(first)["_data"], **options}
         return self.claims.take(self.where, owner=owner, first=first, last=last or first, **given)
 

@@ -89,7 +89,6 @@ class Project:
         options: Mapping[str, Any] | None = None,
         **variables: str,
     ) -> ProjectProcess:
-        """Start a command of Celery, and wait for an output, if one is given."""
         called = name or arguments[0]
         environment = {**self.variables(options), "PROJECT_MONGO": self.url_of(called), **variables}
         started = self._processes.celery(app or self.app, *arguments, name=called, environment=environment)

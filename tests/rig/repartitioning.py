@@ -43,7 +43,6 @@ def change(number: int) -> ChangeEvent:
 
 
 def number_of(data: str) -> int:
-    """The number of an event, by the comparable part of its token."""
     return int(data[10:18], 16)
 
 
@@ -54,13 +53,10 @@ def region(found: Mapping[str, Any]) -> Any:
 
 @dataclass
 class Stream:
-    """The events that a term reads, up to an end."""
-
     events: Sequence[ChangeEvent]
     at: str = ""
 
     def read(self, subscriptions: Iterable[Subscription]) -> None:
-        """Hand over the next events."""
         for each in [each for each in self.events if each.mark.data > self.at]:
             self.at = each.mark.data
             for subscription in subscriptions:

@@ -53,8 +53,6 @@ class Seen:
 
 @dataclass
 class SnapshotWorld:
-    """A collection, and what a handler has made of it, whoever ran it."""
-
     client: MongoClient[Document]
     url: str
     state: str
@@ -102,7 +100,6 @@ class SnapshotWorld:
         self.copy[_name(key)] = value
 
     def snapshots_of(self, key: Any) -> int:
-        """How often a key was given as an existing document."""
         return sum(each.operation == "snapshot" and _name(each.key) == _name(key) for each in self.seen)
 
     def is_equal(self) -> bool:
@@ -166,8 +163,6 @@ class SnapshotTerm:
         self.leader.turn()
 
     def until(self, condition: Callable[[], object], each: Callable[[], object] | None = None) -> None:
-        """Turn again and again until something is so."""
-
         def turned() -> object:
             if each is not None:
                 each()
@@ -177,12 +172,10 @@ class SnapshotTerm:
         wait_for(turned, message=lambda: f"{self.world.records}, {self.images()}, {self.world.seen[-5:]}")
 
     def finish(self, each: Callable[[], object] | None = None) -> None:
-        """Until all snapshots are done, and all that was written is handled."""
         self.until(lambda: self.world.records and all(one["state"] == "done" for one in self.world.records), each)
         self.until(self.world.is_equal)
 
     def images(self) -> list[Image]:
-        """The partitions as this term has seen them last."""
         return [partition.image for led in self.leader.subscriptions.values() for partition in led.partitions.values()]
 
     def close(self) -> None:

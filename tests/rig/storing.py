@@ -109,8 +109,6 @@ class StoringTerm:
         self.storing.turn(time.monotonic() + self._later, at_end=False)
 
     def turn_until(self, condition: Callable[[], object], later: float = _LATER) -> None:
-        """Turn again and again, each time so much later, until something is so."""
-
         def turned() -> object:
             self.turn(later)
             return condition()
@@ -125,7 +123,6 @@ class StoringTerm:
         return True
 
     def in_memory(self) -> list[StoredChange]:
-        """What was read back of the first partition."""
         backlog = self.led.partitions[0].backlog
         assert backlog is not None, "it runs from stored changes"
         return list(backlog.ahead)
@@ -171,7 +168,6 @@ class StoringTerm:
         assert self.rig.store.claims.halt(self.claim(run), read_token(run.changes[0]), "key", "as asked")
 
     def retry(self, index: int = 0) -> None:
-        """Let a halted partition go on."""
         assert self.rig.store.partitions.retry(self.image(index))
 
     def work(self, *, until: int, later: float = 0.0) -> list[int]:
@@ -217,7 +213,6 @@ class StoringTerm:
 
 
 def terms(client: MongoClient[Document], database: str) -> Iterator[Callable[..., StoringTerm]]:
-    """Give what begins a term, whatever the one before is doing."""
     begun: list[StoringTerm] = []
 
     def begin(marks: Mark | None = None, **options: Any) -> StoringTerm:

@@ -132,7 +132,6 @@ class StreamReading:
 
     @property
     def marks(self) -> list[Mark]:
-        """The post-batch markers so far."""
         return [item for item in self.items if isinstance(item, Mark)]
 
     @property

@@ -42,7 +42,6 @@ def handle(_change: Change) -> None:
 
 
 def mark_at(time: Timestamp) -> Mark:
-    """A place with this cluster time, as the server writes it."""
     data = f"82{time.time:08x}{time.inc:08x}2b02"
     return Mark({"_data": data}, data, time)
 
@@ -117,7 +116,6 @@ class TermRig:
         return Subscription(self.options, plan, partitions)
 
     def partitioning(self, name: str) -> int:
-        """That of a subscription's layout in force."""
         found = sparse(self.database["handlers"]).find_one({"_id": f"{BRIDGE}/{name}"})
         assert found is not None, "it was taken over"
         return int(found["partitioning"]["term"])

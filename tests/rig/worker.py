@@ -139,7 +139,6 @@ class WorkerRig:
     # -- the handler -------------------------------------------------------------------------------
 
     def handle_changes(self, changes: Changes) -> None:
-        """Note what it is given, and do what the test wants."""
         numbered = [(each.document_key.get("_id"), number_of(each)) for each in changes]
         self.calls.append([number for _, number in numbered])
         self.started += [(key, number, changes[0].fencing_token) for key, number in numbered]

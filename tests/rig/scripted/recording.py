@@ -41,7 +41,6 @@ def record_start(fact: dict[str, Any], **more: Any) -> int:
 
 
 def wait_at(gate: str, seconds: float = 120.0) -> None:
-    """Wait until the test opens the gate, which is a file."""
     path = Path(os.environ["SCRIPTED_GATES"]) / gate
     pause = threading.Event()
     until = time.monotonic() + seconds
