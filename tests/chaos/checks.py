@@ -295,17 +295,12 @@ class Evidence:
     What there is to judge.
 
     Attributes:
-        history: in the order of the oplog.
         acknowledged: what the writer knows to be written.
-        status: what the bridge says of itself in the end.
         load: how many processes wanted each core of the machine.
         announced: by versions, who has said that it leads with them.
         ends: by names, how listeners have ended that nobody had ended.
         troubles: what the runner itself could not do.
-        discarded: the changes whose letters a person has told to discard.
-        parked: the partitions in which a key is parked in the end.
-        unlike: writes of the bridge's state that the models do not allow.
-        steps: how many others there were.
+        unlike: writes of the bridge's state that the models do not allow; ``steps``: how many others there were.
     """
 
     history: Sequence[Fact]

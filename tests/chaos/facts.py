@@ -78,12 +78,9 @@ class Step:
     One thing that happens.
 
     Attributes:
-        at: seconds after the writer's start.
+        at: seconds after the writer's start; it `lasts` for seconds.
         does: a kind of fault, `poison: ...`, or `person: ...`.
-        lasts: seconds.
-        where: subscription, of a poison or of what a person does.
-        partition: of the subscription.
-        key: that is poisoned.
+        where: the subscription of a poison, or of what a person does.
         choice: from 0 to 1, for whatever is chosen when it happens.
     """
 

@@ -9,24 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
-
-
-class AnyWorld(Protocol):
-    """What is known here of a scenario: its name, and the rule that is left out."""
-
-    @property
-    def name(self) -> str:
-        """A sentence for reports."""
-
-    @property
-    def broken(self) -> object:
-        """The rule left out."""
-
-
-WorldT = TypeVar("WorldT", bound=AnyWorld)
+WorldT = TypeVar("WorldT")
 StateT = TypeVar("StateT", bound=Hashable)
 
 
@@ -38,16 +24,7 @@ class Step(NamedTuple):
     fair: bool = True
 
     def __str__(self) -> str:
-        return self.kind if self.who is None else f"{self.kind}: {describe(self.who)}"
-
-
-def describe(value: Any) -> str:
-    """Return a value for a trace: of a named tuple the fields that are not as they are mostly."""
-    if not hasattr(value, "_fields"):
-        return str(value)
-    usual = value._field_defaults
-    fields = {name: each for name, each in value._asdict().items() if name not in usual or each != usual[name]}
-    return f"{type(value).__name__}({', '.join(f'{name} {describe(each)}' for name, each in fields.items())})"
+        return self.kind if self.who is None else f"{self.kind}: {self.who}"
 
 
 class Move(NamedTuple, Generic[WorldT, StateT]):
@@ -116,7 +93,8 @@ class Model(NamedTuple, Generic[WorldT, StateT]):
                 move = Move(world, before, step, after)
                 said = {name: complaint for name, oracle in oracles for complaint in oracle(move)}
                 if said:
-                    return Search(len(parents), quiescent, finding(said, [*way_to(parents, before), str(step)]))
+                    trace = (*way_to(parents, before), str(step))
+                    return Search(len(parents), quiescent, Finding(frozenset(said), (*said.values(),), trace))
                 if after not in parents:
                     parents[after] = (before, step)
                     queue.append(after)
@@ -125,8 +103,9 @@ class Model(NamedTuple, Generic[WorldT, StateT]):
                 texts = {name: "; ".join(oracle(world, before)) for name, oracle in at_rest.items()}
                 said = {name: text for name, text in texts.items() if text}
                 if said:
-                    return Search(len(parents), quiescent, finding(said, way_to(parents, before)))
-            assert len(parents) <= limit, f"{world.name}: more than {limit} states"
+                    trace = (*way_to(parents, before),)
+                    return Search(len(parents), quiescent, Finding(frozenset(said), (*said.values(),), trace))
+            assert len(parents) <= limit, f"{world}: more than {limit} states"
         return Search(len(parents), quiescent, None)
 
 
@@ -138,10 +117,6 @@ def way_to(parents: Mapping[StateT, tuple[StateT, Step] | None], state: StateT) 
         trace.append(str(step))
         link = parents[state]
     return trace[::-1]
-
-
-def finding(said: Mapping[str, str], trace: Iterable[str]) -> Finding:
-    return Finding(frozenset(said), tuple(said.values()), tuple(trace))
 
 
 def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:

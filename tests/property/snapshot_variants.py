@@ -51,8 +51,7 @@ from __future__ import annotations
 
 from tests.property import stores
 from tests.property.scenarios import Scenarios, Sound, caught, sound
-from tests.property.snapshot_model import SNAPSHOT_MODEL
-from tests.property.snapshot_state import AWAY, BACK, DROP, Broken, Fault, Late, World
+from tests.property.snapshot_model import AWAY, BACK, DROP, SNAPSHOT_MODEL, Broken, Fault, Late, World
 
 ANY_WRITE = frozenset({*stores.Late, *Late}) - {stores.Late.CLEAR}
 

@@ -39,7 +39,7 @@ def each(choose: Callable[[Scenarios], Iterable[Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("scenarios", "sound"), each(lambda one: one.sound))
-def test_no_interleaving_violates_an_invariant(scenarios: Scenarios, sound: Sound[Any]) -> None:
+def test_no_interleaving_violates_an_invariant(scenarios: Scenarios, sound: Sound) -> None:
     """P1-P6, P12, P13 hold in every state that can be reached, and where all comes to rest.
 
     The floor keeps the check from becoming hollow: a rule that never fires makes the space collapse.
@@ -51,7 +51,7 @@ def test_no_interleaving_violates_an_invariant(scenarios: Scenarios, sound: Soun
 
 
 @pytest.mark.parametrize(("scenarios", "variant"), each(lambda one: one.caught))
-def test_a_model_with_one_rule_broken_is_caught(scenarios: Scenarios, variant: Caught[Any]) -> None:
+def test_a_model_with_one_rule_broken_is_caught(scenarios: Scenarios, variant: Caught) -> None:
     """P1-P13: the shortest violation of each broken variant breaks exactly the invariants that it should."""
     finding = scenarios.model.search(variant.world, watched=variant.watched).finding
     assert finding is not None, f"{variant.world.broken}: no violation found in {variant.world.name!r}"

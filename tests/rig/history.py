@@ -43,9 +43,9 @@ class Wrote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class _OfChange:
     """
-    A handler began with a change.
+    What a handler did with a change.
 
     Attributes:
         fence: the token under which it did.
@@ -57,13 +57,11 @@ class Started:
     handler: str
     key: str
     n: int
-    fence: int
+    fence: int = 0
     partition: int = 0
     partitioning: int = 0
     seq: int | None = None
     at: float = 0.0
-    retries: int = 0
-    pid: int = 0
 
     @property
     def due(self) -> Due:
@@ -71,22 +69,16 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
-    """A handler's effect was accepted by what it writes to; attributes as of `Started`."""
+class Started(_OfChange):
+    """A handler began with a change."""
 
-    handler: str
-    key: str
-    n: int
-    fence: int = 0
-    partition: int = 0
-    partitioning: int = 0
-    seq: int | None = None
-    place: str = ""
-    at: float = 0.0
+    retries: int = 0
+    pid: int = 0
 
-    @property
-    def due(self) -> Due:
-        return Due(self.handler, self.key, self.n)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect(_OfChange):
+    """A handler's effect was accepted by what it writes to."""
 
 
 @dataclass(frozen=True, slots=True)
