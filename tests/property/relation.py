@@ -170,19 +170,6 @@ def _of_next_term(old: Lease, new: Lease) -> Lease:
     return old._replace(term=term, terms=old.terms | {term})
 
 
-def _renew(old: Lease, new: Lease, _: Write, __: str) -> Lease | None:
-    return old._replace(until=new.until) if old.holder else None
-
-
-def _release(old: Lease, _: Lease, __: Write, ___: str) -> Lease | None:
-    """The holder gives the lease back. Its term stays."""
-    return old._replace(holder=None, until=0.0)
-
-
-def _raise_term(old: Lease, new: Lease, _: Write, __: str) -> Lease | None:
-    return _of_next_term(old, new) if old.holder else None
-
-
 def _take_term(old: Lease, new: Lease, write: Write, _: str) -> Lease | None:
     """A person's move takes the next term while nobody leads."""
     free = not old.holder or old.until <= write.at
@@ -232,11 +219,6 @@ def _move_handler(old: Handler, new: Handler, write: Write, id_: str) -> Handler
     return old._replace(term=max(old.term + 1, new.term), watermark=new.watermark, gap=new.gap)
 
 
-def _repartition(old: Handler, new: Handler, _: Write, __: str) -> Handler | None:
-    """Other partitions take the place of those in force, of which each is drained."""
-    return old._replace(partitioning=max(old.partitioning + 1, new.partitioning))
-
-
 # --- executions ---------------------------------------------------------------------------------------------
 
 
@@ -266,10 +248,6 @@ def _handle(old: Partition, new: Partition, _: Write, __: str) -> Partition | No
 
 def _is_in(claim: Claim, number: int) -> bool:
     return claim.first <= number <= claim.last
-
-
-def _commit(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    return _committed(old) if old.handled is not None else None
 
 
 def _committed(old: Partition) -> Partition:
@@ -305,11 +283,6 @@ def _progress(old: Partition, new: Partition, _: Write, __: str) -> Partition | 
     return old._replace(committed=new.committed, place=new.place, claim=claim)
 
 
-def _give_up(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    """A claim ends without a success: a retry, a wait, a crash, a replay."""
-    return old._replace(claim=None) if old.handled is None else None
-
-
 def _halt(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
     if old.claim is None or old.handled is not None or not new.head or new.head <= old.place:
         return None
@@ -328,23 +301,6 @@ def _mark(old: Partition, new: Partition, write: Write, id_: str) -> Partition |
     """Changes are stored up to a place: the one at that place is, unless it is done."""
     is_there = new.mark <= old.place or write.new("backlog", f"{id_}/{new.mark}") is not None
     return old._replace(mark=new.mark) if new.mark and new.mark > old.mark and is_there else None
-
-
-def _clear(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    return old._replace(mark=new.mark) if not new.mark and old.mark <= old.place else None
-
-
-def _release_key(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The last dead letter of a parked key is gone. The claim of its replay may end with it."""
-    return old._replace(parked=old.parked & new.parked, claim=new.claim and old.claim)
-
-
-def _pause(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    return old._replace(state=PAUSED) if old.state == FLOWING else None
-
-
-def _resume(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    return old._replace(state=FLOWING) if old.state == PAUSED else None
 
 
 def _retry(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
@@ -381,9 +337,9 @@ def _move(old: Partition, new: Partition, write: Write, id_: str) -> Partition |
 STEPS: Mapping[type, Mapping[str, Rule]] = {
     Lease: {
         "acquire": _acquire,
-        "renew": _renew,
-        "release": _release,
-        "raise": _raise_term,
+        "renew": lambda old, new, *_: old._replace(until=new.until) if old.holder else None,
+        "release": lambda old, *_: old._replace(holder=None, until=0.0),
+        "raise": lambda old, new, *_: _of_next_term(old, new) if old.holder else None,  # it has found a larger one
         "take a term": _take_term,
     },
     Handler: {
@@ -391,24 +347,28 @@ STEPS: Mapping[type, Mapping[str, Rule]] = {
         "watermark": _advance_watermark,
         "give up history": _give_up_history,
         "move a handler": _move_handler,
-        "repartition": _repartition,
+        "repartition": lambda old, new, *_: old._replace(partitioning=max(old.partitioning + 1, new.partitioning)),
     },
     Partition: {
         "claim": _claim,
         "beat": _beat,
         "handle": _handle,
-        "commit": _commit,
+        "commit": lambda old, *_: _committed(old) if old.handled is not None else None,
         "finish": _finish,
         "set aside": _set_aside,
         "progress": _progress,
-        "give up": _give_up,
+        # A claim ends without a success: a retry, a wait, a crash, a replay.
+        "give up": lambda old, *_: old._replace(claim=None) if old.handled is None else None,
         "halt": _halt,
         "win": _win,
         "mark": _mark,
-        "clear": _clear,
-        "release a key": _release_key,
-        "pause": _pause,
-        "resume": _resume,
+        "clear": lambda old, new, *_: old._replace(mark=new.mark) if not new.mark and old.mark <= old.place else None,
+        # The last dead letter of the key is gone. The claim of its replay may end with it.
+        "release a key": lambda old, new, *_: old._replace(
+            parked=old.parked & new.parked, claim=new.claim and old.claim
+        ),
+        "pause": lambda old, *_: old._replace(state=PAUSED) if old.state == FLOWING else None,
+        "resume": lambda old, *_: old._replace(state=FLOWING) if old.state == PAUSED else None,
         "retry": _retry,
         "void": _void,
         "skip": _skip,
