@@ -192,18 +192,10 @@ def _partition(document: Stored, _: Any) -> Partition:
     )
 
 
-def _stored_change(document: Stored, _: Any) -> StoredChange:
-    return StoredChange(int(document["term"]), str(document["_id"]).rpartition("/")[2])
-
-
-def _letter(document: Stored, _: Any) -> Letter:
-    return Letter(_place(document), document.get("parked"))
-
-
 _VIEWS: Mapping[str, Callable[[Stored, Any], relation.Document]] = {
     "leases": _lease,
     "handlers": _handler,
     "partitions": _partition,
-    "backlog": _stored_change,
-    "dead_letters": _letter,
+    "backlog": lambda document, _: StoredChange(int(document["term"]), str(document["_id"]).rpartition("/")[2]),
+    "dead_letters": lambda document, _: Letter(_place(document), document.get("parked")),
 }

@@ -51,18 +51,6 @@ def region(found: Mapping[str, Any]) -> Any:
     return found["documentKey"]["region"]
 
 
-@dataclass
-class Stream:
-    events: Sequence[ChangeEvent]
-    at: str = ""
-
-    def read(self, subscriptions: Iterable[Subscription]) -> None:
-        for each in [each for each in self.events if each.mark.data > self.at]:
-            self.at = each.mark.data
-            for subscription in subscriptions:
-                subscription.ingest_item(each)
-
-
 class SwitchingTerm:
     """
     One term, which repartitions handlers whose options ask for it.
@@ -89,7 +77,7 @@ class SwitchingTerm:
         snapshots = Snapshotting(rig.wiring, self.led, rig.version, lambda: None)
         self.repartitioning = Repartitioning(rig.wiring, self.watermarks, self.storing, snapshots)
         self._replace(self.repartitioning.begin(self.led, self.takeover))
-        self.stream = Stream(events, min((each.window.seen for each in self.led.values()), default=""))
+        self.events, self.read_to = events, min((each.window.seen for each in self.led.values()), default="")
         self.now = time.monotonic()
 
     @property
@@ -109,11 +97,14 @@ class SwitchingTerm:
     def turn(self) -> None:
         """One turn of the leading thread, two seconds later than the one before, without a worker."""
         self.now += 2.0
-        self.stream.read(self.led.values())
+        for each in [each for each in self.events if each.mark.data > self.read_to]:
+            self.read_to = each.mark.data
+            for subscription in self.led.values():
+                subscription.ingest_item(each)
         self.observe()
         self._replace(self.repartitioning.turn(self.now))
         if self.repartitioning.wants_reading(self.now):
-            self.stream.at = min(each.window.seen for each in self.led.values())
+            self.read_to = min(each.window.seen for each in self.led.values())
             self.repartitioning.resume_reading(self.now)
         self.storing.turn(self.now, at_end=True)
 
@@ -151,7 +142,7 @@ class SwitchingTerm:
             for name in self.led:
                 self.work(name)
             idle = all(not each.window.count and not each.backlogs for each in self.led.values())
-            read = not self.stream.events or self.stream.at >= self.stream.events[-1].mark.data
+            read = not self.events or self.read_to >= self.events[-1].mark.data
             if is_done() if is_done is not None else idle and read and not self.waits:
                 self.observe()
                 return
