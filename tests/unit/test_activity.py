@@ -79,26 +79,6 @@ def test_runs_that_are_sent_again_after_a_crash_are_no_finding() -> None:
     assert (seen.dispatched_again, seen.is_sending_again(1061.0)) == (3, False)
 
 
-def test_attempts_are_counted_as_they_are_seen() -> None:
-    """Of the change at the head; when the position moves, those of the next one begin at 0."""
-    seen, partition = sent(0)
-    waiting = {"count": 2, "cause": "away"}
-    states = [
-        image(),
-        image(retries=1),
-        image(retries=3, crashes=1),
-        image(retries=3, crashes=1, waiting=waiting),
-        image(committed=1),
-        image(committed=1, retries=1),
-        image(committed=1),  # a person had it run again, its attempts counted anew
-        image(committed=2, retries=2),
-    ]
-    for state in states:
-        seen.observe(partition, state, 0.0)
-        partition.image = state
-    assert (seen.retries, seen.crashes, seen.waits, seen.committed) == (6, 1, 2, 2)
-
-
 def test_a_listener_is_ready_while_it_leads_or_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not ready before it has reached its servers. It is alive unless its loop stalls without a known rest."""
     activity = Activity("shop", [], 15.0)

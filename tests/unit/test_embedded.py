@@ -72,22 +72,6 @@ def test_without_a_program_the_error_says_how_to_get_one(name: Any, monkeypatch:
         assert action in str(caught.value)
 
 
-def test_a_program_that_ends_at_once_is_an_error_that_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error quotes the end of the log, and our own directory is gone. A given directory stays."""
-    monkeypatch.setenv(VARIABLE, str(program(tmp_path / "redis-server", "pwd; echo no memory today; exit 3")))
-    server = RedisServer()
-    with pytest.raises(EmbeddedServerError, match="no memory today") as caught:
-        server.start()
-    assert not server.running
-    assert not Path(str(caught.value).splitlines()[1]).exists()
-    given = RedisServer(directory=tmp_path / "a/b")
-    given.directory.joinpath("data").touch()
-    given.stop()
-    assert (tmp_path / "a/b/data").exists()
-
-
 @pytest.mark.parametrize(
     ("script", "port", "named"),
     [

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import logging
-from pathlib import Path
 
 import pytest
+from celery import Celery
 from pymongo.errors import BulkWriteError, OperationFailure, ServerSelectionTimeoutError
 
-from mongo_celery import tracing
-from mongo_celery.mongo.redaction import format_traceback, keep_commands_out_of_logs, short, terse, without_credentials
+from mongo_celery import Bridge, tracing
+from mongo_celery.mongo.redaction import format_traceback, short, terse, without_credentials
 from mongo_celery.mongo.verdicts import brief, error_text, traceback_text
 from tests.unit.test_log_events import LEVELS, ROOT, event_of, log_calls
 
@@ -114,14 +114,18 @@ def test_a_long_text_is_cut_before_it_is_redacted(text: str) -> None:
         assert str(format_traceback(error)).strip()
 
 
+@pytest.mark.parametrize("which", ["client", "stream"])
 @pytest.mark.parametrize(("driver", "commands", "after"), [(0, 0, logging.INFO), (10, 0, 0), (0, 10, 10)])
 def test_commands_are_logged_for_who_asks_for_them(
-    monkeypatch: pytest.MonkeyPatch, driver: int, commands: int, after: int
+    monkeypatch: pytest.MonkeyPatch, which: str, driver: int, commands: int, after: int
 ) -> None:
-    """At DEBUG they have whole documents, and the signing key."""
+    """At DEBUG they have whole documents, and the signing key. If the app sets up logging, Celery sends no signal."""
     monkeypatch.setattr(logging.getLogger("pymongo"), "level", driver)
     monkeypatch.setattr(logging.getLogger("pymongo.command"), "level", commands)
-    keep_commands_out_of_logs()
+    bridge = Bridge(
+        Celery("quiet", broker="memory://", set_as_current=False), "mongodb://127.0.0.1:1", autodiscover=False
+    )
+    (bridge.client if which == "client" else bridge.wiring.stream_client(1.0)).close()
     assert logging.getLogger("pymongo.command").level == after
 
 
@@ -129,15 +133,11 @@ def test_no_record_has_an_error_as_the_driver_has_it() -> None:
     """Every exception goes through what cuts it; `exc_info` would go past it."""
     raw = [
         f"{path.relative_to(ROOT)}:{call.lineno}"
-        for path in _sources()
+        for path in sorted((ROOT / "mongo_celery").rglob("*.py"))
         for call in log_calls(ast.parse(path.read_text(encoding="utf-8")), {*LEVELS, "debug"})
         if _is_raw(call)
     ]
     assert raw == []
-
-
-def _sources() -> list[Path]:
-    return sorted((ROOT / "mongo_celery").rglob("*.py"))
 
 
 def _is_raw(call: ast.Call) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from mongo_celery.bridge.fenced.fence import Fence, Origin, merge, refuse_stamps
 from mongo_celery.errors import ConfigurationError, OutdatedChangeError, StaleFencingTokenError
-from mongo_celery.mongo.writes import Operators, Pipeline, Replacement, parse_target
+from mongo_celery.mongo.writes import Operators, Pipeline, Replacement
 
 KEY = "shop/summarise"
 small = st.integers(0, 3)
@@ -127,25 +126,6 @@ def test_a_fence_that_a_store_cannot_compare_is_refused(given: tuple[str, int, i
     """P9: `a.b` would stamp another field than the guard reads. A token beyond 64 bits would fail in the store."""
     with pytest.raises(ConfigurationError):
         Fence(*given)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [
-        ({"_id": 1}, [1]),
-        ({"_id": {"$eq": 1}, "a": 2}, [1]),
-        ({"_id": {"a": 1}}, [{"a": 1}]),
-        ({"_id": None}, [None]),
-        ({}, []),
-        ({"_id": {"$in": [1]}}, []),
-        ({"_id": re.compile("a")}, []),
-        ({"$and": [{"_id": 1}]}, []),
-    ],
-)
-def test_equality_on_the_id_names_one_document(wanted: dict[str, Any], found: list[Any]) -> None:
-    """P3: only such a filter may upsert. One that may match several documents is resolved first."""
-    target = parse_target(wanted)
-    assert ([target.id] if target is not None else []) == found
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from celery import Celery
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.operations.grants import ROLES, Right, find_gaps, find_roles, list_rights
 from mongo_celery.bridge.wiring import Wiring
-from mongo_celery.cli.grants import _ROLES
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.rights import Allowed, missing_right
 
@@ -52,23 +51,6 @@ def test_the_stream_asks_for_as_much_as_the_sources_need(
         list_rights(wiring_on(), "listener")
 
 
-@pytest.mark.parametrize(
-    ("options", "action", "is_optional"),
-    [
-        ({}, "serverStatus", False),
-        ({"start_from": "now"}, "serverStatus", True),
-        ({"start_from": "now", "on_history_lost": "oldest"}, "serverStatus", False),
-        ({"start_from": "snapshot"}, "listCollections", False),
-        ({"start_from": "oldest"}, "listCollections", True),
-    ],
-)
-def test_an_option_makes_a_right_of_the_listener_needed(
-    options: dict[str, Any], action: str, is_optional: bool
-) -> None:
-    """The oplog is needed where a start is its oldest entry, the collections where it is a snapshot."""
-    assert (one_right(wiring_on("a.b", **options), "listener", action).without is not None) is is_optional
-
-
 def test_no_role_reads_more_than_it_needs() -> None:
     """No entry of the oplog, which has the writes of all databases; and who neither signs nor rotates writes no key."""
     wiring = wiring_on("a.b", database="own")
@@ -91,11 +73,6 @@ def test_no_role_reads_more_than_it_needs() -> None:
 
 def _actions(rights: Sequence[Right], collection: str) -> set[str]:
     return {name for each in rights if each.collection == collection for name in each.actions}
-
-
-def test_the_command_offers_all_roles() -> None:
-    """Its list is written without importing what knows them."""
-    assert tuple(ROLES) == _ROLES
 
 
 def test_what_a_user_lacks_is_named_by_role() -> None:

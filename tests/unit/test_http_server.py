@@ -7,12 +7,10 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPException
-from itertools import count
 from typing import Any
 
 import pytest
 
-from mongo_celery.bridge.http.recent import Recent
 from mongo_celery.bridge.http.server import (
     CONNECTIONS_MAX,
     THREADS_MAX,
@@ -23,7 +21,7 @@ from mongo_celery.bridge.http.server import (
     is_own_host,
     parse_address,
 )
-from mongo_celery.errors import ConfigurationError, ServerUnavailableError
+from mongo_celery.errors import ConfigurationError
 from tests.fixtures.process import wait_for
 
 LOOPBACK = "127.0.0.1"
@@ -58,9 +56,6 @@ def raw(served: HttpServer, sent: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(4096), b""))
 
 
-# -- addresses -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [
@@ -75,15 +70,10 @@ def test_an_address_without_a_host_is_this_machine_alone(text: str, wanted: tupl
     assert parse_address(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "shop", "127.0.0.1:", "a b:1", "::1:9100", "x:65536", "http://x:1", "[]:1"])
-def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError):
-        parse_address(text)
-
-
 def test_an_address_that_is_taken_or_not_ours_ends_the_start(serve: Callable[..., HttpServer]) -> None:
     taken = str(serve().port)
-    for address in (taken, "192.0.2.1:0", "no.such.host.invalid:1", f"{'x' * 70}:1"):
+    wrong = ("", "shop", "127.0.0.1:", "a b:1", "::1:9100", "x:65536", "http://x:1", "[]:1")
+    for address in (taken, "192.0.2.1:0", "no.such.host.invalid:1", f"{'x' * 70}:1", *wrong):
         with pytest.raises(ConfigurationError):
             HttpServer(address, lambda _path: None)
 
@@ -100,9 +90,6 @@ def test_a_server_on_loopback_answers_to_names_of_this_machine(hosts: tuple[str,
     """A website's name that points to 127.0.0.1 is none of them: DNS rebinding."""
     assert [is_own_host(host) for host in hosts] == [answered] * len(hosts)
     assert not is_loopback("0.0.0.0")
-
-
-# -- requests --------------------------------------------------------------------------------------
 
 
 def test_an_answer_is_closed_to_other_sites_and_kept_nowhere(serve: Callable[..., HttpServer]) -> None:
@@ -165,7 +152,6 @@ def test_a_missing_path_and_a_failure_have_their_status(serve: Callable[..., Htt
 
 
 def test_clients_that_send_no_request_keep_no_probe_out(serve: Callable[..., HttpServer]) -> None:
-    """A probe is answered while more connections are open than there is room for, and while more come."""
     served = serve()
     address = (LOOPBACK, served.port)
     with contextlib.ExitStack() as stack:
@@ -203,44 +189,3 @@ def test_answers_that_hang_take_a_bounded_number_of_threads(serve: Callable[...,
         assert len(begun) == THREADS_MAX
         ends.set()
     wait_for(is_answered, message="there is room again")
-
-
-# -- values that are read once a second ------------------------------------------------------------
-
-
-def test_the_value_before_is_given_while_a_read_is_under_way() -> None:
-    """A server that hangs delays the request that reads, and no other one."""
-    reads, ends = count(1), threading.Event()
-
-    def read() -> int:
-        number = next(reads)
-        if number > 1:
-            ends.wait(120)
-        return number
-
-    recent = Recent(read, len, keep=0.0)
-    assert recent() == 1
-
-    def ask_again() -> None:  # a value that took long to read is kept for longer
-        while not ends.is_set():
-            recent()
-
-    slow = threading.Thread(target=ask_again)
-    slow.start()
-    try:
-        wait_for(recent._lock.locked, message="it is read again")
-        assert recent() == 1
-    finally:  # else the thread would outlive a failure, and pytest wait for it
-        ends.set()
-        slow.join()
-    assert recent() > 1
-
-
-@pytest.mark.parametrize("kind", [ServerUnavailableError, ValueError])
-def test_an_error_is_one_sentence_without_credentials(kind: type[Exception]) -> None:
-    def read() -> str:
-        raise kind("no answer from mongodb://me:canary@host")
-
-    found = Recent(read, str)()
-    assert "mongodb://***@host" in found
-    assert "canary" not in found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from celery import Celery
@@ -12,7 +12,6 @@ from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.unclaimed import BrokerAnswer, BrokerWatch, UnclaimedRuns
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.broker.occupancy import Occupancy
-from tests.fixtures.process import wait_for
 from tests.fixtures.samples import image
 from tests.unit.test_subscription import PARTITIONS, subscription
 
@@ -27,16 +26,14 @@ ALL = list(range(PARTITIONS))
 class FixedWatch:
     """A watch with given answers."""
 
-    def __init__(self) -> None:
-        self.answer: BrokerAnswer | None = None
-        self.returned_at = float("-inf")
-        self.asked: Collection[str] = ()
+    answer: BrokerAnswer | None = None
+    returned_at = float("-inf")
 
-    def watch(self, queues: Collection[str]) -> None:
-        self.asked = queues
+    def watch(self, _queues: Collection[str]) -> None:
+        """Ask nothing."""
 
-    def set_answer(self, at: float, occupancy: Occupancy, *queues: str) -> None:
-        self.answer = BrokerAnswer(at, at + 0.01, dict.fromkeys(queues or QUEUES, occupancy))
+    def set_answer(self, at: float, occupancy: Occupancy) -> None:
+        self.answer = BrokerAnswer(at, at + 0.01, dict.fromkeys(QUEUES, occupancy))
 
 
 class Scene:
@@ -51,8 +48,8 @@ class Scene:
         for partition in self.led.partitions.values():
             partition.note_sent(SENT)
 
-    def check(self, now: float, read_at: float | None = None, **options: Any) -> bool:
-        return self.runs.check([self.led], now if read_at is None else read_at, now, **options)
+    def check(self, now: float, read_at: float | None = None) -> None:
+        self.runs.check([self.led], now if read_at is None else read_at, now)
 
     @property
     def repeated(self) -> list[int]:
@@ -67,7 +64,6 @@ class Scene:
 
 ANSWERS: dict[str, tuple[float, float, Occupancy, list[int]]] = {
     "lost": (SENT + 2, SENT + 2.5, NOTHING, ALL),
-    "of another task": (SENT + 2, SENT + 2.5, Occupancy(0, unacknowledged={"shop.other"}), ALL),
     "no consumer, and no message": (SENT + 2, SENT + 2.5, Occupancy(0, consumers=0), ALL),
     "waits": (SENT + 2, SENT + 2.5, Occupancy(1, unacknowledged=frozenset()), []),
     "a worker has it": (SENT + 2, SENT + 2.5, Occupancy(0, unacknowledged={TASK}), []),
@@ -130,25 +126,3 @@ def test_a_run_that_is_lost_again_waits_twice_as_long_and_at_most_the_grace() ->
     scene.watch.returned_at = now
     scene.check(now + 1)
     assert partition.repeats == 0, "a worker came: the next one is not awaited for long"
-
-
-def test_a_watch_notices_that_the_broker_or_a_consumer_returns(make_redis: Any) -> None:
-    """P17: a real Redis that ends and starts again; and RabbitMQ's number of consumers, which Redis has not."""
-    server = make_redis()
-    housekeeping = Housekeeping()
-    watch = BrokerWatch(Celery("shop", broker=server.url, set_as_current=False), housekeeping)
-    housekeeping.start()
-    try:
-        watch.watch({"shop.0"})
-        wait_for(lambda: watch.answer)
-        assert watch.returned_at == float("-inf")
-        server.kill()
-        wait_for(lambda: watch.answer is None)
-        server.restart()
-        wait_for(lambda: watch.answer)
-        assert watch.returned_at > float("-inf")
-    finally:
-        housekeeping.stop()
-    counts = [[1, 1], [0, 1], [0, 2], [0, 2]]
-    found = [watch._has_more_consumers({"a": Occupancy(0, a), "b": Occupancy(0, b)}) for a, b in counts]
-    assert found == [False, False, True, False]
