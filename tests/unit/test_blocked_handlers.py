@@ -57,14 +57,6 @@ def test_attempts_of_the_same_change_end_no_block() -> None:
     assert found == [("retrying", 0, 1)]
 
 
-def test_several_partitions_in_one_state_are_one_report() -> None:
-    watch = Watch()
-    watch.look(HALTED)
-    watch.look(replace(HALTED, index=1), 10)
-    watch.look(HALTED, LAG_SECONDS - 11)
-    assert watch.look(HALTED, 11) == [("halted", 0, 2)]
-
-
 def test_an_outage_is_reported_like_a_halt_but_neither_work_nor_a_pause_without_changes() -> None:
     for seen, state in ((WAITING, "waiting"), (RUNNING, None), (image(), None)):
         watch = Watch()

@@ -74,16 +74,6 @@ def test_a_change_is_decoded_when_it_is_looked_at_and_once() -> None:
     assert repr(change) == "<Change shop.orders update 7 seq=9>"
 
 
-def test_what_cannot_be_decoded_fails_where_it_is_looked_at() -> None:
-    """Each time, with the decoder's own error; all else of the change can be used."""
-    change = Change.unread(lambda: bson.decode(b"\x05\0\0\0\1"), seq=9)
-    assert change.seq == 9
-    assert "seq=9" in repr(change)
-    for _ in range(2):
-        with pytest.raises(bson.errors.InvalidBSON):
-            change.full_document  # noqa: B018
-
-
 def test_an_event_without_a_document_has_empty_attributes() -> None:
     """`drop`, `invalidate` and their like do not make a handler fail on the way to looking."""
     change = Change(event("invalidate", ""))

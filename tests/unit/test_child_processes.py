@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
-import pytest
 
 from mongo_celery.embedded.processes import ChildProcess, Supervisor
 from tests.fixtures.process import wait_for
@@ -51,17 +50,12 @@ def test_the_polite_end_regularly_and_the_deaf_are_killed(tmp_path: Path) -> Non
     assert process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_what_a_process_started_ends_with_it(tmp_path: Path, killed: bool) -> None:
+def test_what_a_process_started_ends_with_it(tmp_path: Path) -> None:
     """Also what a killed process has left behind: its group is its own until it is taken notice of."""
     with supervisor(tmp_path) as crew:
         process = ready(crew, PARENT)
         children = process.children()
         assert len(children) == 2
-        assert children == sorted(children, key=lambda pid: psutil.Process(pid).create_time())
-        if killed:
-            process.kill()
-            assert process.returncode == -signal.SIGKILL
-            assert not any(gone(child) for child in children)
-
+        process.kill()
+        assert not any(gone(child) for child in children)
     wait_for(lambda: all(gone(child) for child in children), message="the children have ended")

@@ -11,10 +11,9 @@ from celery import _state
 from celery._state import set_default_app
 from flask import Flask, current_app, g, has_app_context
 
-from mongo_celery import Bridge, Change, Outbox
+from mongo_celery import Bridge, Change
 from mongo_celery.contrib.flask import celery_init_app
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.sweep import SWEEP_TASK
 
 NOWHERE = "mongodb://localhost:1/shop?replicaSet=nowhere"
 CHANGE = Change.build("insert", ns="shop.orders", full_document={"_id": 1})
@@ -79,22 +78,6 @@ def test_a_task_runs_inside_the_context_with_its_own_request(make_app: Factory) 
     assert note.apply(task_id="7", retries=2).get() == "done"
     assert note.apply(task_id="8").get() == "done"
     assert seen == [("7", 2, False, "shop"), ("8", 0, False, "shop")]
-
-
-def test_the_tasks_of_an_outbox_run_inside_the_context_too(make_app: Factory) -> None:
-    """So the function that gives its collection may ask for what belongs to the app."""
-    app = make_app()
-    celery = app.extensions["celery"]
-    seen: list[str] = []
-
-    def collection() -> Any:
-        seen.append(current_app.name)
-        raise LookupError("seen")
-
-    Outbox(celery, collection, name="orders")
-    with pytest.raises(LookupError):
-        celery.tasks[SWEEP_TASK]()
-    assert seen == ["shop"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -13,7 +12,6 @@ from uuid import uuid4
 import pytest
 from celery import Celery
 
-import mongo_celery.testing
 from mongo_celery import Bridge, Change, Fence
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.testing import BridgeRunner, deleted, inserted, plugin, replaced, updated
@@ -33,14 +31,6 @@ def configured(url: str, worker: str | None = None) -> Any:
 # -- the plugin ------------------------------------------------------------------------------------
 
 
-def test_every_name_of_the_package_is_there_and_listed() -> None:
-    """Names that are imported on first use exist, and tools see them."""
-    for name in mongo_celery.testing.__all__:
-        assert getattr(mongo_celery.testing, name).__name__ == name
-    assert dir(mongo_celery.testing) == sorted(mongo_celery.testing.__all__, key=lambda name: (name.islower(), name))
-    assert not hasattr(mongo_celery.testing, "Runner")
-
-
 def test_a_url_is_the_processes_own_under_xdist() -> None:
     """Two processes that write the same collections would deliver each other's changes."""
     url = "mongodb://db/shop_{worker}"
@@ -48,25 +38,6 @@ def test_a_url_is_the_processes_own_under_xdist() -> None:
     assert plugin.find_url(configured(url), plugin.MONGODB) == "mongodb://db/shop_main"
     with pytest.raises(pytest.UsageError):
         plugin.find_url(configured("mongodb://db/shop", "gw3"), plugin.MONGODB)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mongo_celery", "no_such_package.celery:bridge", "mongo_celery.nowhere:bridge"),
-        *("mongo_celery.errors:bridge", "mongo_celery:Fence"),
-    ],
-)
-def test_a_bridge_that_is_not_there_is_said_in_a_sentence(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not by a traceback out of importlib. A missing dependency of the project is its own error."""
-    with pytest.raises(pytest.UsageError):
-        plugin._bridge_named(name)
-    (tmp_path / "needy_shop.py").write_text("import no_such_dependency\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError):
-        plugin._bridge_named("needy_shop:bridge")
 
 
 # -- the runner, before it begins ------------------------------------------------------------------
