@@ -46,7 +46,6 @@ def refusal(one: Admission, event: ChangeEvent) -> Refusal:
 
 
 def test_an_event_with_a_read_error_is_refused_for_those_whom_it_may_concern() -> None:
-    """The reader has read it with less."""
     error = ReadError("it is larger than 16 MB")
     assert refusal(admission(match=MATCH), read(1, error)) == Refusal("it is larger than 16 MB", lasts=True)
     assert admission().admit(read(1, error, ns={"db": "shop", "coll": "other"})) is None

@@ -15,8 +15,6 @@ from mongo_celery import Bridge
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Give a function that writes a package with tasks and changes."""
-
     def write(name: str, changes: str) -> None:
         (tmp_path / name).mkdir()
         for module, text in (("__init__", ""), ("tasks", ""), ("changes", changes)):
@@ -55,18 +53,14 @@ def test_modules_are_looked_for_after_celerys_fixup_has_set_django_up(package: C
 
 
 class DjangoFixup:
-    """What is used of Celery's."""
-
     is_set_up = False
 
     def __init__(self, app: Celery) -> None:
         signals.import_modules.connect(self.on_import_modules, sender=app)
 
     def on_import_modules(self, **_: Any) -> None:
-        """Set Django up."""
         type(self).is_set_up = True
 
     def autodiscover_tasks(self) -> list[str]:
-        """Django's applications, once it has some."""
         assert self.is_set_up
         return ["django_shop"]

@@ -14,6 +14,5 @@ def test_what_is_read_ahead_is_little() -> None:
 
 
 def test_the_payload_is_about_600_bytes_and_equally_long() -> None:
-    """All modes carry the same document."""
     (size,) = {len(bson.encode(make_order(number))) for number in (0, 1, 999)}
     assert 550 <= size <= 650

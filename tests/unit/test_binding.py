@@ -26,7 +26,6 @@ CHANGE = Change.build("insert", ns="shop.orders", full_document={"_id": 7})
 
 
 def made_app(bridge: Bridge | None, name: str, **settings: Any) -> Celery:
-    """A new app with the bridge; not the current one."""
     app = Celery(name, broker="memory://", set_as_current=False)
     app.conf.update(settings)
     if bridge is not None:
@@ -51,7 +50,6 @@ def current() -> Iterator[Celery]:
 
 
 def test_each_app_of_a_factory_has_the_handlers_with_tasks_and_settings_of_its_own() -> None:
-    """Those that are declared before it, and those that come later."""
     bridge = Bridge(url=URL)
     bridge.on_change("shop.orders")(summarise)
     shops = made_app(bridge, "shop", mongo_celery_partitions=3), made_app(bridge, "store", mongo_celery_partitions=5)
@@ -85,7 +83,6 @@ def test_the_only_app_is_meant_whichever_is_current(current: Celery) -> None:
 
 
 def test_of_several_apps_the_current_one_is_meant() -> None:
-    """Also from another thread, if it is the default."""
     bridge = Bridge(url=URL, name="shop")
     task = bridge.on_change("shop.orders")(summarise)
     first, second = made_app(bridge, "first"), made_app(bridge, "second")
@@ -102,7 +99,6 @@ def test_of_several_apps_the_current_one_is_meant() -> None:
 
 
 def test_where_it_is_not_clear_which_app_is_meant_that_is_said() -> None:
-    """And what needs no app is told."""
     bridge = Bridge(url=URL, name="shop")
     task, orders = bridge.on_change("shop.orders")(summarise), bridge.outbox("shop.orders")
     apps = [made_app(bridge, "first"), made_app(bridge, "second")]

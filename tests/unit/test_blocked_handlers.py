@@ -27,7 +27,6 @@ class Watch:
         self.now = 1000.0
 
     def look(self, seen: Any, seconds: float = 0.0) -> list[tuple[str, int, int]]:
-        """What is new after these seconds, with this image of the partition."""
         self.now += seconds
         self.subscription.partitions[seen.index].observe(seen, self.now)
         found = self.handlers.find_new([self.subscription], self.now)

@@ -8,13 +8,12 @@ from dataclasses import FrozenInstanceError
 from datetime import UTC, datetime
 from typing import Any
 
-import bson
 import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery import Change, Fence, FencedCollection
-from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.change import token_data
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from tests.fixtures.samples import event
 
@@ -23,7 +22,6 @@ SECRET = "not for any log"
 
 @pytest.fixture
 def unreachable() -> Iterator[MongoClient[dict[str, Any]]]:
-    """Give a client of no server."""
     with MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False) as client:
         yield client
 
@@ -41,7 +39,6 @@ def full_event() -> dict[str, Any]:
 
 
 def test_attributes_carry_what_the_server_sent() -> None:
-    """PyMongo's names, in Python's spelling; the event itself stays reachable."""
     raw = full_event()
     change = Change(raw, partition=3, seq=9, fencing_token=12)
     assert (change.operation_type, change.ns, change.namespace) == ("update", raw["ns"], "shop.orders")
@@ -85,25 +82,7 @@ def test_an_event_without_a_document_has_empty_attributes() -> None:
         _ = change["ns"]
 
 
-@pytest.mark.parametrize(
-    ("raw", "text"),
-    [
-        (event("dropDatabase", "shop"), "shop dropDatabase -"),
-        (event("delete", documentKey={"_id": None}), "shop.orders delete None"),
-        (event("delete", documentKey={"region": "eu"}), "shop.orders delete -"),
-        (event("delete", documentKey={"_id": "x" * 1000}), f"shop.orders delete '{'x' * 79}..."),
-        (event("delete", documentKey=7), "shop.orders delete -"),
-        (event("delete", ns="orders"), " delete 1"),
-        (event("x" * 1000), f"shop.orders {'x' * 80} -"),
-    ],
-)
-def test_a_description_is_bounded_and_never_fails(raw: dict[str, Any], text: str) -> None:
-    """A log line of a change with an endless key is still a line."""
-    assert describe(raw) == describe(bson.encode(raw)) == text
-
-
 def test_a_change_for_a_unit_test_is_built_like_the_servers() -> None:
-    """The document key comes from the document; everything else that an event has may be given."""
     change = Change.build(
         "update", ns="shop.orders.old", full_document={"_id": 7}, fencing_token=4, updateDescription={"a": 1}
     )

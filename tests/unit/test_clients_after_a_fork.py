@@ -16,7 +16,6 @@ from tests.fixtures.forking import holds_after_a_fork
 
 
 def fresh() -> Collection[Any]:
-    """A callable as the documentation recommends it: it makes a client."""
     return MongoClient("mongodb://localhost:1", connect=False)["shop"]["orders"]
 
 

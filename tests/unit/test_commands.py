@@ -20,16 +20,13 @@ from mongo_celery.bridge.operations.acts import PartResult
 from mongo_celery.bridge.operations.commands import PartitionResult
 from mongo_celery.bridge.operations.lookups import BlockedChange, Whereabouts
 from mongo_celery.bridge.operations.snapshot_commands import SnapshotResult
-from mongo_celery.cli.acting import acting_on
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
-from mongo_celery.errors import CommandRefusedError
 from mongo_celery.findings import Finding
 from mongo_celery.outbox.dead_letters import DeadLetter
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.health import OutboxHealth
 from mongo_celery.outbox.runtime import OutboxStatus
-from mongo_celery.plan import Plan, PlanResult
 
 PAGE = Path(__file__).parents[2] / "docs/operations/json.md"
 WIDTH = 80
@@ -56,7 +53,6 @@ LEAVES = sorted(path for path, context in ALL.items() if not isinstance(context.
 
 
 def test_no_line_of_help_is_wider_than_a_terminal() -> None:
-    """And no summary of a command is cut off."""
     lines = [(path, line) for path, each in ALL.items() for line in each.command.get_help(each).splitlines()]
     assert [each for each in lines if len(each[1]) > WIDTH] == []
     assert [each for each in lines if each[1].endswith("...") and not each[1].startswith("Usage:")] == []
@@ -87,35 +83,10 @@ def test_no_number_of_a_command_is_nan() -> None:
 
 @pytest.mark.parametrize("command", ["pause", "resume", "retry", "skip", "show"])
 def test_what_is_no_partition_is_answered_with_the_command_that_lists_them(command: str) -> None:
-    """Before the app is looked for."""
     for typed in ("abc", "-1", "1.5"):
         done = CliRunner().invoke(ALL[f"changes {command}"].command, ["--", "summarise", typed])
         assert done.exit_code == 2
         assert "celery -A APP changes status --all" in " ".join(done.output.split())
-
-
-@pytest.mark.parametrize("words", [[], ["--json"]])
-def test_a_command_of_which_something_is_refused_ends_with_status_1(words: list[str]) -> None:
-    """In part or as a whole. A plan with nothing to do is no failure."""
-
-    def run(result: PlanResult | Exception | None) -> int:
-        def act() -> PlanResult:
-            if isinstance(result, PlanResult):
-                return result
-            raise result or AssertionError
-
-        @click.command()
-        @acting_on("name", click.option("--name"), lambda _, name: name)
-        def command(_name: str | None) -> Plan:
-            return Plan(command="clean", lines=["would clean"], act=act if result else None, fields={})
-
-        return CliRunner().invoke(command, words).exit_code
-
-    refused: list[PlanResult | Exception] = [
-        PlanResult(lines=["cleaned 1"], refused=["2 is locked."]),
-        CommandRefusedError("It has changed."),
-    ]
-    assert [run(each) for each in (*refused, PlanResult(lines=["cleaned"]), None)] == [1, 1, 0, 0]
 
 
 def rows(text: str) -> dict[str, str]:
@@ -124,7 +95,6 @@ def rows(text: str) -> dict[str, str]:
 
 
 def names(cell: str) -> set[str]:
-    """The keys that a row names; what is in brackets explains one."""
     return set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cell)))
 
 

@@ -83,7 +83,6 @@ def test_a_key_runs_when_it_is_quiet_or_has_not_been_for_long(
 
 
 def test_while_changes_may_be_unread_no_key_is_quiet() -> None:
-    """What was read counts by the time that reading has reached."""
     changes = known((0, 1))
     assert made(coalesces=True, read_to=AHEAD + 10).count_due(changes, 500)[0] == 0
     assert made(coalesces=True, read_to=AHEAD + 11).count_due(changes, 500)[0] == 1

@@ -43,17 +43,11 @@ from django.db import models
 from django.test import override_settings
 from mongo_celery import Bridge, Outbox, OutboxCollection, TwoPhaseCommit
 
-class Order(models.Model):
-    class Meta:
-        app_label = "shop"
+def model(name):
+    meta = type("Meta", (), {"app_label": "shop"})
+    return type(name, (models.Model,), {"Meta": meta, "__module__": "project"})
 
-class Invoice(models.Model):
-    class Meta:
-        app_label = "shop"
-
-class Parcel(models.Model):
-    class Meta:
-        app_label = "shop"
+Order, Invoice, Parcel = model("Order"), model("Invoice"), model("Parcel")
 
 class Fixup:
     def __init__(self, app): ...

@@ -31,7 +31,6 @@ def program(path: Path, script: str = "exit 0") -> Path:
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """A program in each place where one is looked for, best first."""
     found = {place: program(tmp_path / place / "bin/redis-server") for place in ("variable", "path", "wheel")}
     monkeypatch.setenv(VARIABLE, str(found["variable"]))
     monkeypatch.setenv("PATH", str(found["path"].parent))
@@ -61,7 +60,6 @@ def test_programs_are_searched_in_the_documented_order(
 
 @pytest.mark.parametrize("name", ["mongod", "redis-server"])
 def test_without_a_program_the_error_says_how_to_get_one(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By pip, by the system's packages, and by the variable."""
     variable = servers.ENVIRONMENT_VARIABLES[name]
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", "")
@@ -84,7 +82,6 @@ def test_without_a_program_the_error_says_how_to_get_one(name: Any, monkeypatch:
 def test_a_server_that_cannot_start_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: bytes, port: int | None, named: str
 ) -> None:
-    """A given port is not replaced by another one."""
     broken = tmp_path / "redis-server"
     broken.write_bytes(script)
     broken.chmod(0o755)

@@ -40,7 +40,6 @@ runs = st.builds(
 
 @given(runs, st.sampled_from(["run", "commit"]), st.binary(min_size=1, max_size=64))
 def test_what_was_sealed_is_unsealed(run: Run, kind: str, key: bytes) -> None:
-    """Numbers of 64 bits, names and changes come out as they went in."""
     sealed = sign_run(kind, run, key)
     assert verify_run(kind, sealed, key) == run
     assert Envelope(sealed).bridge == run.bridge
@@ -80,7 +79,6 @@ def test_a_message_of_one_kind_cannot_be_replayed_as_another(sealed_as: str, ope
     ids=repr,
 )
 def test_an_argument_that_is_no_envelope_is_refused(argument: object) -> None:
-    """P11: whatever else arrives in a partition's queue."""
     for attempt in (lambda: verify_run("run", argument, KEY), lambda: Envelope(argument).bridge):
         with pytest.raises(InvalidEnvelopeError):
             attempt()

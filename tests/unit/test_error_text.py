@@ -39,7 +39,6 @@ def test_what_drivers_append_is_cut(write: object, error: Exception) -> None:
 
 
 def test_a_servers_error_is_its_name_code_and_sentence() -> None:
-    """A missing right is named as such."""
     assert brief(DUPLICATE) == "DuplicateKey, code 11000: E11000 duplicate key"
     assert "update on shop.orders" in brief(REFUSED)
     assert "4111" not in short(REFUSED)
@@ -49,19 +48,12 @@ def test_a_servers_error_is_its_name_code_and_sentence() -> None:
     assert brief(AWAY) == "ServerSelectionTimeoutError: db1:27017: timed out"
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        'No replica set members available for replica set name "rs0"',
-        'No replica set members match selector "Primary()"',
-    ],
-)
-def test_a_server_outside_the_set_of_the_url_is_named_with_its_fix(said: str) -> None:
+def test_a_server_outside_the_set_of_the_url_is_named_with_its_fix() -> None:
     """A standalone server, or a set that is not initiated, as on many machines of developers."""
-    text = short(ServerSelectionTimeoutError(f"{said}, Timeout: 30s, Topology: <4111>"))
-    assert text.startswith(said)
-    assert "rs.initiate()" in text
-    assert "4111" not in text
+    for end in ('available for replica set name "rs0"', 'match selector "Primary()"'):
+        text = short(ServerSelectionTimeoutError(f"No replica set members {end}, Timeout: 30s, Topology: <4111>"))
+        assert text.startswith(f"No replica set members {end}")
+        assert ("rs.initiate()" in text, "4111" in text) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +91,6 @@ def test_no_text_shows_a_secret(text: str) -> None:
     ],
 )
 def test_what_is_no_secret_stays(text: str) -> None:
-    """A host, a port, an address of a person, a decorator, prose, what follows a secret, and whole documents."""
     assert terse(text) == text
 
 
@@ -141,7 +132,6 @@ def test_no_record_has_an_error_as_the_driver_has_it() -> None:
 
 
 def _is_raw(call: ast.Call) -> bool:
-    """Whether it is handed a name that exceptions have, or a traceback."""
     if any(keyword.arg == "exc_info" for keyword in call.keywords) or ast.unparse(call.func).endswith(".exception"):
         return True
     names = {argument.id for argument in call.args if isinstance(argument, ast.Name)}

@@ -25,8 +25,6 @@ NOW = 1000.0
 
 
 class Led:
-    """A handler with a run due in each partition that has none in flight."""
-
     candidates, has_replays = True, False
 
     def __init__(self, name: str) -> None:
@@ -52,8 +50,6 @@ class Led:
 
 
 class Group:
-    """Two long handlers and one with a quick run."""
-
     def __init__(self, *limited: str) -> None:
         self.led: dict[str, Any] = {name: Led(name) for name in ("slow", "slower", "quick")}
         self.fairness = Fairness(dict.fromkeys(self.led), set(limited))

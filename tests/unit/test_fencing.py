@@ -92,29 +92,6 @@ def test_no_older_change_of_a_document_follows_a_newer_one(writers: list[Fence])
         last = fence
 
 
-def test_an_older_change_is_told_from_a_stale_execution() -> None:
-    """P9: an error of its own; a rewind, another document and an execution without a change are no reason for it."""
-    newer = Fence(KEY, 1, 3, 5, Origin(7, b"2"))
-    stamps = newer.stamp(None)
-    with pytest.raises(OutdatedChangeError) as refused:
-        Fence(KEY, 1, 4, 9, Origin(7, b"1")).demand(stamps, document_id=7)
-    assert (refused.value.key, refused.value.index, refused.value.document_id) == (KEY, 4, 7)  # type: ignore[attr-defined]
-    with pytest.raises(StaleFencingTokenError):
-        Fence(KEY, 1, 3, 4, Origin(7, b"3")).demand(stamps)
-    for admitted in (
-        Fence(KEY, 1, 3, 5, Origin(7, b"1")),
-        Fence(KEY, 1, 4, 0, Origin(7, b"2")),
-        Fence(KEY, 1, 4, 0, Origin(8, b"1")),
-        Fence(KEY, 1, 4, 9, Origin(7, b"1", since=6)),
-        Fence(KEY, 1, 4, 0),
-    ):
-        admitted.demand(stamps)
-    assert Fence(KEY, 1, 4, 0).stamp(stamps)[KEY]["l"] == stamps[KEY]["l"]
-    assert Fence(KEY, 2, 4, 0).stamp(stamps) == {KEY: {"g": 2, "p": {"4": 0}}}
-    buried = Fence(KEY, 1, 4, 0, Origin(7, b"3")).stamp(None)
-    assert merge(buried, stamps)[KEY]["l"] == merge(stamps, buried)[KEY]["l"] == buried[KEY]["l"]
-
-
 @pytest.mark.parametrize(
     "given",
     [

@@ -22,7 +22,6 @@ STATE: Any = _state
 
 
 def name_of_app(_change: Change) -> str:
-    """A handler that needs the context."""
     return current_app.name
 
 
@@ -95,7 +94,6 @@ def test_the_bridge_listens_to_the_database_of_flask_pymongo(
 
 @pytest.mark.parametrize("config", [{}, {"CELERY": "redis://localhost"}])
 def test_a_config_without_settings_of_celery_is_refused(make_app: Factory, config: dict[str, Any]) -> None:
-    """And an app that has a Celery app gets no second one."""
     app = Flask("shop")
     app.config.from_mapping(config)
     with pytest.raises(ConfigurationError):

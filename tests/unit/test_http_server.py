@@ -30,7 +30,6 @@ WELL = Response(b"well\n")
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., HttpServer]]:
-    """Give a function that serves answers on a free port."""
     with contextlib.ExitStack() as stack:
 
         def start(answer: Answer = lambda _path: WELL) -> HttpServer:
@@ -50,7 +49,6 @@ def ask(served: HttpServer, path: str = "/", method: str = "GET", **headers: str
 
 
 def raw(served: HttpServer, sent: bytes) -> bytes:
-    """What comes back for these bytes, until the connection ends."""
     with socket.create_connection((LOOPBACK, served.port), timeout=20) as connection:
         connection.sendall(sent)
         return b"".join(iter(lambda: connection.recv(4096), b""))
@@ -129,7 +127,6 @@ def test_only_get_and_head_are_answered(serve: Callable[..., HttpServer]) -> Non
 def test_a_wrong_request_is_refused_and_not_repeated(
     serve: Callable[..., HttpServer], sent: bytes, status: bytes
 ) -> None:
-    """The path `/` alone is there."""
     answer = raw(serve(lambda path: WELL if path == "/" else None), sent)
     assert status in answer.partition(b"\r\n")[0]
     assert b"attacker" not in answer

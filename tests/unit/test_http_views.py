@@ -22,7 +22,6 @@ HALTED = judge(shape(facts(images=[image(0), image(1, state="halted", error="Val
 
 
 def metrics_of(shown: BridgeSnapshot) -> dict[tuple[str, ...], float]:
-    """Return the values of a scrape, by name and the labels beside the bridge."""
     activity = Activity(shown.bridge, ["summarise"], 15.0)
     text = expose([activity], lambda: [shown], list).decode()
     return {

@@ -27,7 +27,6 @@ def test_every_record_at_info_and_above_has_an_event() -> None:
 
 @functools.cache
 def events_in_the_code() -> set[Row]:
-    """Every event with its level and its logger."""
     found = set()
     for path in (ROOT / "mongo_celery").rglob("*.py"):
         text = path.read_text()

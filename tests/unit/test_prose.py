@@ -71,7 +71,6 @@ QUESTION = {"what", "who", "whose", "which", "whether", "where", "how", "when", 
 
 
 def paragraphs() -> Iterator[tuple[Path, str]]:
-    """Yield paragraphs, list items and rows of tables, without code and without addresses of links."""
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for block in re.split(r"\n\s*\n|\n(?=[|*-])", text):
@@ -86,7 +85,6 @@ def modules() -> dict[Path, ast.Module]:
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield each docstring and its place."""
     for path, module in modules().items():
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):

@@ -35,7 +35,6 @@ def app() -> Iterator[Celery]:
 
 @pytest.fixture
 def bridge(app: Celery) -> Bridge:
-    """Give a bridge of this test's own; nothing connects."""
     return Bridge(app, URL, name="shop")
 
 
@@ -64,18 +63,11 @@ def register(bridge: Bridge, **arguments: Any) -> Any:
 
 
 class Shop:
-    """A class with handlers, which cannot be."""
-
     def handle(self, change: Change) -> None:
         """A method."""
 
     def __call__(self, change: Change) -> None:
         """An instance that can be called."""
-
-
-def key_of(change: Any) -> Any:
-    """A partition rule."""
-    return change["documentKey"]["_id"]
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -263,23 +255,6 @@ def test_annotations_leave_the_protocol_alone(caplog: pytest.LogCaptureFixture) 
     assert [vars(each).get("event") for each in caplog.records].count("annotations_ignored") == 2
 
 
-def test_a_handler_may_have_its_own_rules(app: Celery) -> None:
-    """Its own where it has some, the bridge's where it has none. Expanded operations need the bridge's option."""
-    bridge = Bridge(app, URL, name="shop", show_expanded_events=True)
-    register(bridge, name="mine", partition_by=key_of, failure_policy="skip", operations=["create"], commit="inline")
-    bridge.on_change("orders")(another)
-    plain, mine = bridge.handlers
-    assert (mine.name, mine.policy(bridge.options), set(mine.filter.operations)) == ("mine", "skip", {"create"})
-    assert mine.partitioner(bridge.options).name == "tests.unit.test_registration:key_of"
-    assert (plain.name, plain.policy(bridge.options)) == ("another", "halt")
-    assert plain.partitioner(bridge.options).name == "_id"
-    assert (plain.commits_inline(bridge.options), mine.commits_inline(bridge.options)) == (False, True)
-    assert plain.commits_inline(replace(bridge.options, commit="inline"))
-    assert str(plain.selector(bridge.wiring.default_database).sources[0]) == "shop.orders"
-    with pytest.raises(ConfigurationError):
-        plain.selector(None)
-
-
 def test_a_bridge_has_the_queues_of_the_groups_that_its_handlers_are_in(app: Celery) -> None:
     """P9: no two of them share one, and none is consumed for nobody. The worker's option is there once."""
     bridge = Bridge(app, URL, name="shop", queues=2)
@@ -318,22 +293,6 @@ def test_calling_a_handler_with_a_change_just_runs_it(
     for arguments in ((), (7,), ({"_id": 7},), (None,)):
         with pytest.raises(HandlerUsageError, match=r"Change\.build"):
             task(*arguments)
-
-
-def test_calling_a_bulk_handler_with_a_list_just_runs_it(bridge: Bridge) -> None:
-    """P9: what it gets is what a worker gives it."""
-
-    @bridge.on_changes("shop.orders", batch_size=7)
-    def handle_all(changes: Changes) -> Any:
-        return changes, changes.session
-
-    changes, session = handle_all([CHANGE, CHANGE])
-    assert (type(changes), list(changes), session) == (Changes, [CHANGE, CHANGE], None)
-    assert bridge.handlers[0].batch_size == 7
-    nothing_it_takes: tuple[Any, ...] = (CHANGE, [])
-    for wrong in nothing_it_takes:
-        with pytest.raises(HandlerUsageError):
-            handle_all(wrong)
 
 
 def test_a_bulk_handler_says_which_change_has_failed() -> None:

@@ -24,7 +24,6 @@ GENERAL = ("a", "0", " ", "\n", ":", "@", "a://", "://a:b ", '"', "a=", "to exec
 
 @pytest.fixture(scope="module")
 def patterns() -> dict[str, tuple[re.Pattern[Any], set[str]]]:
-    """Give each expression with the methods by which it is used, by its place."""
     texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
     code = "".join(texts.values())
     found: dict[str, tuple[re.Pattern[Any], set[str]]] = {}

@@ -18,7 +18,6 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def _commit(folder: Path) -> None:
-    """Commit everything, and note a green nightly for it."""
     _git(folder, "add", ".")
     _git(folder, "commit", "-q", "-m", "all")
     _git(folder, "notes", "--ref=nightly", "add", "-m", "green", _git(folder, "rev-parse", "HEAD^{tree}").strip())
@@ -26,7 +25,6 @@ def _commit(folder: Path) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """Give a small project with the script, whose checks fail."""
     (tmp_path / ".ci").mkdir()
     shutil.copy(ROOT / ".ci" / "release", tmp_path / ".ci" / "release")
     (tmp_path / ".ci" / "run").write_text("#!/bin/sh\necho checks fail\nexit 3\n", encoding="utf-8")

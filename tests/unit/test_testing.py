@@ -15,20 +15,15 @@ from celery import Celery
 from mongo_celery import Bridge, Change, Fence
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.testing import BridgeRunner, deleted, inserted, plugin, replaced, updated
-from mongo_celery.testing.runner import place_url
 
 ORDERS = "shop.orders"
 
 
 def configured(url: str, worker: str | None = None) -> Any:
-    """A pytest configuration with one option, in a process of xdist or in none."""
     found = SimpleNamespace(getini=lambda _name: url)
     if worker is not None:
         found.workerinput = {"workerid": worker}
     return found
-
-
-# -- the plugin ------------------------------------------------------------------------------------
 
 
 def test_a_url_is_the_processes_own_under_xdist() -> None:
@@ -40,11 +35,7 @@ def test_a_url_is_the_processes_own_under_xdist() -> None:
         plugin.find_url(configured("mongodb://db/shop", "gw3"), plugin.MONGODB)
 
 
-# -- the runner, before it begins ------------------------------------------------------------------
-
-
 def test_a_runner_needs_a_bridge_with_handlers() -> None:
-    """Without them every test of it would pass."""
     with pytest.raises(ConfigurationError):
         BridgeRunner()
     bridge = Bridge(Celery("shop", set_as_current=False), "mongodb://nowhere:1", name="shop", autodiscover=False)
@@ -55,26 +46,6 @@ def test_a_runner_needs_a_bridge_with_handlers() -> None:
         BridgeRunner(bridge).crash("commited")  # type: ignore[arg-type]
     with pytest.raises(HandlerUsageError, match="'bil'"):
         BridgeRunner(bridge).stall("bil")
-
-
-@pytest.mark.parametrize(
-    ("own", "given", "expected"),
-    [
-        ("mongodb://db/shop", "mongodb://h:1/?replicaSet=rs0", "mongodb://h:1/shop?replicaSet=rs0"),
-        ("mongodb://db/shop", "mongodb://h:1", "mongodb://h:1/shop"),
-        ("mongodb://db/shop", "mongodb://h:1/other", "mongodb://h:1/other"),
-        ("mongodb://db", "mongodb://h:1/", "mongodb://h:1/"),
-        ("mongodb://db/shop", None, "mongodb://db/shop"),
-        (None, "mongodb://h:1/", "mongodb://h:1/"),
-    ],
-)
-def test_another_server_keeps_the_database_of_the_url(own: str | None, given: str | None, expected: str) -> None:
-    """Handlers of `"orders"` mean the one that the bridge's own URL names."""
-    bridge = Bridge(Celery("shop", set_as_current=False), own, name="shop", autodiscover=False)
-    assert place_url(given, bridge.wiring) == expected
-
-
-# -- changes made by hand --------------------------------------------------------------------------
 
 
 def test_changes_made_by_hand_have_what_their_events_have() -> None:

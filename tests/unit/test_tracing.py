@@ -68,14 +68,11 @@ def entry() -> Entry:
 
 
 def request(**headers: Any) -> Context:
-    """What a worker makes of a message with these headers."""
     return Context({"id": "1", "task": "note", **headers})
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let whatever OpenTelemetry is asked for fail."""
-
     def fail(*_arguments: Any, **_options: Any) -> NoReturn:
         raise RuntimeError("tracing is broken")
 

@@ -24,8 +24,6 @@ ALL = list(range(PARTITIONS))
 
 
 class FixedWatch:
-    """A watch with given answers."""
-
     answer: BrokerAnswer | None = None
     returned_at = float("-inf")
 
@@ -37,8 +35,6 @@ class FixedWatch:
 
 
 class Scene:
-    """One handler with a run in flight in each partition."""
-
     def __init__(self) -> None:
         self.watch = FixedWatch()
         self.led = subscription()
@@ -53,11 +49,9 @@ class Scene:
 
     @property
     def repeated(self) -> list[int]:
-        """Partitions whose change is to be dispatched again."""
         return [index for index, partition in self.led.partitions.items() if partition.in_flight is None]
 
     def read(self, now: float) -> None:
-        """Read all partitions: no run is claimed."""
         for index in self.led.partitions:
             self.led.observe(image(index=index), now)
 
