@@ -45,13 +45,6 @@ def test_a_run_is_measured_by_one_clock_at_a_time() -> None:
     assert seen.claim.sum == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("left", [None, {}, ran(1), {**ran(2), "took": "long"}, {**ran(2), "claimed": "noon"}])
-def test_what_is_passed_over_or_damaged_is_counted_and_not_measured(left: Any) -> None:
-    seen, partition = sent(2)
-    seen.observe(partition, image(committed=2, ran=left, read_at=NOON), 101.0)
-    assert (seen.committed, sum(seen.handler.counts), sum(seen.claim.counts)) == (2, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("sent_at", "is_finding"),
     [([0, 1, 2, 30, 50], True), ([0, 1, 2, 3, 59], False), ([0, 50], False), ([30, 50], False), ([], False)],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from datetime import UTC, datetime
@@ -12,7 +11,7 @@ import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery import Change, Fence, FencedCollection
+from mongo_celery import Change, Fence
 from mongo_celery.bridge.change import token_data
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from tests.fixtures.samples import event
@@ -108,19 +107,3 @@ def test_a_built_change_writes_nothing_fenced(given: dict[str, Any], unreachable
     if not given:
         with pytest.raises(ConfigurationError):
             Fence("shop/summarise", 0, change.partition, change.fencing_token)
-
-
-def test_a_built_change_with_a_fence_gives_fenced_views(unreachable: MongoClient[dict[str, Any]]) -> None:
-    """By name or by collection. A name needs a client, and a database unless the client's URL has one."""
-    fence = Fence("shop/summarise", 1, 3, 4)
-    change = Change.build("insert", ns="shop.orders", fence=fence, client=unreachable)
-    assert (change.partition, change.fencing_token, change.fence) == (3, 4, fence)
-    for target in ("shop.summaries.new", unreachable["shop"]["summaries.new"]):
-        assert "'shop.summaries.new'" in repr(change.fenced(target))
-    with pytest.raises(ConfigurationError):
-        change.fenced("summaries")
-    alone = Change.build("insert", ns="shop.orders", fence=fence)
-    assert pickle.loads(pickle.dumps(alone)).fence == fence
-    assert isinstance(alone.fenced(unreachable["shop"]["summaries"]), FencedCollection)
-    with pytest.raises(HandlerUsageError):
-        alone.fenced("shop.summaries")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -43,11 +42,10 @@ def make_app() -> Iterator[Factory]:
     set_default_app(before)
 
 
-@contextmanager
-def bound(bridge: Bridge, app: Flask) -> Iterator[Bridge]:
+def bind(bridge: Bridge, app: Flask) -> Bridge:
     celery = app.extensions["celery"]
     bridge.init_app(celery)
-    yield bridge.of(celery)
+    return bridge.of(celery)
 
 
 def test_a_handler_runs_inside_the_context_of_its_own_app(make_app: Factory) -> None:
@@ -56,9 +54,8 @@ def test_a_handler_runs_inside_the_context_of_its_own_app(make_app: Factory) -> 
     task: Any = bridge.on_change("shop.orders", name="note")(name_of_app)
     for name in ("first", "second"):
         app = make_app(name)
-        with bound(bridge, app) as of_app:
-            handler: Any = app.extensions["celery"].tasks[of_app.handlers[0].task_name]
-            assert handler(CHANGE) == name
+        handler: Any = app.extensions["celery"].tasks[bind(bridge, app).handlers[0].task_name]
+        assert handler(CHANGE) == name
     assert not has_app_context()
     assert task(CHANGE) == "second"  # Celery's default app is the one that was made last
 
@@ -87,9 +84,9 @@ def test_the_bridge_listens_to_the_database_of_flask_pymongo(
 ) -> None:
     """One URL in one place, unless Celery's settings have another; what names no database is in that of the URL."""
     app = make_app(CELERY={"broker_url": "memory://", **settings})
-    with bound(Bridge(autodiscover=False), app) as bridge:
-        assert (bridge.name, bridge.url) == ("shop", url)
-        assert bridge.wiring.default_database == ("shop" if url == NOWHERE else None)
+    bridge = bind(Bridge(autodiscover=False), app)
+    assert (bridge.name, bridge.url) == ("shop", url)
+    assert bridge.wiring.default_database == ("shop" if url == NOWHERE else None)
 
 
 @pytest.mark.parametrize("config", [{}, {"CELERY": "redis://localhost"}])

@@ -80,11 +80,8 @@ def test_what_a_user_lacks_is_named_by_role() -> None:
     assert find_roles(wiring, Allowed(commanding)) == ["viewer"], "an operator replays and discards dead letters, too"
     moved = ("dead_letters", "audit_records", "partitions", "snapshots", "backlog", "handlers")
     moving = [{**readwrite, "resource": {"db": "own", "collection": each}} for each in moved]
-    assert find_roles(wiring, Allowed([*commanding, *moving])) == ["worker", "operator", "viewer"], (
-        "who moves positions may claim"
-    )
-    del moving[0]
-    assert find_roles(wiring, Allowed([*commanding, *moving])) == ["viewer"]
+    every = find_roles(wiring, Allowed([*commanding, *moving]))
+    assert every == ["worker", "operator", "viewer"], "who moves positions may claim"
     assert not any(find_gaps(wiring, Allowed(None)).values())
     assert not any(find_gaps(wiring, Allowed([{"resource": {"anyResource": True}, "actions": _all(wiring)}])).values())
 

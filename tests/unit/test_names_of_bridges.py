@@ -110,15 +110,10 @@ STORED = _identity("shop", A, ("shop", "audit"), summarise="shop.changes.summari
         (_identity("billing", A, summarise="shop.changes.summarise"), ("shop", "billing")),
         (_identity("shop", A, invoice="billing.changes.invoice"), ("summarise",)),
         (_identity("shop", B, summarise="shop.changes.summarise"), ("redis://a:6379/0", "redis://b:6379/0")),
-        (
-            _identity("shop", A, ("staging",), summarise="shop.changes.summarise"),
-            ("shop, audit", "staging", "summarise"),
-        ),
+        (_identity("shop", A, ("staging",), summarise="shop.changes.summarise"), ("shop, audit", "staging")),
     ],
 )
-def test_another_app_or_environment_is_told_by_name_broker_and_databases(
-    mine: Identity, named: tuple[str, ...]
-) -> None:
+def test_another_app_or_environment_is_named(mine: Identity, named: tuple[str, ...]) -> None:
     """P9: both are named. A deploy that renames, moves, adds or removes handlers is no other environment."""
     difference = mine.difference(STORED)
     assert (difference is None) is (not named)

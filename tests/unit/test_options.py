@@ -127,18 +127,9 @@ def test_a_bridge_reads_its_settings_from_the_app(prefix: str, namespace: str | 
     assert (bridge.options.partitions, bridge.options.run_size) == (5, 6)
 
 
-@pytest.mark.parametrize(
-    ("url", "database"),
-    [
-        ("mongodb://h/shop?replicaSet=rs0", "shop"),
-        ("mongodb://user:pass@h,i:27018/?replicaSet=rs0", None),
-        ("mongodb+srv://h.example.net/shop?w=majority", "shop"),
-        ("mongodb+srv://h.example.net", None),
-    ],
-)
-def test_the_default_database_is_that_of_the_url(url: str, database: str | None) -> None:
-    """Read from the text alone: nothing connects, and no name is looked up. P9: a URL may carry a password."""
-    assert Bridge(celery_app(), url).wiring.default_database == database
+def test_the_default_database_is_read_from_the_text_of_the_url() -> None:
+    """No name is looked up. P9: a URL may carry a password."""
+    assert Bridge(celery_app(), "mongodb+srv://h.example.net/shop?w=majority").wiring.default_database == "shop"
     with pytest.raises(ConfigurationError) as caught:
         _ = Bridge(celery_app(), "redis://user:secret@h").wiring.default_database
     assert "secret" not in str(caught.value)
