@@ -7,12 +7,13 @@ from dataclasses import FrozenInstanceError
 from datetime import UTC, datetime
 from typing import Any
 
+import bson
 import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery import Change, Fence
-from mongo_celery.bridge.change import token_data
+from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from tests.fixtures.samples import event
 
@@ -107,3 +108,9 @@ def test_a_built_change_writes_nothing_fenced(given: dict[str, Any], unreachable
     if not given:
         with pytest.raises(ConfigurationError):
             Fence("shop/summarise", 0, change.partition, change.fencing_token)
+
+
+def test_a_description_is_bounded() -> None:
+    """A log line of a change with an endless key is still a line. That none fails is a property."""
+    for raw in (event("delete", documentKey={"_id": "x" * 1000}), event("x" * 1000)):
+        assert len(describe(raw)) == len(describe(bson.encode(raw))) < 300

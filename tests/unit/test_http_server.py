@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mongo_celery.bridge.http.recent import Recent
 from mongo_celery.bridge.http.server import (
     CONNECTIONS_MAX,
     THREADS_MAX,
@@ -21,7 +22,7 @@ from mongo_celery.bridge.http.server import (
     is_own_host,
     parse_address,
 )
-from mongo_celery.errors import ConfigurationError
+from mongo_celery.errors import ConfigurationError, ServerUnavailableError
 from tests.fixtures.process import wait_for
 
 LOOPBACK = "127.0.0.1"
@@ -186,3 +187,10 @@ def test_answers_that_hang_take_a_bounded_number_of_threads(serve: Callable[...,
         assert len(begun) == THREADS_MAX
         ends.set()
     wait_for(is_answered, message="there is room again")
+
+
+def test_an_error_of_a_value_is_one_sentence_without_credentials() -> None:
+    def read() -> str:
+        raise ServerUnavailableError("no answer from mongodb://me:canary@host")
+
+    assert Recent(read, str)() == "no answer from mongodb://***@host"
