@@ -112,5 +112,5 @@ def test_a_built_change_writes_nothing_fenced(given: dict[str, Any], unreachable
 
 def test_a_description_is_bounded() -> None:
     """A log line of a change with an endless key is still a line. That none fails is a property."""
-    for raw in (event("delete", documentKey={"_id": "x" * 1000}), event("x" * 1000)):
+    for raw in (event("delete", documentKey={"_id": ["x" * 1000]}), event("x" * 1000)):
         assert len(describe(raw)) == len(describe(bson.encode(raw))) < 300

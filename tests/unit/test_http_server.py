@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from http.client import HTTPConnection, HTTPException
+from itertools import count
 from typing import Any
 
 import pytest
@@ -187,6 +188,34 @@ def test_answers_that_hang_take_a_bounded_number_of_threads(serve: Callable[...,
         assert len(begun) == THREADS_MAX
         ends.set()
     wait_for(is_answered, message="there is room again")
+
+
+def test_the_value_before_is_given_while_a_read_is_under_way() -> None:
+    """A server that hangs delays the request that reads, and no other one."""
+    reads, ends = count(1), threading.Event()
+
+    def read() -> int:
+        number = next(reads)
+        if number > 1:
+            ends.wait(120)
+        return number
+
+    recent = Recent(read, len, keep=0.0)
+    assert recent() == 1
+
+    def ask_again() -> None:  # a value that took long to read is kept for longer
+        while not ends.is_set():
+            recent()
+
+    slow = threading.Thread(target=ask_again)
+    slow.start()
+    try:
+        wait_for(recent._lock.locked, message="it is read again")
+        assert recent() == 1
+    finally:  # else the thread would outlive a failure, and pytest wait for it
+        ends.set()
+        slow.join()
+    assert recent() > 1
 
 
 def test_an_error_of_a_value_is_one_sentence_without_credentials() -> None:

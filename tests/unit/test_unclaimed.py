@@ -12,6 +12,7 @@ from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.unclaimed import BrokerAnswer, BrokerWatch, UnclaimedRuns
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.broker.occupancy import Occupancy
+from tests.fixtures.process import wait_for
 from tests.fixtures.samples import image
 from tests.unit.test_subscription import PARTITIONS, subscription
 
@@ -120,3 +121,25 @@ def test_a_run_that_is_lost_again_waits_twice_as_long_and_at_most_the_grace() ->
     scene.watch.returned_at = now
     scene.check(now + 1)
     assert partition.repeats == 0, "a worker came: the next one is not awaited for long"
+
+
+def test_a_watch_notices_that_the_broker_or_a_consumer_returns(make_redis: Any) -> None:
+    """P17: a real Redis that ends and starts again; and RabbitMQ's number of consumers, which Redis has not."""
+    server = make_redis()
+    housekeeping = Housekeeping()
+    watch = BrokerWatch(Celery("shop", broker=server.url, set_as_current=False), housekeeping)
+    housekeeping.start()
+    try:
+        watch.watch({"shop.0"})
+        wait_for(lambda: watch.answer)
+        assert watch.returned_at == float("-inf")
+        server.kill()
+        wait_for(lambda: watch.answer is None)
+        server.restart()
+        wait_for(lambda: watch.answer)
+        assert watch.returned_at > float("-inf")
+    finally:
+        housekeeping.stop()
+    counts = [[1, 1], [0, 1], [0, 2], [0, 2]]
+    found = [watch._has_more_consumers({"a": Occupancy(0, a), "b": Occupancy(0, b)}) for a, b in counts]
+    assert found == [False, False, True, False]
