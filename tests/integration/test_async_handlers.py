@@ -57,23 +57,19 @@ class Shop:
         self.seen: list[Any] = []
 
     def on_change(self, **options: Any) -> OnChange:
-        """Return the decorator of a handler of orders."""
         return self.bridge.on_change(f"{self.name}.orders", **options)
 
     def fenced(self, change: Any) -> AsyncFencedCollection:
-        """Return the view of copies over the bridge's asyncio client."""
         made: AsyncFencedCollection = change.fenced(self.bridge.async_client[self.name]["copies"])
         return made
 
     def deliver(self, *keys: Any, **options: Any) -> Any:
-        """Write orders and deliver them."""
         with BridgeRunner(self.bridge) as runner:
             self.data["orders"].insert_many([{"_id": key} for key in keys])
             return runner.deliver(**options)
 
     @property
     def copies(self) -> list[Any]:
-        """The keys of the copies."""
         return [each["_id"] for each in self.data["copies"].find().sort("_id", 1)]
 
 
@@ -139,8 +135,6 @@ def test_a_direct_call_returns_the_coroutine(shop: Shop) -> None:
 
 
 class Answer:
-    """An awaitable that is no coroutine."""
-
     def __await__(self) -> Iterator[None]:
         yield
 
@@ -185,7 +179,6 @@ def limit() -> Iterator[Callable[[], None]]:
 
 
 async def _end(end: str, stays: asyncio.Event, left: list[bool]) -> None:
-    """End a canceled coroutine."""
     if end == "canceled":
         raise asyncio.CancelledError
     if end == "raises":
@@ -309,7 +302,6 @@ class Awaited:
 
 @pytest.fixture
 def awaited(mongo_url: str, target: Collection[Document]) -> Iterator[Callable[[int], Any]]:
-    """Give a function that returns an asyncio view of the target with a token."""
     client: AsyncMongoClient[Document] = AsyncMongoClient(mongo_url)
     yield lambda token: Awaited(AsyncFencedCollection(client[target.database.name][target.name], fence(token)))
     EVENT_LOOP.get().run(client.close)

@@ -62,15 +62,11 @@ def make_beat(mongo_url: str, redis_url: str, state_database: str, clock: Clock)
             every_minute = schedule(MINUTE, nowfun=clock.now, app=app)
             app.conf.beat_schedule = entries or {"count": {"task": "shop.count", "schedule": every_minute}}
             beat = Scheduler(app)
-            stack.callback(close, beat)
+            stack.enter_context(suppress(Exception))
+            stack.callback(beat.close)
             return beat
 
         yield make
-
-
-def close(beat: Scheduler) -> None:
-    with suppress(Exception):
-        beat.close()
 
 
 @pytest.fixture
@@ -118,29 +114,14 @@ def test_one_leads_and_another_continues_where_it_ended(
 
     one.close()
     one.close()
-    assert leads(two)
-    assert len(messages(redis_url)) == 1
-    clock.time += MINUTE
-    assert leads(two)
-    assert len(messages(redis_url)) == 2
+    for passed, count in ((0, 1), (60, 2), (1, 3)):  # the times of an hour are one run
+        clock.time += passed * MINUTE
+        assert leads(two)
+        assert len(messages(redis_url)) == count
     entry = stored.find_one({"_id": "shop/count"}) or {}
-    assert (entry["lastRunAt"].replace(tzinfo=UTC), entry["totalRunCount"]) == (clock.time, 2)
+    assert (entry["lastRunAt"].replace(tzinfo=UTC), entry["totalRunCount"]) == (clock.time, 3)
     assert "run" not in entry
     assert events(caplog) == ["beat_leading", "beat_standing_by", "beat_leading"]
-
-
-def test_missed_times_are_one_run(make_beat: MakeBeat, clock: Clock, redis_url: str) -> None:
-    """No beat ran for an hour: the entry runs once immediately, then as before."""
-    one = make_beat()
-    assert leads(one)
-    one.close()
-    clock.time += 60 * MINUTE
-    two = make_beat()
-    assert leads(two)
-    assert len(messages(redis_url)) == 1
-    clock.time += MINUTE
-    assert leads(two)
-    assert len(messages(redis_url)) == 2
 
 
 @pytest.mark.parametrize("trusts", [False, True])
@@ -174,6 +155,10 @@ def test_the_next_leader_sends_a_stored_run_with_its_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The leader dies before it sends a stored run, or after, before it has noted that."""
+
+    def die(*_given: object) -> None:
+        raise SystemExit
+
     dying, other = make_beat(), make_beat()
     assert leads(dying)
     clock.time += MINUTE
@@ -189,10 +174,6 @@ def test_the_next_leader_sends_a_stored_run_with_its_id(
     clock.time += MINUTE
     assert leads(other)
     assert len(set(ids(redis_url))) == 2
-
-
-def die(*_given: object) -> None:
-    raise SystemExit
 
 
 def test_without_the_broker_a_run_waits_and_keeps_its_id(
@@ -358,13 +339,19 @@ def test_another_environment_is_refused(make_beat: MakeBeat, redis_url: str, sto
     assert leads(other)
 
 
-def test_an_app_without_mongodb_or_a_name_is_refused(redis_url: str, mongo_url: str) -> None:
+def test_what_cannot_lead_is_refused(make_beat: MakeBeat, redis_url: str, mongo_url: str, standalone_url: str) -> None:
+    """An app without MongoDB or a name, an entry whose name cannot be stored, and a standalone server."""
     for app in (
         Celery("shop", broker=redis_url, set_as_current=False),
         Celery(broker=redis_url, set_as_current=False, mongo_celery_database_url=mongo_url),
     ):
         with pytest.raises(ConfigurationError):
             Scheduler(app, lazy=True)
+    for name in ("", 1):
+        with pytest.raises(ConfigurationError):
+            make_beat({name: {"task": "shop.count", "schedule": 60.0}})
+    with pytest.raises(DeploymentError):
+        make_beat(mongo_celery_database_url=standalone_url).tick()
 
 
 def test_a_run_that_cannot_be_sent_delays_no_stored_run(
@@ -392,13 +379,6 @@ def test_a_run_that_cannot_be_sent_delays_no_stored_run(
     wait_for(is_sent)
 
 
-@pytest.mark.parametrize("name", ["", 1])
-def test_a_name_that_cannot_be_stored_is_refused(make_beat: MakeBeat, name: Any) -> None:
-    """Its beat would try to lead forever."""
-    with pytest.raises(ConfigurationError):
-        make_beat({name: {"task": "shop.count", "schedule": 60.0}})
-
-
 def test_a_bridge_names_the_state(mongo_url: str, redis_url: str, stored: Collection[Document]) -> None:
     app = Celery("shop", broker=redis_url, set_as_current=False)
     Bridge(app, mongo_url, name="bridge", database=stored.database.name)
@@ -406,8 +386,3 @@ def test_a_bridge_names_the_state(mongo_url: str, redis_url: str, stored: Collec
     assert leads(beat)
     assert stored.find_one({"_id": "bridge"})
     beat.close()
-
-
-def test_a_standalone_server_is_refused(make_beat: MakeBeat, standalone_url: str) -> None:
-    with pytest.raises(DeploymentError):
-        make_beat(mongo_celery_database_url=standalone_url).tick()

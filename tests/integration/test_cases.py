@@ -13,7 +13,6 @@ import pytest
 from bson import Binary, Code, DBRef, Decimal128, Int64, MaxKey, MinKey, ObjectId, Regex, Timestamp
 from celery import Celery
 from click.testing import CliRunner
-from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change
@@ -42,64 +41,40 @@ def typed(value: Any) -> Any:
     return [typed(each) for each in value] if isinstance(value, list) else (type(value), value)
 
 
-@pytest.fixture
-def orders(database: Database[Document]) -> Collection[Document]:
-    """A collection that records pre-images."""
-    return database.create_collection("orders", changeStreamPreAndPostImages={"enabled": True})
-
-
-@pytest.fixture
-def given() -> list[Change]:
-    return []
-
-
-@pytest.fixture
-def shop(orders: Collection[Document], given: list[Change]) -> Bridge:
-    """A bridge whose handler fails for every change."""
+@pytest.mark.needs_mongodb(6, 0)
+def test_a_case_is_the_change_that_the_worker_gave(
+    database: Database[Document], mongo_url: str, tmp_path: Path
+) -> None:
+    """With all types of BSON; from a file, its name, its text or its object, as `dead-letters list` prints it."""
+    orders = database.create_collection("orders", changeStreamPreAndPostImages={"enabled": True})
     options: Document = {"autodiscover": False, "full_document_before_change": "whenAvailable"}
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    bridge = Bridge(app, "mongodb://localhost:1/?replicaSet=nowhere", name="shop", **options)
+    app, given = Celery("shop", broker="memory://", set_as_current=False), list[Change]()
+    bridge = Bridge(app, mongo_url, name="shop", **options)
 
     @bridge.on_change(orders.full_name, failure_policy="dead_letter")
     def fail(change: Change) -> None:
         given.append(change)
         raise RuntimeError
 
-    return bridge
-
-
-def print_letters(bridge: Bridge) -> list[Document]:
-    """What `dead-letters list --full --json` prints, each letter as if it were alone."""
-    done = CliRunner().invoke(list_dead_letters, ["--full", "--json"], obj=SimpleNamespace(app=bridge.app))
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    return [{**found, "count": 1, "dead_letters": [each]} for each in found["dead_letters"]]
-
-
-@pytest.mark.needs_mongodb(6, 0)
-def test_a_case_is_the_change_that_the_worker_gave(
-    shop: Bridge, orders: Collection[Document], given: list[Change], mongo_url: str, tmp_path: Path
-) -> None:
-    """With all types of BSON; from a file, its name, its text or its object."""
-    with BridgeRunner(shop, url=mongo_url) as runner:
+    with BridgeRunner(bridge) as runner:
         orders.insert_one({"_id": {"shop": 1, "number": Int64(7)}, **VALUES})
         orders.update_one({}, {"$set": {"nested.0.a.0": Int64(2)}, "$unset": {"min": 1}})
         orders.replace_one({}, {"double": 2.0})
         orders.delete_one({})
         runner.deliver(raises=False)
-        cases = print_letters(shop)
+        done = CliRunner().invoke(list_dead_letters, ["--full", "--json"], obj=SimpleNamespace(app=app))
+    printed = json.loads(done.stdout)
+    cases = [{**printed, "count": 1, "dead_letters": [each]} for each in printed["dead_letters"]]
     assert [each.operation_type for each in given] == ["insert", "update", "replace", "delete"]
     for change, case in zip(given, cases, strict=True):
         file = tmp_path / "case.json"
         file.write_text(json.dumps(case))
         for found in map(load_change, (file, str(file), json.dumps(case), case, case["dead_letters"][0])):
             assert typed(found.raw) == typed(change.raw)
-        assert (found.namespace, found.document_key, found.wall_time) == (
-            change.namespace, change.document_key, change.wall_time,
-        )  # fmt: skip
-        assert (found.full_document, found.resume_token) == (change.full_document, change.resume_token)
+        for name in ("namespace", "document_key", "wall_time", "full_document", "resume_token"):
+            assert getattr(found, name) == getattr(change, name)
     with pytest.raises(RuntimeError):
-        shop.app.tasks["tests.integration.test_cases.fail"](found)
+        app.tasks["tests.integration.test_cases.fail"](found)
 
 
 def test_the_codec_of_a_client_decodes_a_case(make_client: MakeClient) -> None:
@@ -109,23 +84,16 @@ def test_the_codec_of_a_client_decodes_a_case(make_client: MakeClient) -> None:
     assert load_change(case, client=make_client(tz_aware=True))["at"] == datetime(2026, 11, 30, 12, tzinfo=UTC)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {"dead_letters": []},
-        {"dead_letters": [{"event": {}}, {"event": {}}]},
-        {"dead_letters": [{"event": None, "raw": "AAAA"}]},
-        {"handler": "orders"},
-        {"dead_letters": None},
-        {"event": [1]},
-        {"event": {"_id": {"_data": "82"}}},
-        {"event": {"operationType": "insert", "at": {"$date": {"$numberLong": "253402300800000"}}}},
-        {"event": {"operationType": "insert", "at": {"$date": "a user's text"}}},
-        "[]",
-        "[null]",
-        '{"dead_letters": [{"event": {"operationType": "ins',
-    ],
-)
+UNREADABLE: list[Any] = [
+    *({"dead_letters": each} for each in ([], None, [{"event": {}}] * 2, [{"event": None, "raw": "AAAA"}])),
+    *({"event": each} for each in ([1], {"_id": {"_data": "82"}})),
+    {"event": {"operationType": "insert", "at": {"$date": {"$numberLong": "253402300800000"}}}},
+    {"event": {"operationType": "insert", "at": {"$date": "a user's text"}}},
+    *({"handler": "orders"}, "[]", "[null]", '{"dead_letters": [{"event": {"operationType": "ins'),
+]
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
 def test_a_case_without_one_readable_change_is_refused(case: str | Document) -> None:
     with pytest.raises(HandlerUsageError):
         load_change(case)

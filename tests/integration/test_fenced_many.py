@@ -6,14 +6,12 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pymongo
 import pytest
-from bson import Binary, Decimal128, Int64
+from bson import Decimal128
 from pymongo import (
     DeleteMany,
     DeleteOne,
@@ -58,34 +56,19 @@ def test_a_bulk_write_is_judged_document_by_document(target: Collection[Document
     """P3: stale raises, missing is the user's matter, what was admitted stays."""
     target.insert_many([{"_id": 1}, {"_id": 2, FENCE: stamp(6)}, {"_id": 3}])
     mine = view(target, 5)
-    result = mine.bulk_write([UpdateOne({"_id": i}, {"$set": {"by": "me"}}) for i in (1, 9, 3)])
-    assert (result.matched_count, result.modified_count) == (2, 2)
+    assert mine.bulk_write([UpdateOne({"_id": i}, {"$set": {"by": "me"}}) for i in (1, 9, 3)]).modified_count == 2
     with pytest.raises(StaleFencingTokenError) as caught:
         mine.bulk_write([UpdateOne({"_id": i}, {"$set": {"by": "again"}}) for i in (1, 9, 2)])
     assert vars(caught.value)["document_id"] == 2
     assert [d.get("by") for d in target.find(sort=[("_id", 1)])] == ["again", None, "me"]
 
 
-SPELLINGS: list[tuple[Any, Any]] = [
-    ({"k": 1.0}, {"k": 1}),
-    ({"k": Int64(1)}, {"k": Decimal128("1.0")}),
-    ({"a": [1.0]}, {"a": [1]}),
-    ({"a": {"b": -0.0}}, {"a": {"b": 0}}),
-    (1, Decimal128("1")),
-    (math.nan, Decimal128("NaN")),
-    (float("nan"), -math.nan),
-    ({"at": datetime(2024, 2, 29, 12, 0, 0, 5000, UTC)}, {"at": datetime(2024, 2, 29, 12, 0, 0, 5999, UTC)}),
-    ({"b": b"x"}, {"b": Binary(b"x", 0)}),
-]
-"""As it is stored, and as it is asked for: one `_id` for MongoDB."""
-
-
 @pytest.mark.parametrize("deleted", [False, True], ids=["stored", "deleted"])
-@pytest.mark.parametrize(("there", "asked"), SPELLINGS, ids=str)
+@pytest.mark.parametrize(("there", "asked"), [({"k": 1.0}, {"k": 1}), (math.nan, Decimal128("NaN"))], ids=str)
 def test_a_stale_bulk_write_is_told_however_the_id_is_spelled(
     target: Collection[Document], there: Any, asked: Any, deleted: bool
 ) -> None:
-    """P3: JavaScript writes `{k: 1}` as a double; the judgement of many must be that of one."""
+    """P3: JavaScript writes `{k: 1}` as a double; the judgement of many must be that of one. See `test_identity.py`."""
     view(target, 6).update_one({"_id": there}, {"$set": {"by": "newer"}}, upsert=True)
     if deleted:
         view(target, 6).delete_one({"_id": there})
@@ -115,26 +98,23 @@ def test_a_stale_bulk_write_is_told_where_only_the_collation_makes_ids_equal(dat
 
 
 @pytest.mark.parametrize(
-    "write",
-    [
-        lambda mine, **given: mine.update_one({"_id": "A"}, {"$set": {"by": "me"}}, **given),
-        lambda mine, **given: mine.update_many({"_id": "A"}, {"$set": {"by": "me"}}, **given),
-        lambda mine, **given: mine.replace_one({"_id": "A"}, {"by": "me"}, **given),
-        lambda mine, **given: mine.find_one_and_update({"_id": "A"}, {"$set": {"by": "me"}}, **given),
-        lambda mine, **given: mine.delete_one({"_id": "A"}, **given),
-        lambda mine, **given: mine.bulk_write([UpdateOne({"_id": "A"}, {"$set": {"by": "me"}}, **given)]),
-    ],
-    ids=["update_one", "update_many", "replace_one", "find_one_and_update", "delete_one", "bulk_write"],
+    "method", ["update_one", "update_many", "replace_one", "find_one_and_update", "delete_one", "bulk_write"]
 )
 def test_a_stale_write_is_told_where_only_its_own_collation_makes_ids_equal(
-    target: Collection[Document], write: Callable[..., object]
+    target: Collection[Document], method: str
 ) -> None:
     """P3: by a collation a filter on `_id` means another `_id` than it says, so the document is looked for first."""
+    options: Document = {"collation": {"locale": "en", "strength": 2}}
+    given: list[Any] = [{"_id": "A"}, {"by": "me"} if method == "replace_one" else {"$set": {"by": "me"}}]
+    if method == "bulk_write":
+        given, options = [[UpdateOne(*given, **options)]], {}
+    elif method == "delete_one":
+        del given[1]
     target.insert_one({"_id": "a", FENCE: stamp(6)})
     with pytest.raises(StaleFencingTokenError):
-        write(view(target, 5), collation={"locale": "en", "strength": 2})
+        getattr(view(target, 5), method)(*given, **options)
     assert target.find_one() == {"_id": "a", FENCE: stamp(6)}
-    write(view(target, 7), collation={"locale": "en", "strength": 2})
+    getattr(view(target, 7), method)(*given, **options)
     left = target.find_one()
     assert left is None or left[FENCE] == stamp(7)
 
@@ -215,10 +195,9 @@ def test_what_stands_before_an_error_is_done_also_where_it_creates(target: Colle
         assert {each["_id"] for each in target.find()} == {1, 2} | made
         assert caught.value.details["nUpserted"] == 1
     requests = [ReplaceOne({"_id": n}, {"email": "x" if n < 12 else f"y{n}"}, upsert=True) for n in (10, 11, 12)]
-    with pytest.raises(BulkWriteError) as caught:
+    with pytest.raises(BulkWriteError):
         view(target, 5).bulk_write(requests)
-    assert [each["index"] for each in caught.value.details["writeErrors"]] == [1], "of several new ones, too"
-    assert {each["_id"] for each in target.find({"_id": {"$gte": 10}})} == {10}
+    assert {each["_id"] for each in target.find({"_id": {"$gte": 10}})} == {10}, "of several new ones, too"
     requests = [UpdateOne({"_id": 1}, {"$set": {"x": 1}}), ReplaceOne({"_id": 20}, {"email": "b"}, upsert=True)]
     with pytest.raises(BulkWriteError) as caught:
         view(target, 5).bulk_write(requests)
@@ -305,14 +284,8 @@ def test_every_fenced_write_is_answered_by_the_majority(
 def test_the_sql_example_does_what_it_says() -> None:
     """P3 in another store: the example checks itself, and its README shows its output."""
     folder = Path(__file__).parents[2] / "examples" / "fenced_sql"
-    done = subprocess.run(
-        [sys.executable, folder / "fenced_sql.py"],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, str(folder / "fenced_sql.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     shown = re.search(r"fenced_sql.py\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert shown is not None
     assert done.stdout == shown[1]

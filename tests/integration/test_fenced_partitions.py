@@ -15,18 +15,13 @@ from mongo_celery import Bridge, Change, Changes
 from mongo_celery.bridge.fenced import FencedCollection
 from mongo_celery.bridge.fenced.fence import Origin
 from mongo_celery.bridge.operations import dead_letter_commands as commands
-from mongo_celery.errors import OutdatedChangeError
+from mongo_celery.errors import OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
 from tests.rig.fenced import FENCE, KEY, fence, stored
 
 Document = dict[str, Any]
 Write = Callable[[FencedCollection, Any, Any], Any]
-
-
-def by_operation(event: Mapping[str, Any]) -> str:
-    """An insert, a replace and a delete of one document are in three partitions."""
-    return str(event["operationType"])
 
 
 WRITES: dict[str, Write] = {
@@ -39,6 +34,10 @@ WRITES: dict[str, Write] = {
     "bulk_write": lambda target, key, n: target.bulk_write([ReplaceOne({"_id": key}, {"n": n}, upsert=True)]),
     "update_many": lambda target, key, n: target.update_many({"_id": key}, {"$set": {"n": n}}, upsert=True),
 }
+
+
+def by_operation(event: Mapping[str, Any]) -> str:
+    return str(event["operationType"])
 
 
 class Shop:
@@ -64,8 +63,13 @@ class Shop:
 
         def copy_all(changes: Changes) -> None:
             self.meet_outage(changes[0])
-            target = changes.fenced(self.copies.full_name)
-            target.bulk_write([_request(change) for change in changes])
+            requests: list[Any] = [
+                DeleteOne(each.document_key)
+                if each.full_document is None
+                else ReplaceOne(each.document_key, each.full_document, upsert=True)
+                for each in changes
+            ]
+            changes.fenced(self.copies.full_name).bulk_write(requests)
 
         self._write = write
         if "batch_size" in given:
@@ -92,11 +96,6 @@ class Shop:
     def errors(self) -> list[str]:
         """Of the dead letters."""
         return [each.error.partition(":")[0] for each in commands.find(self.bridge.wiring).letters]
-
-
-def _request(change: Change) -> Any:
-    key, document = {"_id": change.document_key["_id"]}, change.full_document
-    return DeleteOne(key) if document is None else ReplaceOne(key, document, upsert=True)
 
 
 @pytest.mark.parametrize("later", ["a replace", "a delete"])
@@ -144,24 +143,17 @@ def test_a_list_compares_each_document_with_its_own_change(
 def test_a_handler_may_pass_over_what_is_outdated(database: Database[Document], mongo_url: str, session: bool) -> None:
     """Where only the latest state counts; in a transaction too, which the refusal does not end."""
     passed: list[Any] = []
+    shop = Shop(database, mongo_url, WRITES["update_one"], transactional=session)
 
-    def write(target: FencedCollection, key: Any, n: int) -> None:
-        options = {"session": current.session} if session else {}
+    def write(target: FencedCollection, change: Change) -> None:
+        options = {"session": change.session} if session else {}
+        n = (change.full_document or {})["n"]
         try:
-            target.update_one({"_id": key}, {"$set": {"n": n}}, upsert=True, **options)
+            target.update_one({"_id": 1}, {"$set": {"n": n}}, upsert=True, **options)
         except OutdatedChangeError:
             passed.append(n)
 
-    shop = Shop(database, mongo_url, write, transactional=session)
-    current: Any = None
-    plain = shop.write
-
-    def noting(target: FencedCollection, change: Change) -> None:
-        nonlocal current
-        current = change
-        plain(target, change)
-
-    shop.write = noting  # type: ignore[method-assign]
+    shop.write = write  # type: ignore[method-assign]
     with BridgeRunner(shop.bridge) as runner:
         shop.orders.insert_one({"_id": 1, "n": 1})
         shop.orders.replace_one({"_id": 1}, {"n": 2})
@@ -181,10 +173,9 @@ def test_whoever_only_adds_or_writes_for_another_document_is_refused_nothing(
 
     shop = Shop(database, mongo_url, write)
     with BridgeRunner(shop.bridge) as runner:
-        shop.orders.insert_one({"_id": 1, "n": 1})
-        shop.orders.replace_one({"_id": 1}, {"n": 2})
-        shop.orders.insert_one({"_id": 2, "n": 1})
-        shop.orders.replace_one({"_id": 2}, {"n": 2})
+        for key in (1, 2):
+            shop.orders.insert_one({"_id": key, "n": 1})
+            shop.orders.replace_one({"_id": key}, {"n": 2})
         runner.deliver()
         assert stored(shop.copies, "sum")["n"] == 6  # type: ignore[index]
 
@@ -205,6 +196,37 @@ def test_an_existing_document_is_as_new_as_its_reading(database: Database[Docume
         shop.orders.replace_one({"_id": 1}, {"n": 3})
         runner.deliver()
         assert (stored(shop.copies) or {})["n"] == 3
+
+
+@pytest.mark.parametrize("over_newer", [False, True])
+@pytest.mark.parametrize("stamped", ["row", "partition"])
+def test_in_another_store_a_replay_is_older_than_its_partition_and_not_older_than_its_row(
+    database: Database[Document], mongo_url: str, stamped: str, over_newer: bool
+) -> None:
+    """P3: a newer change of another document refuses it where one stamp stands for all of them, unless it is asked."""
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    bridge = Bridge(app, mongo_url, name="shop", partitions=1, run_size=1)
+    failing, written, stamps = {1}, list[int](), dict[object, Document]()
+
+    @bridge.on_change(f"{database.name}.orders", failure_policy="dead_letter")
+    def note(change: Change) -> None:
+        key = change.document_key["_id"]
+        if key in failing:
+            raise ValueError("no")
+        place = key if stamped == "row" else change.partition
+        stamps[place] = change.fence.stamp(stamps.get(place))  # raises StaleFencingTokenError
+        written.append(key)
+
+    with BridgeRunner(bridge) as runner:
+        database.orders.insert_many([{"_id": 1}, {"_id": 2}])
+        runner.deliver(raises=False)
+        failing.clear()
+        bridge.operations.replay_dead_letters(over_newer=over_newer).run()
+        wait_for(lambda: any(call.changes[0].replayed for call in runner.deliver(raises=False).calls))
+        is_refused = stamped == "partition" and not over_newer
+        assert written == ([2] if is_refused else [2, 1])
+        letters = commands.find(bridge.wiring).letters
+        assert [StaleFencingTokenError.__name__ in each.error for each in letters] == [True] * is_refused
 
 
 @pytest.mark.parametrize("index", [0, 3])

@@ -6,10 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from pymongo import (
-    ReturnDocument,
-    UpdateOne,
-)
+from pymongo import ReturnDocument, UpdateOne
 from pymongo.collection import Collection
 from pymongo.errors import WriteError
 
@@ -45,8 +42,7 @@ def test_the_second_write_of_one_handler_passes_and_so_does_a_newer_one(
         target.replace_one({"_id": 1}, {"kind": "a", FENCE: stamps}, upsert=True)
         graves(target).delete_many({})
         write(view(target, token, partitioning=partitioning))
-        left = stored(target) or graves(target).find_one({"_id": 1})
-        assert left is not None
+        left = stored(target) or graves(target).find_one({"_id": 1}) or {}
         kept = {"9": 900} if partitioning == 1 else {}
         assert left[FENCE] == {KEY: {"g": partitioning, "p": {"0": token, **kept}}, **other}
 
@@ -69,26 +65,21 @@ def test_the_servers_guard_and_the_pure_one_agree(target: Collection[Document], 
     assert (target.count_documents({"_id": 1, **mine.guard()}) == 1) == mine.admits(stamps)
     if mine.admits(stamps):
         target.update_one({"_id": 1}, [{"$set": {FENCE: mine.expression()}}])
-        document = stored(target)
-        assert document is not None
-        assert document[FENCE] == mine.stamp(stamps)
+        assert (stored(target) or {})[FENCE] == mine.stamp(stamps)
 
 
 # ---------------------------------------------------------------- choosing the document
 
 
-@pytest.mark.parametrize("method", ["update_one", "replace_one", "find_one_and_update", "update_many"])
-def test_an_upsert_by_another_field_is_refused(target: Collection[Document], method: str) -> None:
+def test_an_upsert_by_another_field_is_refused(target: Collection[Document]) -> None:
     """P3: a stale one would insert a second document."""
-    body = {"by": "me"} if method == "replace_one" else {"$set": {"by": "me"}}
-    with pytest.raises(ConfigurationError):
-        getattr(view(target, 5), method)({"sku": "x"}, body, upsert=True)
+    for method in ("update_one", "replace_one", "find_one_and_update", "update_many"):
+        body = {"by": "me"} if method == "replace_one" else {"$set": {"by": "me"}}
+        with pytest.raises(ConfigurationError):
+            getattr(view(target, 5), method)({"sku": "x"}, body, upsert=True)
     with pytest.raises(ConfigurationError):
         view(target, 5).bulk_write(
-            [
-                UpdateOne({"_id": 9}, {"$set": {"a": 1}}, upsert=True),
-                UpdateOne({"sku": "x"}, {"$set": {}}, upsert=True),
-            ]
+            [UpdateOne(by, {"$set": {"a": 1}}, upsert=True) for by in ({"_id": 9}, {"sku": "x"})]
         )
     assert target.count_documents({}) == 0
 
@@ -124,12 +115,12 @@ def test_what_matches_nothing_is_the_users_matter(target: Collection[Document]) 
     """P3: no document, or a condition of the user's that fails, is a result, not an error."""
     target.insert_one({"_id": 1, "n": 1, FENCE: stamp(4)})
     mine = view(target, 5)
-    assert mine.update_one({"_id": 1, "n": 2}, {"$set": {"a": 1}}).matched_count == 0
-    assert mine.update_one({"_id": 9}, {"$set": {"a": 1}}).matched_count == 0
-    assert mine.replace_one({"n": 7}, {"a": 1}).matched_count == 0
-    assert mine.find_one_and_update({"_id": 1, "n": 2}, {"$set": {"a": 1}}) is None
-    assert mine.delete_one({"_id": 1, "n": 2}).deleted_count == 0
-    assert mine.delete_one({"n": 2}).deleted_count == 0
+    for filter_ in ({"_id": 1, "n": 2}, {"_id": 9}, {"n": 7}):
+        assert mine.update_one(filter_, {"$set": {"a": 1}}).matched_count == 0
+        assert mine.replace_one(filter_, {"a": 1}).matched_count == 0
+        assert mine.find_one_and_update(filter_, {"$set": {"a": 1}}) is None
+        if "_id" not in filter_ or "n" in filter_:
+            assert mine.delete_one(filter_).deleted_count == 0
     assert stored(target) == {"_id": 1, "n": 1, FENCE: stamp(4)}
     assert graves(target).count_documents({}) == 0
 
@@ -148,9 +139,7 @@ def test_a_rival_that_changes_the_partitioning_between_two_statements_does_not_s
         view(target, 3, partitioning=2, index=7).update_one({"_id": 1}, {"$set": {"rival": 1}})
         commands.go.set()
         assert update.result(DEADLINE_S) is not None
-    document = stored(target)
-    assert document is not None
-    assert (document["n"], document["rival"]) == (1, 1)
+    assert (stored(target) or {}).items() >= {"n": 1, "rival": 1}.items()
 
 
 # ---------------------------------------------------------------- what is stored
@@ -198,9 +187,7 @@ def test_a_pipeline_may_drop_every_field_but_the_fence(
     assert stored(target) == {"_id": 1, "n": 1, FENCE: {**kept, **stamp(5)}}
 
 
-def test_a_pipeline_whose_new_root_is_missing_fails_as_it_does_without_a_fence(
-    target: Collection[Document],
-) -> None:
+def test_a_pipeline_whose_new_root_is_missing_fails_as_it_does_without_a_fence(target: Collection[Document]) -> None:
     """P9: it must not empty the document instead."""
     target.insert_one({"_id": 1, "n": 1})
     with pytest.raises(WriteError):
@@ -214,9 +201,7 @@ def test_positional_operators_and_array_filters_work(target: Collection[Document
     mine = view(target, 5)
     mine.update_one({"_id": 1, "items.sku": "b"}, {"$inc": {"items.$.n": 1}})
     mine.update_one({"_id": 1}, {"$inc": {"items.$[i].n": 5}}, array_filters=[{"i.sku": "a"}])
-    document = stored(target)
-    assert document is not None
-    assert [i["n"] for i in document["items"]] == [6, 2]
+    assert [i["n"] for i in (stored(target) or {})["items"]] == [6, 2]
 
 
 def test_results_are_pymongos(target: Collection[Document]) -> None:

@@ -23,8 +23,6 @@ STATE: Any = _state
 
 
 class Wish(mongoengine.Document):  # type: ignore[misc]
-    """Of MongoEngine, which is connected by the factory."""
-
     customer = mongoengine.StringField()
     meta = {"collection": "wishes", "db_alias": ALIAS, "strict": False}  # noqa: RUF012 - as MongoEngine wants it
 

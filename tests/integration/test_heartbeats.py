@@ -32,28 +32,22 @@ TTL_SECONDS = 6.0
 SLOW_MILLIS = 100
 
 
-def _all_claims(store: Store) -> list[Claim]:
-    store.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitions=CLAIMS), TERM)
-
-    def take(index: int) -> Claim:
-        where = store.partitions.partition_id(HANDLER, 0, index)
-        found = store.claims.take(
-            where, owner=f"o{index}", term=TERM, first=1, last=1, token=token(1)["_data"], ttl=60.0
-        )
-        assert found is not None
-        return found
-
-    with ThreadPoolExecutor(16) as threads:
-        return list(threads.map(take, range(CLAIMS)))
-
-
 def test_hundreds_of_claims_of_a_process_stay_alive_at_a_tenth_of_a_second_a_call(
     make_client: MakeClient, state_database: str, failpoint: Failpoint
 ) -> None:
     """P3, P14: one call after the other, a round would take 50 seconds, eight times as long as a claim lives."""
     options = BridgeOptions(name=BRIDGE, database=state_database, claim_ttl=TTL_SECONDS)
     store = Store(make_client(appname="many_heartbeats"), options)
-    claims = _all_claims(store)
+    store.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitions=CLAIMS), TERM)
+    run: Any = {"term": TERM, "first": 1, "last": 1, "token": token(1)["_data"], "ttl": 60.0}
+
+    def take(index: int) -> Claim:
+        found = store.claims.take(store.partitions.partition_id(HANDLER, 0, index), owner=f"o{index}", **run)
+        assert found is not None
+        return found
+
+    with ThreadPoolExecutor(16) as threads:
+        claims = list(threads.map(take, range(CLAIMS)))
     documents = make_client()[state_database]["partitions"]
     ends = {"$add": ["$$NOW", int(TTL_SECONDS * 1000)]}
     beats = Heartbeats(store.claims, TTL_SECONDS)
@@ -131,10 +125,10 @@ def _lives_longer(rig: PartitionRig, before: datetime) -> bool:
     return bool(rig.document["claim"]["until"] > before)
 
 
-def _make_hog(seconds: float) -> Callable[[], object]:
-    """Return a match that holds the interpreter so long by the processor's clock. Each letter doubles its time."""
+def _make_hog() -> Callable[[], object]:
+    """Return a match that holds the interpreter 1.5 s by the processor's clock. Each letter doubles its time."""
     pattern, length, took = re.compile("(a+)+b"), 16, 0.0
-    while took < seconds / 8:
+    while took < 1.5 / 8:
         length += 1
         before = time.process_time()
         pattern.match("a" * length)
@@ -148,7 +142,7 @@ def test_a_lapse_that_the_handler_itself_has_caused_stays_counted(
     """P14: a pattern that holds the interpreter for longer than the claim is what `max_crashes` is for."""
     # A machine with twenty processes for each core gives this one less than the tenth that counts as work of its own.
     monkeypatch.setattr(heartbeat, "_OWN_WORK", 0.01)
-    hold_interpreter, rig = _make_hog(1.5), make_partition(mongo_client, state_database)
+    hold_interpreter, rig = _make_hog(), make_partition(mongo_client, state_database)
     beats = Heartbeats(rig.claims, 1.5)
     beat = beats.begin(rig.claim(ttl=3600.0), time.monotonic(), renew=False)
     rig.lapse()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,20 +34,7 @@ RECORD = "mongo_celery.listener"
 
 
 def oplog(first: int = BEGIN) -> Oplog:
-    """An oplog that ends at a fixed time."""
     return Oplog(Timestamp(first, 1), Timestamp(END, 1))
-
-
-@dataclass
-class Scene:
-    """A subscription at a place of the test's choice, beside an oplog of its choice."""
-
-    led: Subscription
-    horizon: Horizon
-
-    def judge(self, read: Oplog | None) -> None:
-        self.horizon._read = read
-        self.horizon.judge([self.led])
 
 
 MakeWiring = Callable[[str], Wiring]
@@ -55,7 +42,6 @@ MakeWiring = Callable[[str], Wiring]
 
 @pytest.fixture
 def wiring_of(state_database: str) -> Iterator[MakeWiring]:
-    """Give what makes a bridge's wiring for a server."""
     made = []
 
     def make(url: str) -> Wiring:
@@ -70,40 +56,43 @@ def wiring_of(state_database: str) -> Iterator[MakeWiring]:
 
 
 @pytest.fixture
-def scene(mongo_client: MongoClient[Document], mongo_url: str, state_database: str, wiring_of: MakeWiring) -> Scene:
-    """Give one whose change at half of the window is not done."""
+def led(mongo_client: MongoClient[Document], state_database: str) -> Subscription:
+    """Give a subscription whose change at half of the oplog is not done."""
     rig = begin_term(mongo_client, state_database, 2)
     (led,) = rig.led(rig.take_over(), {"record": mark_at(Timestamp(BEGIN + 500, 1))})
     led.window.add(PendingChange(mark_at(Timestamp(BEGIN + 501, 1)), 1, b"change"), led.partitions[1].queue)
-    return Scene(led, Horizon(wiring_of(mongo_url)))
+    return led
 
 
-def stands(scene: Scene, **changes: Any) -> None:
-    partition = scene.led.partitions[1]
-    partition.image = replace(partition.image, **changes)
-
-
-def test_each_threshold_is_named_once_as_the_oplog_comes_nearer(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_threshold_is_named_once_as_the_oplog_comes_nearer(
+    led: Subscription, mongo_url: str, wiring_of: MakeWiring, caplog: pytest.LogCaptureFixture
+) -> None:
     """
     P16: 50, 75, 90 and 100 %, with the command that frees the place.
 
     Oplogs are truncated in pieces, so a share goes up and down. Once the place is freed, the next fall is a new one.
     """
     caplog.set_level(logging.WARNING, RECORD)
-    stands(scene, state="halted")
+    horizon, partition = Horizon(wiring_of(mongo_url)), led.partitions[1]
+    partition.image = replace(partition.image, state="halted")
+
+    def judge(read: Oplog | None) -> None:
+        horizon._read = read
+        horizon.judge([led])
+
     for first in range(BEGIN - 400, BEGIN + 520, 5):
         for tremble in (0, -10, 0):
-            scene.judge(oplog(first + tremble))
+            judge(oplog(first + tremble))
     shares = [record.__dict__["share"] for record in caplog.records]
     assert [max(limit for limit in THRESHOLDS if limit <= share) for share in shares] == list(THRESHOLDS)
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "ERROR", "ERROR"]
     for record in caplog.records:
         assert (record.__dict__["event"], record.__dict__["subscription"]) == ("history_at_risk", "record")
         assert "changes retry record 1" in record.getMessage()
-    scene.judge(oplog(BEGIN - 4000))
-    scene.judge(oplog())
+    judge(oplog(BEGIN - 4000))
+    judge(oplog())
     assert len(caplog.records) == len(THRESHOLDS) + 1
-    scene.judge(None)
+    judge(None)
     assert len(caplog.records) == len(THRESHOLDS) + 1, "there is room again"
 
 
@@ -117,18 +106,18 @@ _HELD: list[tuple[Document, str, str]] = [
 ]
 
 
-def test_the_remedy_fits_what_holds_it(scene: Scene) -> None:
+def test_the_remedy_fits_what_holds_it(led: Subscription) -> None:
     """P16: who is told to retry what is paused learns nothing. Where nothing is left to do, no partition is named."""
-    untouched = scene.led.partitions[1].image
+    partition, untouched = led.partitions[1], led.partitions[1].image
     for changes, state, command in _HELD:
-        scene.led.partitions[1].image = replace(untouched, **changes)
-        scene.led.limit.waiting = int(state == "limited")
-        scene.led.candidates[scene.led.partitions[1]] = None
-        risk = judge_risk(scene.led, oplog())
+        partition.image = replace(untouched, **changes)
+        led.limit.waiting = int(state == "limited")
+        led.candidates[partition] = None
+        risk = judge_risk(led, oplog())
         assert (risk.partition, risk.state) == (1, state)
         assert command in remedy(CommandLine("shop"), risk.subscription, risk.partition, risk.state)
-    scene.led.window.complete(scene.led.partitions[1].queue, scene.led.window.seen)
-    risk = judge_risk(scene.led, oplog(BEGIN + 2))
+    led.window.complete(partition.queue, led.window.seen)
+    risk = judge_risk(led, oplog(BEGIN + 2))
     assert (risk.partition, risk.state) == (None, None)
     assert "changes status" in remedy(CommandLine("shop"), risk.subscription, risk.partition, risk.state)
 

@@ -24,81 +24,63 @@ MakeClient = Callable[..., MongoClient[Document]]
 Select = Callable[..., Any]
 
 BOTH = pytest.mark.parametrize("select", [select_for_update, select_many_for_update])
-WRITER = "writer outside"
 
 
 @pytest.fixture
 def things(database: Database[Document]) -> Collection[Document]:
-    """Give a collection of three documents."""
     database["things"].insert_many([{"_id": number, "name": f"thing-{number}", "n": 0} for number in (1, 2, 3)])
     return database["things"]
 
 
-def locked(things: Collection[Document], filter_: Document, **options: Any) -> Any:
+def locked(things: Collection[Document], filter_: Document, select: Select = select_for_update, **options: Any) -> Any:
     """Lock in a transaction of its own; what was returned."""
-    return transactional(things.database.client)(select_for_update)(things, filter_, **options)
+    return transactional(things.database.client)(select)(things, filter_, **options)
 
 
-def locked_many(things: Collection[Document], filter_: Document, **options: Any) -> Any:
-    return transactional(things.database.client)(select_many_for_update)(things, filter_, **options)
-
-
-def stored(things: Collection[Document], document_id: object = 1) -> Document:
-    document = things.find_one({"_id": document_id})
-    assert document is not None
-    return document
+def stored(things: Collection[Document]) -> Document:
+    return things.find_one({"_id": 1}) or {}
 
 
 def test_the_lock_has_a_fresh_id_and_a_time_and_is_returned_with_the_document(things: Collection[Document]) -> None:
-    """`{id, at}`, by the server's clock; what is returned is what is stored."""
+    """`{id, at}`, by the server's clock, beside other fields that may surround it. A second lock replaces the first."""
     server_now = things.database.command("hello")["localTime"]
-    found = locked(things, {"_id": 1})
-    assert found == stored(things)
-    lock = found["_lock"]
-    assert (found["name"], set(lock), type(lock["id"])) == ("thing-1", {"id", "at"}, ObjectId)
-    assert timedelta(0) <= lock["at"] - server_now < timedelta(seconds=60)
-
-
-def test_a_lock_keeps_what_is_beside_it(things: Collection[Document]) -> None:
-    """Its field may be nested. A second lock replaces the first one."""
     things.update_one({"_id": 1}, {"$set": {"meta": {"kept": 2}}})
+    ids = set()
     for _ in range(2):
-        meta = locked(things, {"_id": 1}, field="meta.lock")["meta"]
-        assert (set(meta["lock"]), meta["kept"]) == ({"id", "at"}, 2)
+        found = locked(things, {"_id": 1}, field="meta.lock")
+        assert found == stored(things)
+        lock = found["meta"].pop("lock")
+        assert (found["meta"], set(lock), type(lock["id"])) == ({"kept": 2}, {"id", "at"}, ObjectId)
+        assert timedelta(0) <= lock["at"] - server_now < timedelta(seconds=60)
+        ids.add(lock["id"])
+    assert len(ids) == 2
 
 
-@pytest.mark.parametrize("value", ["Ann", None, 7, [1]])
 @BOTH
-def test_a_field_with_another_value_is_refused_and_kept(
-    things: Collection[Document], select: Select, value: object
-) -> None:
+def test_a_field_with_another_value_is_refused_and_kept(things: Collection[Document], select: Select) -> None:
     """It is not a lock's, and no repetition helps."""
-    things.update_one({"_id": 1}, {"$set": {"_lock": value}})
-    with pytest.raises(ConfigurationError):
-        transactional(things.database.client)(select)(things, {"_id": 1})
-    assert stored(things)["_lock"] == value
-    assert locked(things, {"_id": 1}, field="other")["_lock"] == value
-
-
-def test_no_match_is_none_and_writes_nothing(things: Collection[Document]) -> None:
-    """Not an error: whether the document must exist is the caller's business."""
-    assert locked(things, {"_id": 9}) is None
-    assert locked_many(things, {"_id": 9}) == []
-    assert things.count_documents({"_lock": {"$exists": True}}) == 0
-    assert things.count_documents({}) == 3
+    for value in ("Ann", None, 7, [1]):
+        things.update_one({"_id": 1}, {"$set": {"_lock": value}})
+        with pytest.raises(ConfigurationError):
+            locked(things, {"_id": 1}, select)
+        assert stored(things)["_lock"] == value
+        assert locked(things, {"_id": 1}, field="other")["_lock"] == value
 
 
 def test_sort_chooses_the_document_and_projection_what_is_returned(things: Collection[Document]) -> None:
-    """As in PyMongo; only the chosen one is locked."""
+    """As in PyMongo; only the chosen one is locked. No match is no error."""
+    assert locked(things, {"_id": 9}) is None
+    assert locked(things, {"_id": 9}, select_many_for_update) == []
     assert locked(things, {}, sort=[("_id", -1)], projection={"name": 1}) == {"_id": 3, "name": "thing-3"}
     assert [document["_id"] for document in things.find({"_lock": {"$exists": True}})] == [3]
+    assert things.count_documents({}) == 3
 
 
 def test_ids_of_all_types_are_told_apart(things: Collection[Document]) -> None:
     """1 and True are equal in Python and two documents in MongoDB; a document as `_id` is no key in Python."""
     ids: list[Any] = [True, False, 2.5, "a", None, {"x": 1, "y": 2}, {"y": 2, "x": 1}, ObjectId(), 0]
     things.insert_many([{"_id": each, "place": place} for place, each in enumerate(ids, 100)])
-    found = locked_many(things, {"place": {"$gte": 100}}, sort=[("place", -1)])
+    found = locked(things, {"place": {"$gte": 100}}, select_many_for_update, sort=[("place", -1)])
     assert [each["place"] for each in found] == list(range(100 + len(ids) - 1, 99, -1))
     assert things.count_documents({"_lock": {"$exists": True}}) == len(ids)
 
@@ -117,30 +99,19 @@ def test_a_lock_outside_a_transaction_is_refused(things: Collection[Document], s
             select(things, {"_id": 1}, session=session)
 
 
-@pytest.mark.parametrize("field", ["", "$lock", "_id", "_id.lock", "a..b", "a.$b", ".a", "a\0", None, 5])
-@BOTH
-def test_a_field_that_cannot_be_written_is_refused(things: Collection[Document], select: Select, field: object) -> None:
-    """Before anything is sent."""
-    with transactional(things.database.client) as session, pytest.raises(ConfigurationError):
-        select(things, {"_id": 1}, session=session, field=field)
+WRONG: list[Document] = [
+    *({"field": name} for name in ("", "$lock", "_id", "_id.lock", "a..b", "a.$b", ".a", "a\0", None, 5)),
+    *({"nowait": 1}, {"limit": -1}, {"limit": True}, {"limit": "2"}),
+    *({"projection": each} for each in ({"_id.part": 1}, ["_id.part"], {"_id": {"$add": ["$_id", 1]}})),
+]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"nowait": 1},
-        {"limit": -1},
-        {"limit": True},
-        {"limit": "2"},
-        {"projection": {"_id.part": 1}},
-        {"projection": ["_id.part"]},
-        {"projection": {"_id": {"$add": ["$_id", 1]}}},
-    ],
-)
+@pytest.mark.parametrize("options", WRONG, ids=str)
 def test_options_that_cannot_work_are_refused(things: Collection[Document], options: Document) -> None:
     """P9: before anything is sent."""
-    with transactional(things.database.client) as session, pytest.raises(ConfigurationError):
-        select_many_for_update(things, {}, session=session, **options)
+    for select in (select_many_for_update, select_for_update)[: 2 if "field" in options else 1]:
+        with transactional(things.database.client) as session, pytest.raises(ConfigurationError):
+            select(things, {}, session=session, **options)
 
 
 @BOTH
@@ -151,7 +122,7 @@ def test_a_standalone_server_is_named_as_the_cause(
     client = make_client(standalone_url)
     things = client["alone"]["things"]
     with pytest.raises(TopologyError):
-        transactional(client)(select)(things, {})
+        locked(things, {}, select)
     with pytest.raises(TopologyError), transactional(client) as session:
         things.insert_one({}, session=session)
     with client.start_session() as session, pytest.raises(TopologyError), session.start_transaction():

@@ -25,17 +25,13 @@ Notes = Collection[Document]
 AS_BLOCK = pytest.mark.parametrize("as_block", [False, True])
 
 
-def use_up_the_time(notes: Notes) -> None:
-    """Return when PyMongo would send nothing more within the limit."""
-
-    def refused() -> bool:
-        try:
-            notes.database.command("ping")
-        except PyMongoError:
-            return True
-        return False
-
-    wait_for(refused, message="the end of the limit")
+def is_refused(notes: Notes) -> bool:
+    """Return True when PyMongo sends nothing more within the limit."""
+    try:
+        notes.database.command("ping")
+    except PyMongoError:
+        return True
+    return False
 
 
 @AS_BLOCK
@@ -50,7 +46,7 @@ def test_a_body_that_outlasts_the_limit_is_aborted_and_frees_its_documents(
         after_commit(lambda: committed.append(1), session)
         select_for_update(notes, {"_id": 1}, session=session)
         notes.update_one({"_id": 1}, {"$set": {"text": "new"}}, session=session)
-        use_up_the_time(notes)
+        wait_for(lambda: is_refused(notes))
 
     with pytest.raises(TransactionTimeoutError) as caught:
         as_block_or_function(client, body, as_block=as_block, timeout=SHORT)
@@ -75,33 +71,23 @@ def test_no_commit_is_tried_in_the_last_milliseconds(notes: Notes, client: Clien
     assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (1, 0)
 
 
-def return_busy(_notes: Notes, _session: ClientSession) -> str:
-    return "busy"
-
-
-def write_a_note(notes: Notes, session: ClientSession) -> None:
-    """Fail as if to be repeated. It would meet the lock again."""
-    notes.insert_one({"text": "note"}, session=session)
-
-
 def raise_another(_notes: Notes, _session: ClientSession) -> None:
     raise LookupError("busy") from None
 
 
-def end_it(_notes: Notes, session: ClientSession) -> None:
-    """Take the end into the own hands: there is nothing left to tell."""
-    session.abort_transaction()
+LOCKED: Any = pytest.raises(DocumentLockedError)
 
 
 @AS_BLOCK
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (return_busy, pytest.raises(DocumentLockedError)),
-        (write_a_note, pytest.raises(DocumentLockedError)),
+        (lambda _notes, _session: "busy", LOCKED),
+        (lambda notes, session: notes.insert_one({"text": "to be repeated"}, session=session), LOCKED),
         (raise_another, pytest.raises(LookupError)),
-        (end_it, nullcontext()),
+        (lambda _notes, session: session.abort_transaction(), nullcontext()),
     ],
+    ids=["returns", "writes", "raises another", "ends it"],
 )
 def test_a_lock_error_that_is_caught_inside_ends_the_transaction_all_the_same(
     notes: Notes, client: Client, as_block: bool, answer: Callable[..., Any], expected: AbstractContextManager[object]

@@ -15,11 +15,9 @@ from tests.integration.locking_rig import Document
 ACTORS = 8
 INCREMENTS = 25
 TRANSFERS = 10
-PLACES = 21
 
 
 def race(work: Callable[[int], Any]) -> list[Any]:
-    """Return what each actor has returned, by its number."""
     with ThreadPoolExecutor(ACTORS) as pool:
         return list(pool.map(work, range(ACTORS)))
 
@@ -63,20 +61,3 @@ def test_opposite_orders_of_locking_end_and_keep_the_sum(database: Database[Docu
 
     race(lambda actor: [transfer(actor % 2) for _ in range(TRANSFERS)])
     assert [each["balance"] for each in database["accounts"].find()] == [100, 100], "as many went one way as the other"
-
-
-def test_no_place_is_taken_twice_and_none_is_left(database: Database[Document]) -> None:
-    """Half take from the front and half from the back, two at a time; an odd number meets in the middle."""
-    database["places"].insert_many([{"_id": row, "taken_by": None} for row in range(PLACES)])
-
-    @transactional(database.client)
-    def take(actor: int, *, session: ClientSession) -> int:
-        order = [("_id", 1 if actor % 2 else -1)]
-        free = select_many_for_update(database["places"], {"taken_by": None}, session=session, sort=order, limit=2)
-        update = {"$set": {"taken_by": actor}, "$inc": {"sales": 1}}
-        database["places"].update_many({"_id": {"$in": [each["_id"] for each in free]}}, update, session=session)
-        return len(free)
-
-    got = race(lambda actor: sum(iter(lambda: take(actor), 0)))
-    assert sum(got) == PLACES
-    assert {each["sales"] for each in database["places"].find()} == {1}

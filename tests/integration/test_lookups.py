@@ -33,7 +33,6 @@ SOME_ID = '{"$oid": "6b0c1ef5aaaaaaaaaaaaaaaa"}'
 def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
     make_bridge: MakeBridge, mongo_client: MongoClient[dict[str, Any]], state_database: str
 ) -> None:
-    """Looking is free of side effects."""
     status = make_bridge().operations.read_status()
     assert (status.state, status.handlers[0].partitions) == ("never_started", ())
     assert (status.oplog_seconds or 0) >= 0
@@ -75,6 +74,7 @@ def test_the_status_counts_what_is_stored_where_no_listener_says(storing: LedBri
     assert status.at is not None
     age = int(status.at.timestamp()) - 1  # of the first one, by the time in its token
     assert status.lag_seconds == handler.lag_seconds == handler.partitions[0].oldest_seconds == age
+    assert "backlog_missing" not in {each.code for each in status.findings}
     storing.report(storedBytes=900, storedLimit=1000)
     backlog = storing.operations.read_status().backlog
     assert backlog is not None
@@ -86,7 +86,6 @@ def test_the_status_counts_what_is_stored_where_no_listener_says(storing: LedBri
 
 def test_a_status_finds_what_is_said_to_be_stored_and_is_not(storing: LedBridge) -> None:
     """P13: a state database of which only a part was restored; loud, and never taken for empty."""
-    assert "backlog_missing" not in {each.code for each in storing.operations.read_status().findings}
     storing.state["backlog"].delete_many({})
     (missing,) = [each for each in storing.operations.read_status().findings if each.code == "backlog_missing"]
     assert (missing.severity, "summarise/0" in missing.sentence) == ("failing", True)
@@ -198,13 +197,7 @@ def test_what_waits_in_memory_or_runs_is_not_called_handled(led: LedBridge, left
 def test_a_dead_letter_of_a_key_is_found_by_the_rule_that_spreads_the_keys(led: LedBridge) -> None:
     """P16: with `partition_by` a key is no `_id`, and a text and a number that look alike are two keys."""
     kept = next(iterate_forms(bson.encode({"documentKey": {"_id": "another"}})))()
-    told: dict[str, Any] = {
-        "bridge": NAME,
-        "subscription": "summarise",
-        "key": "a change",
-        "error": "no",
-        "traceback": "",
-    }
+    told: Any = {"bridge": NAME, "subscription": "summarise", "key": "a change", "error": "no", "traceback": ""}
     for number, key in enumerate([42, "42"]):
         place = Place(1, 0, number, 1, hash_of(led, key))
         letter = dead_letter(**told, token=token(number), kept=kept, attempts=1, place=place, cause=FAILED)
