@@ -78,15 +78,14 @@ def test_a_case_is_the_change_that_the_worker_gave(
 
 
 def test_the_codec_of_a_client_decodes_a_case(make_client: MakeClient) -> None:
-    """A project with `tz_aware` gets aware times in its unit tests, too."""
     case = {"event": {"_id": {"_data": "82"}, "operationType": "insert", "at": {"$date": "2026-11-30T12:00:00Z"}}}
     assert load_change(case)["at"] == datetime(2026, 11, 30, 12)  # noqa: DTZ001 - by default times are naive
     assert load_change(case, client=make_client(tz_aware=True))["at"] == datetime(2026, 11, 30, 12, tzinfo=UTC)
 
 
 UNREADABLE: list[Any] = [
-    *({"dead_letters": each} for each in ([], None, [{"event": {}}] * 2, [{"event": None, "raw": "AAAA"}])),
-    *({"event": each} for each in ([1], {"_id": {"_data": "82"}})),
+    *({"dead_letters": []}, {"dead_letters": None}, {"dead_letters": [{"event": {}}] * 2}),
+    *({"dead_letters": [{"event": None, "raw": "AAAA"}]}, {"event": [1]}, {"event": {"_id": {"_data": "82"}}}),
     {"event": {"operationType": "insert", "at": {"$date": {"$numberLong": "253402300800000"}}}},
     {"event": {"operationType": "insert", "at": {"$date": "a user's text"}}},
     *({"handler": "orders"}, "[]", "[null]", '{"dead_letters": [{"event": {"operationType": "ins'),

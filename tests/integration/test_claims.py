@@ -13,12 +13,11 @@ from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
 import bson
-import pymongo
 import pytest
 from bson import Int64, Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import OperationFailure
 
 from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.state.claims import Claim, build_advance, build_finished, build_handled
@@ -150,21 +149,6 @@ def test_a_bridges_rights_are_enough_to_end_the_transaction_of_a_lapsed_claim_on
     rig.claim(owner="another")
     rig.lapse()
     assert not rig.claims.end_transactions([rig.where])
-
-
-def test_a_process_that_dies_while_it_sets_a_change_aside_keeps_nothing_locked(
-    rig: PartitionRig, make_client: MakeClient, failpoint: Failpoint, state_database: str
-) -> None:
-    """P7: its transaction stays open; who claims next need not wait until the server ends that."""
-    dying = make_partition(make_client(appname="dies"), state_database)
-    claim = rig.claim(ttl=1)
-    with failpoint(failCommands=["commitTransaction"], errorCode=8000, appName="dies"), pytest.raises(OperationFailure):
-        dying.claims.set_aside(claim, token(1), letter_of(1, 1))
-    with pymongo.timeout(0.5), pytest.raises(PyMongoError):  # it is locked
-        rig.documents.update_one({"_id": rig.where}, {"$set": {"note": 1}})
-    assert wait_for(lambda: rig.claims.end_transactions([rig.where])) == [rig.where]
-    assert rig.claim(owner="next").crashes == 1
-    assert rig.letters.count_documents({}) == 0
 
 
 def test_what_is_counted_of_an_existing_document_falls_on_no_other_change(rig: PartitionRig) -> None:

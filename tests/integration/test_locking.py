@@ -1,9 +1,11 @@
-"""SELECT ... FOR UPDATE against a real replica set: what is locked, for how long, and how it fails."""
+"""SELECT ... FOR UPDATE against a real replica set: what is locked, for how long, how it fails, and who races."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -13,12 +15,20 @@ from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.errors import ConfigurationError, DocumentLockedError, TopologyError, TransactionRequiredError
-from mongo_celery.locking import select_for_update, select_many_for_update, transactional
+from mongo_celery.errors import (
+    ConfigurationError,
+    DocumentLockedError,
+    TopologyError,
+    TransactionRequiredError,
+    TransactionTimeoutError,
+)
+from mongo_celery.locking import after_commit, select_for_update, select_many_for_update, transactional
+from mongo_celery.mongo.transaction.scopes import scope_of
 from tests.fixtures.process import wait_for
-from tests.integration.locking_rig import Document, beside, held
+from tests.integration.locking_rig import GENEROUS, SHORT, Document, as_block_or_function, beside, held, texts
+from tests.rig.commands import CommandRecorder
 
 MakeClient = Callable[..., MongoClient[Document]]
 Select = Callable[..., Any]
@@ -171,3 +181,145 @@ def test_a_reader_sees_no_lock_until_it_is_committed_and_an_abort_leaves_none(th
         assert ["_lock" in stored(things), 1 // 0] == [False]
     assert "_lock" not in stored(things)
     assert "_lock" in locked(things, {"_id": 1}, nowait=True)
+
+
+Client = MongoClient[Document]
+Notes = Collection[Document]
+AS_BLOCK = pytest.mark.parametrize("as_block", [False, True])
+
+
+def is_refused(notes: Notes) -> bool:
+    """Return True when PyMongo sends nothing more within the limit."""
+    try:
+        notes.database.command("ping")
+    except PyMongoError:
+        return True
+    return False
+
+
+@AS_BLOCK
+def test_a_body_that_outlasts_the_limit_is_aborted_and_frees_its_documents(
+    notes: Notes, client: Client, sent: CommandRecorder, as_block: bool
+) -> None:
+    """No commit is tried that PyMongo would refuse to send: it would then not abort either, and the lock would stay."""
+    notes.insert_one({"_id": 1, "text": "old"})
+    committed: list[int] = []
+
+    def body(session: ClientSession) -> None:
+        after_commit(lambda: committed.append(1), session)
+        select_for_update(notes, {"_id": 1}, session=session)
+        notes.update_one({"_id": 1}, {"$set": {"text": "new"}}, session=session)
+        wait_for(lambda: is_refused(notes))
+
+    with pytest.raises(TransactionTimeoutError) as caught:
+        as_block_or_function(client, body, as_block=as_block, timeout=SHORT)
+    assert vars(caught.value)["outcome"] == "aborted"
+    assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (1, 0)
+    assert notes.find_one() == {"_id": 1, "text": "old"}
+    assert transactional(client)(select_for_update)(notes, {"_id": 1}, nowait=True)
+    assert committed == []
+
+
+def test_no_commit_is_tried_in_the_last_milliseconds(notes: Notes, client: Client, sent: CommandRecorder) -> None:
+    """PyMongo might refuse to send it. After that it would not abort, and the documents would stay locked."""
+
+    def body(session: ClientSession) -> None:
+        notes.insert_one({}, session=session)
+        scope = scope_of(session)
+        assert scope is not None
+        scope.deadline = time.monotonic() + 0.009
+
+    with pytest.raises(TransactionTimeoutError):
+        transactional(client).run(body)
+    assert (len(sent.named("abortTransaction")), len(sent.named("commitTransaction"))) == (1, 0)
+
+
+def raise_another(_notes: Notes, _session: ClientSession) -> None:
+    raise LookupError("busy") from None
+
+
+LOCKED: Any = pytest.raises(DocumentLockedError)
+
+
+@AS_BLOCK
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (lambda _notes, _session: "busy", LOCKED),
+        (lambda notes, session: notes.insert_one({"text": "to be repeated"}, session=session), LOCKED),
+        (raise_another, pytest.raises(LookupError)),
+        (lambda _notes, session: session.abort_transaction(), nullcontext()),
+    ],
+    ids=["returns", "writes", "raises another", "ends it"],
+)
+def test_a_lock_error_that_is_caught_inside_ends_the_transaction_all_the_same(
+    notes: Notes, client: Client, as_block: bool, answer: Callable[..., Any], expected: AbstractContextManager[object]
+) -> None:
+    """The server has aborted it: it can neither be committed, nor does a repetition help. An own error passes."""
+    notes.insert_one({"_id": 1, "text": "held"})
+    runs: list[int] = []
+
+    def body(session: ClientSession) -> Any:
+        runs.append(1)
+        notes.insert_one({"text": "before"}, session=session)
+        try:
+            select_for_update(notes, {"_id": 1}, session=session, nowait=True)
+        except DocumentLockedError:
+            answer(notes, session)
+
+    with held(notes, 1), expected:
+        as_block_or_function(client, body, as_block=as_block, timeout=GENEROUS)
+    assert (len(runs), texts(notes)) == (1, ["held"])
+    as_block_or_function(client, body, as_block=as_block, timeout=GENEROUS)
+    assert texts(notes) == ["held", "before"]
+
+
+ACTORS = 8
+INCREMENTS = 25
+TRANSFERS = 10
+
+
+def race(work: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(ACTORS) as pool:
+        return list(pool.map(work, range(ACTORS)))
+
+
+def test_with_a_lock_no_update_is_lost(database: Database[Document]) -> None:
+    """Read, add, write: each of the eight sees what the one before it has written."""
+    database["counters"].insert_one({"_id": 1, "count": 0})
+
+    @transactional(database.client)
+    def count(*, session: ClientSession) -> None:
+        document = select_for_update(database["counters"], {"_id": 1}, session=session)
+        database["counters"].update_one({"_id": 1}, {"$set": {"count": document["count"] + 1}}, session=session)
+
+    race(lambda _: [count() for _ in range(INCREMENTS)])
+    assert [each["count"] for each in database["counters"].find()] == [ACTORS * INCREMENTS]
+
+
+def test_with_locks_no_writes_skew(database: Database[Document]) -> None:
+    """Whoever counts the doctors on duty holds them, so exactly one stays."""
+    database["doctors"].insert_many([{"_id": number, "on_duty": True} for number in range(ACTORS)])
+
+    @transactional(database.client)
+    def leave(actor: int, *, session: ClientSession) -> None:
+        on_duty = select_many_for_update(database["doctors"], {"on_duty": True}, session=session)
+        if len(on_duty) > 1:
+            database["doctors"].update_one({"_id": actor}, {"$set": {"on_duty": False}}, session=session)
+
+    race(leave)
+    assert database["doctors"].count_documents({"on_duty": True}) == 1
+
+
+def test_opposite_orders_of_locking_end_and_keep_the_sum(database: Database[Document]) -> None:
+    """A deadlock is a conflict here: one of the two gives up immediately, and is repeated."""
+    database["accounts"].insert_many([{"_id": 0, "balance": 100}, {"_id": 1, "balance": 100}])
+
+    @transactional(database.client)
+    def transfer(source: int, *, session: ClientSession) -> None:
+        for each, sign in ((source, -1), (1 - source, 1)):
+            select_for_update(database["accounts"], {"_id": each}, session=session)
+            database["accounts"].update_one({"_id": each}, {"$inc": {"balance": sign}}, session=session)
+
+    race(lambda actor: [transfer(actor % 2) for _ in range(TRANSFERS)])
+    assert [each["balance"] for each in database["accounts"].find()] == [100, 100], "as many went one way as the other"
