@@ -91,9 +91,6 @@ def seen(backlog: Backlog) -> list[StoredChange]:
     return backlog.read(PARTITION, "", LAST, 1000)
 
 
-# -- inserting and reading ---------------------------------------------------------------------------
-
-
 def test_what_was_inserted_is_read_in_the_streams_order(backlog: Backlog, documents: Collection[Document]) -> None:
     """P5: whatever was inserted first; and with its bytes, whether they were worth compressing or not."""
     changes = [change(n, padding=noise(n, 3000) if n % 2 else bytes(3000)) for n in range(1, 6)]
@@ -155,9 +152,6 @@ def test_partitions_whose_names_begin_alike_are_kept_apart(backlog: Backlog) -> 
     assert backlog.next_partition() is None
 
 
-# -- what events may be ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("beyond", [-40_000, -16_700, pytest.param(12 << 20, marks=pytest.mark.slow)])
 def test_an_event_of_any_size_is_stored(backlog: Backlog, beyond: int) -> None:
     """P12: also one that is larger than a document, as far as it can be compressed."""
@@ -182,8 +176,7 @@ def test_an_event_that_fits_into_no_document_is_refused_and_holds_no_other(backl
     stored = seen(backlog)
     assert numbers(stored) == [1, 2, 3]
     assert [each.refusal is None for each in stored] == [True, False, True]
-    refusal = stored[1].refusal
-    assert refusal is not None
+    refusal: Any = stored[1].refusal
     assert (refusal.halts, refusal.lasts, stored[1].raw, stored[1].token) == (False, True, b"", {"_data": large.data})
 
 
@@ -240,9 +233,6 @@ def test_long_tokens_keep_their_order_and_bound_like_others(backlog: Backlog) ->
     assert [each.data for each in seen(backlog)] == data[5:]
 
 
-# -- what may go wrong on the way --------------------------------------------------------------------
-
-
 APP = "spilling"
 FAULTS: dict[str, Document] = {
     "a write concern": {"writeConcernError": {"code": 64, "errmsg": "waiting for replication timed out"}},
@@ -293,9 +283,6 @@ def test_what_is_removed_between_insert_and_raise_is_inserted_again(
     assert remove(backlog, PARTITION, LAST, VERSION) == 0, "all are the later term's"
 
 
-# -- marks -------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def rig(mongo_client: MongoClient[Document], state_database: str) -> PartitionRig:
     return make_partition(mongo_client, state_database)
@@ -305,12 +292,10 @@ def test_a_mark_only_grows(rig: PartitionRig) -> None:
     """P6: a write of the same term whose answer was lost may land last; the watermark has passed on."""
     for to, reason in [(3, "first"), (7, "$$NOW"), (7, "again"), (5, "late")]:
         assert rig.partitions.mark_stored(rig.where, VERSION, token_data(to), reason), "harmless"
-    spilled = rig.image.stored
-    assert spilled is not None
-    assert (spilled["to"], spilled["reason"]) == (token_data(7), "first")
-    since = spilled["since"]
+    stored: Any = rig.image.stored
+    assert (stored["to"], stored["reason"]) == (token_data(7), "first")
     assert rig.partitions.mark_stored(rig.where, VERSION, token_data(8), "later")
-    assert rig.document["stored"] == {"to": token_data(8), "reason": "first", "since": since}
+    assert rig.document["stored"] == {"to": token_data(8), "reason": "first", "since": stored["since"]}
 
 
 def test_a_term_that_is_over_marks_and_clears_nothing(rig: PartitionRig) -> None:

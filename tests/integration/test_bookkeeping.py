@@ -131,10 +131,9 @@ def test_a_handler_may_copy_what_it_is_given(rig: Rig, database: Database[Docume
     failing = [ValueError("once")]
     options: Document = {"failure_policy": "dead_letter"}
 
-    def copy(change: Change, name: str, **fields: Any) -> None:
-        key, document = {"_id": change.document_key["_id"]}, change.full_document
-        assert document is not None
-        change.fenced(f"{database.name}.{name}").replace_one(key, {**document, **fields}, upsert=True)
+    def copy(change: Change, name: str) -> None:
+        document: Any = change.full_document
+        change.fenced(f"{database.name}.{name}").replace_one(change.document_key, document, upsert=True)
 
     @bridge.on_change(f"{database.name}.orders", **options)
     def first(change: Change) -> None:
@@ -153,9 +152,7 @@ def test_a_handler_may_copy_what_it_is_given(rig: Rig, database: Database[Docume
     def with_a_task(change: Change) -> None:
         if change.operation_type == "insert" and failing:
             raise failing.pop()
-        document = change.full_document
-        assert document is not None
-        replace = ReplaceOne({"_id": document["_id"]}, document, upsert=True)
+        replace = ReplaceOne(change.document_key, change.full_document or {}, upsert=True)
         change.fenced(f"{database.name}.copies").bulk_write([copies.with_tasks(replace, [rig.add.s(7, 7)])])
 
     @bridge.on_change(f"{database.name}.orders", bookkeeping=True, operations={"insert"})

@@ -52,12 +52,10 @@ class Orders:
         return found
 
     def entries(self, order: object) -> list[Document]:
-        document = self.orders.find_one({"_id": order})
-        assert document is not None
-        field: Document = document.get("pendingEvents", {"count": 0, "events": []})
+        (document,) = self.orders.find({"_id": order})
+        field: Any = document.get("pendingEvents", {"count": 0, "events": []})
         assert field["count"] == len(field["events"]), "the index is on the count"
-        found: list[Document] = field["events"]
-        return found
+        return list(field["events"])
 
     def ids(self, order: object) -> list[str]:
         return [entry["id"] for entry in self.entries(order)]
@@ -96,8 +94,7 @@ def test_a_replayed_entry_is_last_with_a_new_id_and_its_tasks_own(orders: Orders
 def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -> None:
     """A relay may be about to remove that entry: without the dead letter nothing would be left."""
     id_ = orders.make_dead_letter(1)
-    found = orders.outbox.runtime.dead_letters.get(id_)
-    assert found is not None
+    found: Any = orders.outbox.runtime.dead_letters.get(id_)
     orders.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events": [found.entry], "pendingEvents.count": 1}})
     with pytest.raises(CommandRefusedError):
         replay(orders.outbox, id_)
@@ -108,8 +105,7 @@ def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -
 def test_a_replay_that_was_cut_short_adds_nothing_twice_and_may_be_replayed_again(orders: Orders) -> None:
     """The entry is back and its dead letter was not removed: the repetition only removes it."""
     id_ = orders.make_dead_letter(1)
-    stored = orders.stored.find_one()
-    assert stored is not None
+    (stored,) = orders.stored.find()
     replay(orders.outbox, id_)
     orders.stored.insert_one(stored)
     assert replay(orders.outbox, id_) == f"{id_}~1"
@@ -155,8 +151,7 @@ def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> N
     orders.outbox.runtime.dead_letters.add(1, {"id": "x", "at": "noon"}, ValueError("no"))
     with pytest.raises(CommandRefusedError):
         replay(orders.outbox, "x")
-    found = orders.outbox.runtime.dead_letters.get("x")
-    assert found is not None
+    found: Any = orders.outbox.runtime.dead_letters.get("x")
     assert found.plain()["entry"] == {"id": "x", "at": "noon"}
     assert orders.outbox.runtime.dead_letters.remove("x")
     assert not orders.outbox.runtime.dead_letters.remove("x")

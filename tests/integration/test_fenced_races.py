@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import pytest
 from pymongo import DeleteOne, ReplaceOne
-from pymongo.collection import Collection
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from mongo_celery.bridge.fenced import TOMBSTONES, FencedCollection
@@ -26,11 +27,12 @@ from tests.rig.fenced import (
     DEADLINE_S,
     FENCE,
     KEY,
-    RIVAL,
     WRITES,
     Act,
     Document,
     MakeClient,
+    Spied,
+    Target,
     graves,
     stamp,
     stored,
@@ -45,32 +47,23 @@ Race = Callable[[Act, int, Hold, Act, int], list[Any]]
 
 @pytest.mark.parametrize(("rival", "wins"), [(5, True), (4, True), (6, False)])
 def test_a_document_that_appears_during_an_upsert_is_updated_or_judged(
-    target: Collection[Document],
-    spied: tuple[Collection[Document], CommandRecorder],
-    rival: int,
-    wins: bool,
+    target: Target, spied: Spied, rival: int, wins: bool
 ) -> None:
     """P3: E11000 on `_id` is tried once more; equal tokens both pass; a newer one has won."""
     collection, commands = spied
-    act = view(collection, 5)
     view(collection, 1).delete_one({"_id": 0})  # makes the index
-    commands.hold("findAndModify", target.name + TOMBSTONES)  # the update before it has missed
-    with ThreadPoolExecutor(1) as pool:
-        upsert = pool.submit(act.update_one, {"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
-        assert commands.reached.wait(DEADLINE_S)
-        view(target, rival).update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True)
-        commands.go.set()
-        if wins:
-            assert upsert.result(DEADLINE_S).matched_count == 1
-        else:
-            with pytest.raises(StaleFencingTokenError):
-                upsert.result(DEADLINE_S)
+
+    def count(mine: FencedCollection) -> int:
+        return mine.update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True).matched_count
+
+    # The update before it has missed.
+    commands.before("findAndModify", target.name + TOMBSTONES, lambda: count(view(target, rival)))
+    with nullcontext() if wins else pytest.raises(StaleFencingTokenError):
+        assert count(view(collection, 5)) == 1
     assert stored(target) == {"_id": 1, "n": 2 if wins else 1, FENCE: stamp(max(rival, 5))}
 
 
-def test_a_duplicate_key_of_another_index_is_the_users_error(
-    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder]
-) -> None:
+def test_a_duplicate_key_of_another_index_is_the_users_error(target: Target, spied: Spied) -> None:
     """P9: on an insert and on an update, at once, never a verdict about the fence."""
     collection, commands = spied
     target.create_index("email", unique=True)
@@ -85,16 +78,13 @@ def test_a_duplicate_key_of_another_index_is_the_users_error(
     assert target.count_documents({}) == 2
 
 
-def test_an_upsert_whose_other_conditions_fail_is_a_duplicate_key(target: Collection[Document]) -> None:
+def test_an_upsert_whose_other_conditions_fail_is_a_duplicate_key(target: Target) -> None:
     """P9: as in PyMongo, since the `_id` is taken; the stamp admits, so it is not stale."""
     target.insert_one({"_id": 1, "n": 1, FENCE: stamp(5)})
     with pytest.raises(DuplicateKeyError):
         view(target, 5).update_one({"_id": 1, "n": 2}, {"$set": {"a": 1}}, upsert=True)
     with pytest.raises(StaleFencingTokenError):
         view(target, 4).update_one({"_id": 1, "n": 2}, {"$set": {"a": 1}}, upsert=True)
-
-
-# ---------------------------------------------------------------- deletes
 
 
 UPSERTS: dict[str, Act] = {
@@ -110,7 +100,7 @@ OTHERS = {name: WRITES[name] for name in ("update_one", "delete_one", "bulk upda
 
 @pytest.mark.parametrize("write", [*UPSERTS.values(), *OTHERS.values()], ids=[*UPSERTS, *OTHERS])
 @pytest.mark.parametrize("existed", [True, False])
-def test_a_stale_upsert_cannot_revive_what_was_deleted(target: Collection[Document], write: Act, existed: bool) -> None:
+def test_a_stale_upsert_cannot_revive_what_was_deleted(target: Target, write: Act, existed: bool) -> None:
     """P3: nor what the newer one found already gone. Another stale write is refused too, and the tombstone stays."""
     if existed:
         view(target, 4).replace_one({"_id": 1}, {"by": "me"}, upsert=True)
@@ -122,7 +112,7 @@ def test_a_stale_upsert_cannot_revive_what_was_deleted(target: Collection[Docume
 
 
 @pytest.mark.parametrize("upsert", UPSERTS.values(), ids=UPSERTS)
-def test_a_newer_upsert_after_a_delete_works_and_keeps_all_stamps(target: Collection[Document], upsert: Act) -> None:
+def test_a_newer_upsert_after_a_delete_works_and_keeps_all_stamps(target: Target, upsert: Act) -> None:
     """P4, T2, T3: the tombstone's stamps move into the document, those of other subscriptions, too."""
     view(target, 50, key="shop/other").replace_one({"_id": 1}, {"a": 1}, upsert=True)
     view(target, 90, index=3).update_one({"_id": 1}, {"$set": {"a": 2}})
@@ -138,9 +128,7 @@ def test_a_newer_upsert_after_a_delete_works_and_keeps_all_stamps(target: Collec
 
 @pytest.mark.parametrize("is_gone", [False, True])
 @pytest.mark.parametrize("ids", [[1], [1, 2]], ids=["one", "many"])
-def test_a_delete_by_another_handler_forgets_no_stamp(
-    target: Collection[Document], ids: list[int], is_gone: bool
-) -> None:
+def test_a_delete_by_another_handler_forgets_no_stamp(target: Target, ids: list[int], is_gone: bool) -> None:
     """P3: a tombstone holds the stamps of the document and of the tombstone before it."""
     view(target, 6).replace_one({"_id": 1}, {"a": 1}, upsert=True)
     if is_gone:
@@ -150,7 +138,7 @@ def test_a_delete_by_another_handler_forgets_no_stamp(
         view(target, 5).replace_one({"_id": 1}, {"a": 1}, upsert=True)
 
 
-def test_a_tombstone_expires_by_the_servers_clock(target: Collection[Document]) -> None:
+def test_a_tombstone_expires_by_the_servers_clock(target: Target) -> None:
     """P10: seven days after the delete."""
     now = target.database.command("hello")["localTime"]
     view(target, 5).delete_one({"_id": 1})
@@ -159,7 +147,7 @@ def test_a_tombstone_expires_by_the_servers_clock(target: Collection[Document]) 
     assert graves(target).index_information()["expireAt_1"]["expireAfterSeconds"] == 0
 
 
-def test_deletes_do_not_trip_unique_indexes_or_validators(target: Collection[Document]) -> None:
+def test_deletes_do_not_trip_unique_indexes_or_validators(target: Target) -> None:
     """P9: the reason why tombstones are not stubs in the collection itself."""
     target.create_index("email", unique=True)
     target.database.command("collMod", target.name, validator={"email": {"$type": "string"}})
@@ -169,29 +157,29 @@ def test_deletes_do_not_trip_unique_indexes_or_validators(target: Collection[Doc
 
 
 @pytest.fixture
-def race(
-    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder], make_client: MakeClient
-) -> Race:
+def race(target: Target, spied: Spied, make_client: MakeClient) -> Race:
     """Give a function that holds a write at a command until a rival's has met it, and returns what both give."""
     collection, commands = spied
-    seen = CommandRecorder(target.database.client)
-    blocked: list[Document] = [{"$currentOp": {}}, {"$match": {"appName": RIVAL, "writeConflicts": {"$gt": 0}}}]
-    rival = make_client(event_listeners=[seen], appname=RIVAL)[target.database.name][target.name]
+    seen = CommandRecorder()
+    blocked: list[Document] = [{"$currentOp": {}}, {"$match": {"appName": "rival", "writeConflicts": {"$gt": 0}}}]
+    rival = make_client(event_listeners=[seen], appname="rival")[target.database.name][target.name]
     for each in (rival, collection):
         view(each, 1).delete_one({"_id": 0})  # makes the index
 
     def run(held: Act, held_token: int, hold: Hold, other: Act, token: int) -> list[Any]:
         command, suffix, after = hold
-        commands.hold(command, 1 if suffix is None else target.name + suffix, after=after)
+        rivals: list[Future[Any]] = []
+
+        def meet() -> None:
+            rivals.append(pool.submit(other, view(rival, token)))
+            # Its command has failed, or waits in the server for another transaction's write.
+            met = (rivals[0].done, seen.failures.is_set, lambda: list(target.database.client.admin.aggregate(blocked)))
+            wait_for(lambda: any(each() for each in met))
+
+        commands.before(command, 1 if suffix is None else target.name + suffix, meet, after=after)
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(held, view(collection, held_token))
-            assert commands.reached.wait(DEADLINE_S)
-            second = pool.submit(other, view(rival, token))
-            second.add_done_callback(lambda _: seen.failures.set())
-            # Its command has failed, or waits in the server for another transaction's write.
-            wait_for(lambda: seen.failures.is_set() or list(target.database.client.admin.aggregate(blocked)))
-            commands.go.set()
-            return [each.exception(DEADLINE_S) or each.result() for each in (first, second)]
+            return [each.exception(DEADLINE_S) or each.result() for each in chain([first], rivals)]
 
     return run
 
@@ -219,9 +207,7 @@ def newer_delete(fenced: FencedCollection) -> Any:
 
 
 @pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-def test_a_stale_upsert_that_overlaps_a_newer_delete_leaves_nothing(
-    target: Collection[Document], race: Race, step: Hold
-) -> None:
+def test_a_stale_upsert_that_overlaps_a_newer_delete_leaves_nothing(target: Target, race: Race, step: Hold) -> None:
     """P3, T1: wherever the upsert is when the delete comes; it is refused, or its document is deleted."""
     upserted, deleted = race(stale_upsert, 5, step, newer_delete, 6)
     _assert_buried(target)
@@ -234,7 +220,7 @@ def test_a_stale_upsert_that_overlaps_a_newer_delete_leaves_nothing(
 @pytest.mark.parametrize("step", DELETE_STEPS.values(), ids=DELETE_STEPS)
 @pytest.mark.parametrize("existed", [True, False])
 def test_a_newer_delete_that_is_overlapped_by_a_stale_upsert_leaves_nothing(
-    target: Collection[Document], race: Race, step: Hold, existed: bool
+    target: Target, race: Race, step: Hold, existed: bool
 ) -> None:
     """P3, T1: the other order, at each of the delete's steps."""
     if existed:
@@ -244,7 +230,7 @@ def test_a_newer_delete_that_is_overlapped_by_a_stale_upsert_leaves_nothing(
     _assert_buried(target)
 
 
-def _assert_buried(target: Collection[Document]) -> None:
+def _assert_buried(target: Target) -> None:
     """Nothing is there but the tombstone of the newer delete."""
     assert stored(target) is None
     assert (graves(target).find_one({"_id": 1}) or {})[FENCE] == stamp(6)
@@ -253,7 +239,7 @@ def _assert_buried(target: Collection[Document]) -> None:
 @pytest.mark.parametrize("skip", range(4))
 @pytest.mark.parametrize("act", ["insert", "delete"])
 def test_a_write_that_breaks_off_at_any_step_leaves_everything_as_it_was(
-    target: Collection[Document], make_client: MakeClient, failpoint: Failpoint, act: str, skip: int
+    target: Target, make_client: MakeClient, failpoint: Failpoint, act: str, skip: int
 ) -> None:
     """P3, T3: stamps are in the document or in its tombstone at every moment; the repetition succeeds."""
     name = f"breaks-{act}-{skip}"
@@ -275,13 +261,11 @@ def test_a_write_that_breaks_off_at_any_step_leaves_everything_as_it_was(
         acts[act](view(collection, 6))
     assert (stored(target), graves(target).find_one({"_id": 1})) == before
     acts[act](view(collection, 6))
-    left = stored(target) or graves(target).find_one({"_id": 1})
-    assert left is not None
-    assert left[FENCE] == stamp(6)
+    assert (stored(target) or graves(target).find_one({"_id": 1}) or {})[FENCE] == stamp(6)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_of_many_executions_at_once_the_newest_decides(target: Collection[Document], seed: int) -> None:
+def test_of_many_executions_at_once_the_newest_decides(target: Target, seed: int) -> None:
     """P2, P3: eight tokens upsert, replace, delete at once; the largest one's effect is left."""
     acts: list[Act] = [*list(UPSERTS.values())[:3], newer_delete]
     view(target, 0).delete_one({"_id": 0})  # makes the index

@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,10 @@ from pymongo import (
     UpdateOne,
     WriteConcern,
 )
-from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteError
 
 from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
-from tests.rig.commands import CommandRecorder
 from tests.rig.fenced import (
     DEADLINE_S,
     FENCE,
@@ -37,6 +34,8 @@ from tests.rig.fenced import (
     Act,
     Document,
     MakeClient,
+    Spied,
+    Target,
     every_write,
     fence,
     graves,
@@ -47,7 +46,7 @@ from tests.rig.fenced import (
 
 
 @every_write
-def test_a_stale_write_is_refused_and_changes_nothing(target: Collection[Document], write: Act) -> None:
+def test_a_stale_write_is_refused_and_changes_nothing(target: Target, write: Act) -> None:
     """P3: whatever the operation."""
     view(target, 6).replace_one({"_id": 1}, {"kind": "a", "by": "newer"}, upsert=True)
     before = stored(target)
@@ -59,9 +58,7 @@ def test_a_stale_write_is_refused_and_changes_nothing(target: Collection[Documen
 
 
 @every_write
-def test_the_second_write_of_one_handler_passes_and_so_does_a_newer_one(
-    target: Collection[Document], write: Act
-) -> None:
+def test_the_second_write_of_one_handler_passes_and_so_does_a_newer_one(target: Target, write: Act) -> None:
     """
     F1, F3, F4: an equal token is admitted, a larger one is, and a newer partitioning with a smaller token is.
 
@@ -89,7 +86,7 @@ def test_the_second_write_of_one_handler_passes_and_so_does_a_newer_one(
         {KEY: {}},
     ],
 )
-def test_the_servers_guard_and_the_pure_one_agree(target: Collection[Document], stamps: Document | None) -> None:
+def test_the_servers_guard_and_the_pure_one_agree(target: Target, stamps: Document | None) -> None:
     """F1-F3: `guard` matches where `admits` holds, and `expression` gives what `stamp` gives."""
     mine = fence(5)
     target.insert_one({"_id": 1} if stamps is None else {"_id": 1, FENCE: stamps})
@@ -99,10 +96,7 @@ def test_the_servers_guard_and_the_pure_one_agree(target: Collection[Document], 
         assert (stored(target) or {})[FENCE] == mine.stamp(stamps)
 
 
-# ---------------------------------------------------------------- choosing the document
-
-
-def test_an_upsert_by_another_field_is_refused(target: Collection[Document]) -> None:
+def test_an_upsert_by_another_field_is_refused(target: Target) -> None:
     """P3: a stale one would insert a second document."""
     for method in ("update_one", "replace_one", "find_one_and_update", "update_many"):
         body = {"by": "me"} if method == "replace_one" else {"$set": {"by": "me"}}
@@ -116,7 +110,7 @@ def test_an_upsert_by_another_field_is_refused(target: Collection[Document]) -> 
 
 
 @pytest.mark.parametrize("method", ["update_one", "find_one_and_update"])
-def test_a_stale_write_with_sort_does_not_fall_on_the_next_document(target: Collection[Document], method: str) -> None:
+def test_a_stale_write_with_sort_does_not_fall_on_the_next_document(target: Target, method: str) -> None:
     """P3: the document that the filter and sort name is judged; the guard does not help to choose it."""
     target.insert_many([{"_id": 1, "kind": "a", "n": 1}, {"_id": 2, "kind": "a", "n": 2}])
     sort: Any = [("n", 1)] if method == "find_one_and_update" else {"n": 1}
@@ -126,23 +120,17 @@ def test_a_stale_write_with_sort_does_not_fall_on_the_next_document(target: Coll
     assert [d.get("by") for d in target.find(sort=[("_id", 1)])] == ["newer", None]
 
 
-def test_a_document_that_leaves_the_filter_while_it_is_chosen_is_not_written(
-    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder]
-) -> None:
+def test_a_document_that_leaves_the_filter_while_it_is_chosen_is_not_written(target: Target, spied: Spied) -> None:
     """P3: the write repeats the user's filter; then the next match is chosen, as MongoDB would."""
     target.insert_many([{"_id": 1, "kind": "a"}, {"_id": 2, "kind": "a"}])
     collection, commands = spied
-    commands.hold("update", target.name)
-    with ThreadPoolExecutor(1) as pool:
-        update = pool.submit(view(collection, 5).update_one, {"kind": "a"}, {"$set": {"by": "me"}}, sort={"_id": 1})
-        assert commands.reached.wait(DEADLINE_S)
-        target.update_one({"_id": 1}, {"$set": {"kind": "b"}})
-        commands.go.set()
-        assert update.result(DEADLINE_S).matched_count == 1
+    commands.before("update", target.name, lambda: target.update_one({"_id": 1}, {"$set": {"kind": "b"}}))
+    updated = view(collection, 5).update_one({"kind": "a"}, {"$set": {"by": "me"}}, sort={"_id": 1})
+    assert updated.matched_count == 1
     assert [d.get("by") for d in target.find(sort=[("_id", 1)])] == [None, "me"]
 
 
-def test_what_matches_nothing_is_the_users_matter(target: Collection[Document]) -> None:
+def test_what_matches_nothing_is_the_users_matter(target: Target) -> None:
     """P3: no document, or a condition of the user's that fails, is a result, not an error."""
     target.insert_one({"_id": 1, "n": 1, FENCE: stamp(4)})
     mine = view(target, 5)
@@ -157,30 +145,21 @@ def test_what_matches_nothing_is_the_users_matter(target: Collection[Document]) 
 
 
 def test_a_rival_that_changes_the_partitioning_between_two_statements_does_not_swallow_a_write(
-    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder]
+    target: Target, spied: Spied
 ) -> None:
     """P1: neither statement of an operator update may match; then the write is tried again."""
     target.insert_one({"_id": 1, FENCE: stamp(1)})
     collection, commands = spied
-    mine = view(collection, 5, partitioning=2)
-    commands.hold("findAndModify", target.name, after=1)  # the first has missed, since the stamp was older
-    with ThreadPoolExecutor(1) as pool:
-        update = pool.submit(mine.find_one_and_update, {"_id": 1}, {"$inc": {"n": 1}})
-        assert commands.reached.wait(DEADLINE_S)
-        view(target, 3, partitioning=2, index=7).update_one({"_id": 1}, {"$set": {"rival": 1}})
-        commands.go.set()
-        assert update.result(DEADLINE_S) is not None
+    rival = view(target, 3, partitioning=2, index=7)
+    # The first has missed, since the stamp was older.
+    commands.before("findAndModify", target.name, lambda: rival.update_one({"_id": 1}, {"$set": {"rival": 1}}), after=1)
+    assert view(collection, 5, partitioning=2).find_one_and_update({"_id": 1}, {"$inc": {"n": 1}}) is not None
     assert (stored(target) or {}).items() >= {"n": 1, "rival": 1}.items()
-
-
-# ---------------------------------------------------------------- what is stored
 
 
 @pytest.mark.needs_mongodb(5, 0)
 @pytest.mark.parametrize("exists", [False, True])
-def test_strings_and_names_that_begin_with_a_dollar_are_stored_as_they_are(
-    target: Collection[Document], exists: bool
-) -> None:
+def test_strings_and_names_that_begin_with_a_dollar_are_stored_as_they_are(target: Target, exists: bool) -> None:
     """P2: through an expression, `"$price"` would silently remove its field."""
     if exists:
         target.insert_one({"_id": 1, "old": 1, "price": 3})
@@ -207,7 +186,7 @@ def test_strings_and_names_that_begin_with_a_dollar_are_stored_as_they_are(
     ],
 )
 def test_a_pipeline_may_drop_every_field_but_the_fence(
-    target: Collection[Document], stages: list[Document], found: Document | None
+    target: Target, stages: list[Document], found: Document | None
 ) -> None:
     """F2, F4: stages that rebuild the document keep the stamps, and cannot bring others."""
     kept = (found or {}).get(FENCE, {})
@@ -218,7 +197,7 @@ def test_a_pipeline_may_drop_every_field_but_the_fence(
     assert stored(target) == {"_id": 1, "n": 1, FENCE: {**kept, **stamp(5)}}
 
 
-def test_a_pipeline_whose_new_root_is_missing_fails_as_it_does_without_a_fence(target: Collection[Document]) -> None:
+def test_a_pipeline_whose_new_root_is_missing_fails_as_it_does_without_a_fence(target: Target) -> None:
     """P9: it must not empty the document instead."""
     target.insert_one({"_id": 1, "n": 1})
     with pytest.raises(WriteError):
@@ -226,7 +205,7 @@ def test_a_pipeline_whose_new_root_is_missing_fails_as_it_does_without_a_fence(t
     assert stored(target) == {"_id": 1, "n": 1}
 
 
-def test_positional_operators_and_array_filters_work(target: Collection[Document]) -> None:
+def test_positional_operators_and_array_filters_work(target: Target) -> None:
     """P9: the guard beside the filter does not hide which element matched."""
     target.insert_one({"_id": 1, "items": [{"sku": "a", "n": 1}, {"sku": "b", "n": 1}]})
     mine = view(target, 5)
@@ -235,7 +214,7 @@ def test_positional_operators_and_array_filters_work(target: Collection[Document
     assert [i["n"] for i in (stored(target) or {})["items"]] == [6, 2]
 
 
-def test_results_are_pymongos(target: Collection[Document]) -> None:
+def test_results_are_pymongos(target: Target) -> None:
     """P9: counts, inserted ids, images before and after, projections."""
     mine = view(target, 5)
     inserted = mine.update_one({"_id": 1}, {"$set": {"n": 1}, "$setOnInsert": {"s": 1}}, upsert=True)
@@ -250,7 +229,7 @@ def test_results_are_pymongos(target: Collection[Document]) -> None:
     assert mine.delete_one({"n": 7}).deleted_count == 1
 
 
-def test_update_many_guards_each_document(target: Collection[Document]) -> None:
+def test_update_many_guards_each_document(target: Target) -> None:
     """P3: one that is newer raises; the admitted ones are updated and stamped, the newer one is as it was."""
     target.insert_many([{"_id": i, "kind": "a"} for i in range(4)])
     view(target, 6).update_one({"_id": 2}, {"$set": {"by": "newer"}})
@@ -261,7 +240,7 @@ def test_update_many_guards_each_document(target: Collection[Document]) -> None:
     assert view(target, 6).update_many({"kind": "a"}, {"$set": {"by": "me"}}).matched_count == 4
 
 
-def test_update_many_meets_each_document_once(target: Collection[Document], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_many_meets_each_document_once(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """P2: also when the update moves documents along the index that finds them, and over several batches."""
     monkeypatch.setattr("mongo_celery.bridge.fenced.bulk.BATCH", 50)
     target.create_index("n")
@@ -271,7 +250,7 @@ def test_update_many_meets_each_document_once(target: Collection[Document], monk
     assert target.count_documents({"n": 1, f"{FENCE}.{KEY}.p.0": 5}) == 220
 
 
-def test_a_bulk_write_is_judged_document_by_document(target: Collection[Document]) -> None:
+def test_a_bulk_write_is_judged_document_by_document(target: Target) -> None:
     """P3: stale raises, missing is the user's matter, what was admitted stays."""
     target.insert_many([{"_id": 1}, {"_id": 2, FENCE: stamp(6)}, {"_id": 3}])
     mine = view(target, 5)
@@ -285,7 +264,7 @@ def test_a_bulk_write_is_judged_document_by_document(target: Collection[Document
 @pytest.mark.parametrize("deleted", [False, True], ids=["stored", "deleted"])
 @pytest.mark.parametrize(("there", "asked"), [({"k": 1.0}, {"k": 1}), (math.nan, Decimal128("NaN"))], ids=str)
 def test_a_stale_bulk_write_is_told_however_the_id_is_spelled(
-    target: Collection[Document], there: Any, asked: Any, deleted: bool
+    target: Target, there: Any, asked: Any, deleted: bool
 ) -> None:
     """P3: JavaScript writes `{k: 1}` as a double; the judgement of many must be that of one. See `test_identity.py`."""
     view(target, 6).update_one({"_id": there}, {"$set": {"by": "newer"}}, upsert=True)
@@ -319,9 +298,7 @@ def test_a_stale_bulk_write_is_told_where_only_the_collation_makes_ids_equal(dat
 @pytest.mark.parametrize(
     "method", ["update_one", "update_many", "replace_one", "find_one_and_update", "delete_one", "bulk_write"]
 )
-def test_a_stale_write_is_told_where_only_its_own_collation_makes_ids_equal(
-    target: Collection[Document], method: str
-) -> None:
+def test_a_stale_write_is_told_where_only_its_own_collation_makes_ids_equal(target: Target, method: str) -> None:
     """P3: by a collation a filter on `_id` means another `_id` than it says, so the document is looked for first."""
     options: Document = {"collation": {"locale": "en", "strength": 2}}
     given: list[Any] = [{"_id": "A"}, {"by": "me"} if method == "replace_one" else {"$set": {"by": "me"}}]
@@ -338,9 +315,7 @@ def test_a_stale_write_is_told_where_only_its_own_collation_makes_ids_equal(
     assert left is None or left[FENCE] == stamp(7)
 
 
-def test_a_bulk_write_does_not_lose_a_document_that_appears_before_it_is_judged(
-    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder]
-) -> None:
+def test_a_bulk_write_does_not_lose_a_document_that_appears_before_it_is_judged(target: Target, spied: Spied) -> None:
     """P1: the command missed it, the look finds it with an older stamp: it is written then, once."""
     collection, commands = spied
     commands.meanwhile[2] = lambda: view(target, 4).replace_one({"_id": 2}, {"n": 10}, upsert=True)
@@ -349,7 +324,7 @@ def test_a_bulk_write_does_not_lose_a_document_that_appears_before_it_is_judged(
     assert (result.matched_count, result.upserted_ids) == (1, {0: 1, 2: 3})
 
 
-def test_a_bulk_write_does_all_kinds_in_the_users_order(target: Collection[Document]) -> None:
+def test_a_bulk_write_does_all_kinds_in_the_users_order(target: Target) -> None:
     """P2: a document that occurs twice sees its requests in order; counts and places are PyMongo's."""
     target.insert_many([{"_id": 1, "n": 1, "kind": "a"}, {"_id": 2, "n": 2, "kind": "a"}])
     result = view(target, 5).bulk_write(
@@ -370,7 +345,7 @@ def test_a_bulk_write_does_all_kinds_in_the_users_order(target: Collection[Docum
     assert (result.matched_count, result.deleted_count, result.upserted_count) == (5, 1, 3)
 
 
-def test_deletes_of_a_bulk_write_bury_all_that_they_name(target: Collection[Document]) -> None:
+def test_deletes_of_a_bulk_write_bury_all_that_they_name(target: Target) -> None:
     """P3: also what was not there; an older execution revives none of it, and what is named twice goes once."""
     target.insert_many([{"_id": 1, FENCE: stamp(4, key="shop/other")}, {"_id": 2, FENCE: stamp(4)}, {"_id": 4}])
     result = view(target, 5).bulk_write([DeleteOne({"_id": i}) for i in (1, 2, 3, 2)])
@@ -384,9 +359,7 @@ def test_deletes_of_a_bulk_write_bury_all_that_they_name(target: Collection[Docu
 
 
 @pytest.mark.parametrize("newer", ["document", "tombstone"])
-def test_a_stale_delete_of_a_bulk_write_is_told_behind_what_was_admitted(
-    target: Collection[Document], newer: str
-) -> None:
+def test_a_stale_delete_of_a_bulk_write_is_told_behind_what_was_admitted(target: Target, newer: str) -> None:
     """P3: as of all its requests: those before are done, those behind are not tried."""
     target.insert_many([{"_id": i} for i in (1, 2, 3)])
     view(target, 6).update_one({"_id": 2}, {"$set": {"by": "newer"}})
@@ -398,7 +371,7 @@ def test_a_stale_delete_of_a_bulk_write_is_told_behind_what_was_admitted(
     assert {each["_id"] for each in target.find()} == {2, 3} - ({2} if newer == "tombstone" else set())
 
 
-def test_what_stands_before_an_error_is_done_also_where_it_creates(target: Collection[Document]) -> None:
+def test_what_stands_before_an_error_is_done_also_where_it_creates(target: Target) -> None:
     """P9: as in PyMongo; who says by an error's place how much is finished must not be told too much."""
     target.create_index("email", unique=True)
     target.insert_many([{"_id": 1, "email": "a"}, {"_id": 2, "email": "b"}])
@@ -424,19 +397,14 @@ def test_what_stands_before_an_error_is_done_also_where_it_creates(target: Colle
 
 
 @pytest.mark.parametrize("request_", [InsertOne({"_id": 1}), DeleteMany({})])
-def test_a_bulk_write_refuses_what_it_cannot_fence(target: Collection[Document], request_: Any) -> None:
+def test_a_bulk_write_refuses_what_it_cannot_fence(target: Target, request_: Any) -> None:
     """P9: before anything is written."""
     with pytest.raises(ConfigurationError):
         view(target, 5).bulk_write([ReplaceOne({"_id": 1}, {}, upsert=True), request_])
     assert target.count_documents({}) == 0
 
 
-# ---------------------------------------------------------------- sessions, concerns, costs, forks
-
-
-def test_a_users_transaction_holds_every_write(
-    target: Collection[Document], mongo_client: MongoClient[Document]
-) -> None:
+def test_a_users_transaction_holds_every_write(target: Target, mongo_client: MongoClient[Document]) -> None:
     """P3: `session` is passed through: an abort undoes documents, stamps and tombstones alike."""
     target.insert_one({"_id": 1, "a": 1})
     view(target, 1).delete_one({"_id": 0})
@@ -455,7 +423,7 @@ def test_a_users_transaction_holds_every_write(
 
 
 def test_a_stale_upsert_in_a_users_transaction_is_stale_there_too(
-    target: Collection[Document], mongo_client: MongoClient[Document]
+    target: Target, mongo_client: MongoClient[Document]
 ) -> None:
     """P3: E11000 has ended the transaction in the server, so the stamp is read outside of it."""
     view(target, 6).replace_one({"_id": 1}, {"by": "newer"}, upsert=True)
@@ -471,7 +439,7 @@ def test_a_stale_upsert_in_a_users_transaction_is_stale_there_too(
 
 @pytest.mark.parametrize("restored", [False, True])
 def test_the_first_fenced_write_of_a_process_may_stand_in_a_users_transaction(
-    target: Collection[Document], make_client: MakeClient, restored: bool
+    target: Target, make_client: MakeClient, restored: bool
 ) -> None:
     """P9: making the tombstones' index, also if it was lost, does not wait for the transaction around it."""
     if restored:
@@ -490,9 +458,7 @@ def test_the_first_fenced_write_of_a_process_may_stand_in_a_users_transaction(
 
 
 @every_write
-def test_every_fenced_write_is_answered_by_the_majority(
-    target: Collection[Document], spied: tuple[Collection[Document], CommandRecorder], write: Act
-) -> None:
+def test_every_fenced_write_is_answered_by_the_majority(target: Target, spied: Spied, write: Act) -> None:
     """P3: whatever the collection's own concern is. A transaction's commands carry none but the commit's."""
     collection, commands = spied
     target.insert_one({"_id": 1, "kind": "a", FENCE: stamp(4)})

@@ -179,9 +179,7 @@ def test_the_next_run_is_due_when_its_token_is(begin: MakeTerm) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [{"max_running": 1}, {"rate": "1/h"}, {"max_running": 2, "rate": 0.001}],
-    ids=["slots", "tokens", "both"],
+    "limits", [{"max_running": 1}, {"rate": "1/h"}, {"max_running": 2, "rate": 0.001}], ids=["slots", "tokens", "both"]
 )
 def test_a_runner_delivers_everything_under_a_limit(
     database: Database[Document], mongo_url: str, limits: Mapping[str, Any]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,9 +79,7 @@ class Bridge:
         return start
 
     def document(self, name: str) -> Document:
-        found = sparse(self.rig.database["handlers"]).find_one({"_id": f"shop/{name}"})
-        assert found is not None, "it was taken over"
-        return found
+        return sparse(self.rig.database["handlers"]).find_one({"_id": f"shop/{name}"}) or {}
 
     @property
     def given_up(self) -> list[str]:
@@ -92,29 +91,26 @@ class Bridge:
         return read_oplog(self.client).first
 
 
-class Make:
-    """Makes a bridge whose subscriptions stand at these marks, or nowhere yet."""
+def make_on(client: MongoClient[Document], database: str, **marks: Mark | None) -> Bridge:
+    """Return a bridge whose subscriptions stand at these marks, or nowhere yet."""
+    rig = begin_term(client, database, 2, list(marks))
+    takeover = rig.take_over()
+    for name, mark in marks.items():
+        assert rig.store.subscriptions.pin(name, rig.version, PINNED, None)
+        if mark is not None:
+            advance(rig.store.subscriptions, name, rig.version, mark.token, mark.cluster_time, STREAM)
+    led = {each.name: each for each in rig.led(takeover, marks)}
+    bridge = Bridge(client, rig, led, Watermarks(rig.store, rig.renewal, STREAM, dict))
+    bridge.watermarks.store(led.values(), 0.0)
+    return bridge
 
-    def __init__(self, client: MongoClient[Document], database: str) -> None:
-        self._client = client
-        self._database = database
 
-    def __call__(self, *, pinned: Timestamp = PINNED, **marks: Mark | None) -> Bridge:
-        rig = begin_term(self._client, self._database, 2, list(marks))
-        takeover = rig.take_over()
-        for name, mark in marks.items():
-            assert rig.store.subscriptions.pin(name, rig.version, pinned, None)
-            if mark is not None:
-                advance(rig.store.subscriptions, name, rig.version, mark.token, mark.cluster_time, STREAM)
-        led = {each.name: each for each in rig.led(takeover, marks)}
-        bridge = Bridge(self._client, rig, led, Watermarks(rig.store, rig.renewal, STREAM, dict))
-        bridge.watermarks.store(led.values(), 0.0)
-        return bridge
+Make = Callable[..., Bridge]
 
 
 @pytest.fixture
 def make(mongo_client: MongoClient[Document], state_database: str) -> Make:
-    return Make(mongo_client, state_database)
+    return partial(make_on, mongo_client, state_database)
 
 
 @pytest.fixture
@@ -164,7 +160,7 @@ def test_what_an_error_interrupts_is_judged_again_where_the_server_refuses_it_ag
     skip: int,
 ) -> None:
     """P1, P17: nobody else is taken for the one that is first."""
-    bridge = Make(make_client(appName=APP), state_database)(record=ROLLED, audit=ROLLED_LATER, third=tip)
+    bridge = make_on(make_client(appName=APP), state_database, record=ROLLED, audit=ROLLED_LATER, third=tip)
     monkeypatch.setattr(starts, "read_oplog", lambda _client: None)
     monkeypatch.setattr(history, "oplog_or_none", lambda _client: None)
     interrupted = bridge.history("now")
@@ -172,11 +168,8 @@ def test_what_an_error_interrupts_is_judged_again_where_the_server_refuses_it_ag
     def go_on() -> Position | None:
         return interrupted.settle_refusal(HistoryLostError(), bridge.led, bridge.watermarks)
 
-    commands = ["update", "find", "findAndModify"]
-    with (
-        failpoint(failCommands=commands, errorCode=50, mode={"skip": skip}, appName=APP),
-        pytest.raises(PyMongoError),
-    ):
+    fault: Any = {"failCommands": ["update", "find", "findAndModify"], "errorCode": 50, "mode": {"skip": skip}}
+    with failpoint(appName=APP, **fault), pytest.raises(PyMongoError):
         go_on()
     position = interrupted.find_position(bridge.led)
     if position == Position(ROLLED.token, ROLLED.cluster_time):
@@ -201,28 +194,14 @@ def test_a_token_that_is_refused_within_the_oplog_is_replaced_by_its_time_once(m
     assert bridge.document("record")["lost"]["at"] == tip.cluster_time
 
 
-def test_nothing_is_moved_until_somebody_has_decided(make: Make, tip: Mark) -> None:
-    """P1, P9, P12: who lost it stands still, and its state says where; the others go on."""
-    bridge = make(record=ROLLED, audit=tip)
-    assert bridge.go_on("halt") == Position(tip.token, tip.cluster_time)
-    stored = bridge.document("record")
-    assert stored["resumeToken"] == ROLLED.token
-    assert (stored["lost"]["at"], stored["lost"]["oldest"]) == (ROLLED.cluster_time, bridge.oldest)
-    assert bridge.given_up == []
-    assert [led.lost for led in bridge.led.values()] == [True, False]
-    bridge.led["record"].ingest_item(tip)
-    bridge.watermarks.store(bridge.led.values(), 0.0)
-    assert bridge.document("record")["resumeToken"] == ROLLED.token, "nothing is read for it, and its watermark stands"
-
-
 def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_once(make: Make) -> None:
     """P1, P9: `oldest` was asked for, and a young bridge races a fast oplog; then somebody has to know."""
     bridge = make(record=None)
-    lost = bridge.history("halt")
-    assert lost.settle_refusal(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
+    lost, given = bridge.history("halt"), (HistoryLostError(), bridge.led, bridge.watermarks)
+    assert lost.settle_refusal(*given) == Position(None, bridge.oldest)
     rolled = {"startAtOperationTime": PINNED, "clusterTime": PINNED}
     bridge.rig.database["handlers"].update_one({}, {"$set": rolled})
-    assert lost.settle_refusal(HistoryLostError(), bridge.led, bridge.watermarks) is None
+    assert lost.settle_refusal(*given) is None
     assert bridge.led["record"].lost
 
 
@@ -238,7 +217,7 @@ def rolling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(
-    make_replica_set: Callable[..., MongoReplicaSet], make_client: Callable[..., MongoClient[Document]]
+    make_replica_set: Callable[..., MongoReplicaSet], make_client: MakeClient
 ) -> None:
     """
     P1, P12: nothing was ever removed from it, and the server reads from there. The session's set may have rolled.
@@ -247,9 +226,9 @@ def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(
     """
     client, at_its_start = make_client(make_replica_set().url), mark_at(PINNED)
     assert read_oplog(client).is_whole
-    bridge = Make(client, "state")(record=None)
+    bridge = make_on(client, "state", record=None)
     assert bridge.begin() == Position(None, PINNED)
-    bridge = Make(client, "restored")(record=at_its_start, restored=ROLLED)
+    bridge = make_on(client, "restored", record=at_its_start, restored=ROLLED)
     assert bridge.begin() == Position(at_its_start.token, PINNED)
     assert [name for name, each in bridge.led.items() if each.lost] == ["restored"]
     assert bridge.begin() == Position(at_its_start.token, PINNED), "it stands still, whoever leads"
@@ -279,10 +258,8 @@ def test_a_first_start_is_chosen_again_only_where_nothing_was_ever_claimed(make:
     """P1, I1: a halted first change stores no watermark, and must not be given up."""
     bridge = make(record=None)
     if touched:
-        head = {"resumeToken": {"_data": "82"}, "key": "k"}
-        bridge.rig.partitions.update_one(
-            {"_id": bridge.rig.partition_id("record", 1)}, {"$set": {"state": "halted", "halted": head}}
-        )
+        halted = {"state": "halted", "halted": {"resumeToken": {"_data": "82"}, "key": "k"}}
+        bridge.rig.partitions.update_one({"_id": bridge.rig.partition_id("record", 1)}, {"$set": halted})
     position = bridge.begin()
     assert bridge.led["record"].lost is touched
     assert position == (None if touched else Position(None, bridge.oldest))
@@ -297,8 +274,9 @@ def test_a_decision_moves_one_subscription_while_the_listener_runs(make: Make, t
     since = set()
     for _ in range(2):  # whoever leads
         assert bridge.begin() == Position(tip.token, tip.cluster_time)
-        since.add(bridge.document("record")["lost"]["since"])
-    assert len(since) == 1
+        lost = bridge.document("record")["lost"]
+        since.add(lost["since"])
+    assert (len(since), lost["at"], lost["oldest"]) == (1, ROLLED.cluster_time, bridge.oldest)
     assert bridge.look() is None
     before = bridge.document("audit")
     bridge.decide("record", policy)
@@ -358,6 +336,10 @@ def test_who_was_read_further_in_this_term_is_judged_by_that(make: Make) -> None
     assert bridge.go_on("halt") == Position(None, now)
     assert [each.lost for each in bridge.led.values()] == [True, False]
     assert len(led.partitions[0].queue) == 1
+    bridge.led["record"].ingest_item(mark_at(now))
+    bridge.watermarks.store(bridge.led.values(), 0.0)
+    assert bridge.document("record")["resumeToken"] == ROLLED.token, "nothing is read for it, and its watermark stands"
+    assert bridge.given_up == []
 
 
 def test_the_listener_ends_once_nothing_is_left_to_lead(make: Make) -> None:

@@ -72,27 +72,28 @@ def test_what_has_run_under_an_id_does_not_run_again(
             task.delay()
 
 
+@pytest.mark.parametrize("with_session", [False, True])
 def test_a_duplicate_of_what_runs_is_retried_later_and_one_of_what_crashed_runs(
-    app: Celery, database: Database[Document]
+    app: Celery, marks: Collection[Document], with_session: bool
 ) -> None:
-    """A live claim keeps it away; a lapsed one does not."""
-    runs: list[str] = []
+    """A live claim keeps it away; a lapsed one does not. A deploy may have added the session meanwhile."""
+    effects = marks.database.create_collection("effects")
 
-    @app.task(shared=False)
-    @once(database["done"], claim_ttl=3600)
-    def send() -> None:
-        runs.append("run")
+    def pay() -> None:
+        pay_within(session=None)
 
-    run(send, "other")
-    database["done"].insert_one({"_id": "t1", "state": "running", "owner": 1, "until": 0})
-    database["done"].update_one({"_id": "t1"}, [{"$set": {"until": {"$add": ["$$NOW", 60_000]}}}])
+    def pay_within(*, session: Any) -> None:
+        effects.insert_one({}, session=session)
+
+    task = app.task(shared=False)(once(marks, claim_ttl=3600)(pay_within if with_session else pay))
+    hold(marks, 3600)
     with pytest.raises(Retry):
-        send.apply(task_id="t1", throw=True)
-    assert runs == ["run"]
-
-    database["done"].update_one({"_id": "t1"}, [{"$set": {"until": "$$NOW"}}])
-    run(send, "t1")
-    assert runs == ["run", "run"]
+        run(task)
+    assert effects.count_documents({}) == 0
+    hold(marks, -1)
+    run(task)
+    run(task)
+    assert effects.count_documents({}) == 1
 
 
 def test_two_tasks_with_one_key_each_run_once(app: Celery, database: Database[Document]) -> None:
@@ -151,7 +152,6 @@ def test_steps_that_a_task_calls_have_records_of_their_own(app: Celery, database
 
 
 def test_a_key_that_no_mark_can_have_is_refused_and_none_asks_for_no_mark(database: Database[Document]) -> None:
-    """A key that looks like a condition is a value as any other."""
     runs: list[object] = []
 
     @once(database["done"], key=lambda order: order)
@@ -224,19 +224,14 @@ def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Dat
         yield 1
 
     wrong: list[Callable[[], object]] = [
-        lambda: once(done, keep=0),
         lambda: once("done"),  # type: ignore[arg-type]
         lambda: once(done, outbox=outbox)(lambda: None),  # takes no session
         lambda: once(done, outbox="outbox")(lambda session: session),  # type: ignore[arg-type]
-        lambda: once(done, key="order"),  # type: ignore[arg-type]
         *(partial(once(done), each) for each in (send, coroutine, generator, int)),
     ]
     for decorate in wrong:
         with pytest.raises(ConfigurationError):
             decorate()
-
-
-# -- steps that something else calls -----------------------------------------------------------------
 
 
 def test_a_result_is_kept_as_json_alone(
@@ -461,28 +456,6 @@ def test_a_soft_time_limit_passes_whatever_it_interrupts(app: Celery, marks: Col
 
     with pytest.raises(SoftTimeLimitExceeded):
         run(send)
-
-
-@pytest.mark.parametrize("held", [3600, -1])
-def test_a_task_that_has_got_a_session_meets_marks_from_before(
-    app: Celery, marks: Collection[Document], held: float
-) -> None:
-    """A deploy that adds the parameter finds runs without: a live one is waited for, a dead one is taken over."""
-
-    @app.task(shared=False)
-    @once(marks)
-    def pay(*, session: Any) -> None:
-        marks.database["effects"].insert_one({"_id": 1}, session=session)
-
-    marks.database.create_collection("effects")
-    hold(marks, held)
-    if held > 0:
-        with pytest.raises(Retry):
-            run(pay)
-    else:
-        run(pay)
-        run(pay)
-    assert marks.database["effects"].count_documents({}) == (0 if held > 0 else 1)
 
 
 def test_of_two_runs_with_a_session_one_commits(app: Celery, marks: Collection[Document]) -> None:
