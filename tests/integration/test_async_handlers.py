@@ -30,9 +30,8 @@ from mongo_celery.errors import ConfigurationError, HandlerUsageError, StaleFenc
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
-from tests.rig.fenced import Act, every_write, fence, view
+from tests.rig.fenced import Act, Document, every_write, fence, view
 
-Document = dict[str, Any]
 TRACE: ContextVar[str] = ContextVar("trace", default="none")
 
 

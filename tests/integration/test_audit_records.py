@@ -19,10 +19,8 @@ from mongo_celery.cli.changes import changes
 from mongo_celery.cli.listener import listener
 from mongo_celery.errors import CommandRefusedError, DeploymentError
 from tests.integration.test_position_commands import plain, run
-from tests.rig.changes import letter_of
+from tests.rig.changes import Document, letter_of
 from tests.rig.positions import HANDLER, NAME, PositionsRig, bridge_on, staged
-
-Document = dict[str, Any]
 
 READING = {
     "check", "dead-letters list", "grants", "history", "queues", "show", "status",
@@ -37,7 +35,6 @@ def stage(mongo_url: str, database: Database[Document], state_database: str) -> 
 
 
 def commands_of(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
-    """Yield all commands of a group by their names, also those of groups in it."""
     for name, command in group.commands.items():
         if isinstance(command, click.Group):
             yield from commands_of(command, f"{path}{name} ")
@@ -126,7 +123,6 @@ def test_every_command_that_changes_something_leaves_a_record(stage: PositionsRi
 
 
 def test_what_changes_nothing_leaves_no_record(stage: PositionsRig) -> None:
-    """Neither what is refused, nor a dry run, nor a second pause."""
     wiring = stage.bridge.wiring
     stage.bridge.operations.pause(HANDLER).run()
     stage.bridge.operations.pause(HANDLER).run()

@@ -28,13 +28,11 @@ from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.window import Refusal
 from mongo_celery.embedded import MongoReplicaSet
 from tests.fixtures.failpoint import Failpoint
-from tests.fixtures.mongo import MakeClient
+from tests.fixtures.mongo import Document, MakeClient
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.samples import raw_event, token_data
 from tests.rig.commands import CommandRecorder
 from tests.rig.partition import PartitionRig, make_partition
-
-Document = dict[str, Any]
 
 BRIDGE = "shop"
 PARTITION = f"{BRIDGE}/record/7/3"

@@ -24,11 +24,10 @@ from mongo_celery.locking import select_for_update, select_many_for_update, tran
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
-from tests.rig.fenced import view
+from tests.rig.fenced import Document, view
 from tests.rig.outbox import Rig
 from tests.rig.stream import StreamReading, now, selector_of
 
-Document = dict[str, Any]
 Events = list[Mapping[str, Any]]
 LAST = "the last one"
 
@@ -99,7 +98,6 @@ def with_locks(_rig: Rig, database: Database[Document]) -> None:
 
 
 def with_markers(_rig: Rig, database: Database[Document]) -> None:
-    """Two that are done, and one that is refused and taken back."""
     database["orders"].insert_many([{"_id": name, "paid": 10} for name in "AB"])
     bank = TwoPhaseCommit(None, database["transactions"], application="bank", protocol="documents")
 
@@ -189,7 +187,6 @@ FEATURES: list[Callable[[Rig, Database[Document]], None]] = [
 def test_handlers_get_what_users_change_and_no_bookkeeping(
     rig: Rig, database: Database[Document], act: Callable[[Rig, Database[Document]], None]
 ) -> None:
-    """Each event that is left out touches a field of ours alone, and each that is given something else."""
     start = now(database.client).time
     act(rig, database)
     database["orders"].insert_one({"_id": LAST})

@@ -30,10 +30,8 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import STATE, UrlOf
-from tests.rig.changes import TERM, letter_of, token
+from tests.rig.changes import TERM, Document, letter_of, token
 from tests.rig.partition import NASTY, PartitionRig, make_partition
-
-Document = dict[str, Any]
 
 
 @pytest.fixture

@@ -21,8 +21,6 @@ _MOMENT = 0.01
 
 
 class Stage:
-    """A bridge whose state is recorded from the beginning on."""
-
     def __init__(self, client: MongoClient[Document], database: str) -> None:
         self._client, self._database = client, database
         self._start = operation_time(client)

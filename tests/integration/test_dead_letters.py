@@ -20,9 +20,7 @@ from mongo_celery.outbox import claims
 from mongo_celery.outbox.replay import replay
 from tests.fixtures.serializer import ACCEPTED, NEW
 from tests.fixtures.tasks import register_tasks
-from tests.rig.outbox import ripen
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, ripen
 
 TASK = "shop.bill"
 
@@ -119,7 +117,6 @@ def test_a_replay_that_was_cut_short_adds_nothing_twice_and_may_be_replayed_agai
 
 
 def test_without_its_document_a_letter_is_kept_or_published_on_request(orders: Orders) -> None:
-    """Nothing is made anew in the collection."""
     id_ = orders.make_dead_letter(1)
     orders.orders.delete_one({"_id": 1})
     with pytest.raises(CommandRefusedError):
@@ -163,7 +160,6 @@ def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> N
 def test_documents_are_found_again_whatever_their_id_is(
     database: Database[Document], redis_url: str, redis_client: Any, id_: Any
 ) -> None:
-    """A dead letter keeps the id as MongoDB has it, and shows it as JSON."""
     options: CodecOptions[Document] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD, tz_aware=True)
     orders = Orders(database.with_options(codec_options=options), redis_url, redis_client)
     orders.writer.insert_one({"_id": id_}, tasks=[orders.bill(1)])

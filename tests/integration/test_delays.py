@@ -28,7 +28,6 @@ def bridge(mongo_url: str) -> Bridge:
 
 
 def read_n(change: Change) -> Any:
-    """The number that the change has set; an update has its own."""
     updated = (change.update_description or {}).get("updatedFields", {})
     return updated.get("n", (change.full_document or {}).get("n"))
 

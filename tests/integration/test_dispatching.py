@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -16,9 +15,8 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.embedded import RedisServer
 from tests.fixtures.publishing import make_dispatch, make_publisher
+from tests.fixtures.redis import MakeRedis
 from tests.fixtures.samples import verify_run
-
-MakeRedis = Callable[..., RedisServer]
 
 _MEGABYTE = 1 << 20
 _SMALL = 100

@@ -60,7 +60,6 @@ def test_redis_keeps_its_data_over_a_restart_only_if_told_to(make_redis: MakeRed
 
 
 def test_servers_die_with_a_killed_parent(processes: Processes, mongo_url: str) -> None:
-    """SIGKILL of the process that started them ends the servers. Their directories are left behind."""
     del mongo_url
     parent = processes.python("parent", "-c", _PARENT)
     match = parent.wait_for_output(r"pids (\d+) (\d+) (\S+) (\S+)\n")

@@ -14,10 +14,9 @@ from pymongo.database import Database
 from mongo_celery import STORED_ID, FencedCollection, Outbox
 from mongo_celery.bridge.worker.attribution import conflict_cause, infrastructure_cause
 from mongo_celery.errors import OutboxRefusedError, StaleFencingTokenError
-from tests.rig.fenced import FENCE, fence, stamp, view
+from tests.rig.fenced import FENCE, Document, fence, stamp, view
 from tests.rig.outbox import Rig, due_again, hold, opened
 
-Document = dict[str, Any]
 Write = Callable[[FencedCollection, Outbox, Any], Any]
 
 

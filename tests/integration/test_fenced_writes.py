@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from pymongo import (
 from pymongo.database import Database
 from pymongo.errors import BulkWriteError, DuplicateKeyError, WriteError
 
-from mongo_celery.errors import ConfigurationError, StaleFencingTokenError
+from mongo_celery.bridge.fenced import FencedCollection
+from mongo_celery.bridge.fenced.fence import Fence, Origin
+from mongo_celery.errors import ConfigurationError, OutdatedChangeError, StaleFencingTokenError
 from tests.rig.fenced import (
     DEADLINE_S,
     FENCE,
@@ -75,25 +78,34 @@ def test_the_second_write_of_one_handler_passes_and_so_does_a_newer_one(target: 
         assert left[FENCE] == {KEY: {"g": partitioning, "p": {"0": token, **kept}}, **other}
 
 
+STAMPS: list[Document | None] = [
+    *(None, {}, {"shop/other": {"g": 9, "p": {"0": 9}}}, {KEY: {"g": 1}}, {KEY: {}}),
+    *({KEY: {"g": g, "p": {i: t}}} for g in (0, 1, 2) for i in ("0", "3") for t in (4, 5, 6)),
+]
+PLACED = Fence(KEY, 1, 3, 8, Origin(7, b"2")).stamp(None)
+PLACES = [
+    Fence(KEY, 1, index, 8, Origin(document, place, since))
+    for index, document, place, since in product([0, 3], [7, 8], [b"1", b"2", b"3"], [0, 9])
+]
+
+
 @pytest.mark.parametrize(
-    "stamps",
-    [
-        None,
-        {},
-        {"shop/other": {"g": 9, "p": {"0": 9}}},
-        *({KEY: {"g": g, "p": {i: t}}} for g in (0, 1, 2) for i in ("0", "3") for t in (4, 5, 6)),
-        {KEY: {"g": 1}},
-        {KEY: {}},
-    ],
+    ("mine", "stamps"), [*((fence(5), stamps) for stamps in STAMPS), *((mine, PLACED) for mine in PLACES)]
 )
-def test_the_servers_guard_and_the_pure_one_agree(target: Target, stamps: Document | None) -> None:
-    """F1-F3: `guard` matches where `admits` holds, and `expression` gives what `stamp` gives."""
-    mine = fence(5)
-    target.insert_one({"_id": 1} if stamps is None else {"_id": 1, FENCE: stamps})
+def test_the_servers_guard_and_the_pure_one_agree(target: Target, mine: Fence, stamps: Document | None) -> None:
+    """F1-F3, F5, for tokens and places, in each kind of write: `guard` matches where `admits` holds."""
+    before = {"_id": 1} if stamps is None else {"_id": 1, FENCE: stamps}
+    target.insert_one(before)
     assert (target.count_documents({"_id": 1, **mine.guard()}) == 1) == mine.admits(stamps)
-    if mine.admits(stamps):
-        target.update_one({"_id": 1}, [{"$set": {FENCE: mine.expression()}}])
-        assert (stored(target) or {})[FENCE] == mine.stamp(stamps)
+    for request in (UpdateOne({"_id": 1}, {"$set": {"n": 1}}), UpdateOne({"_id": 1}, [{"$set": {"n": 1}}])):
+        target.replace_one({"_id": 1}, before)
+        try:
+            FencedCollection(target, mine).bulk_write([request])
+        except (OutdatedChangeError, StaleFencingTokenError):
+            assert not mine.admits(stamps)
+            assert stored(target) == before
+        else:
+            assert (stored(target) or {})[FENCE] == mine.stamp(stamps)
 
 
 def test_an_upsert_by_another_field_is_refused(target: Target) -> None:

@@ -28,8 +28,6 @@ class Wish(mongoengine.Document):  # type: ignore[misc]
 
 
 class FlaskShop:
-    """What stands at module level in a project, and what its factory makes of it."""
-
     def __init__(self, **options: Any) -> None:
         self.mongo: Any = PyMongo()
         self.bridge = Bridge(name="shop", autodiscover=False, **options)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from pymongo import MongoClient
 from pymongo.database import Database
@@ -12,10 +10,8 @@ from mongo_celery import Bridge, Outbox, TwoPhaseCommit
 from mongo_celery.errors import ForkedClientError
 from tests.fixtures.forking import holds_after_a_fork
 from tests.integration.twophase_rig import make_accounts
-from tests.rig.fenced import view
+from tests.rig.fenced import Document, view
 from tests.rig.outbox import Rig, deliver_in_writes
-
-Document = dict[str, Any]
 
 
 @pytest.mark.parametrize("how", ["callable", "bridge"])

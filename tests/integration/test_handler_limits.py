@@ -23,11 +23,9 @@ from mongo_celery.bridge.window import Mark
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
-from tests.rig.changes import event_of_key
+from tests.rig.changes import Document, event_of_key
 from tests.rig.partition import claim_run
 from tests.rig.term import begin_term, handle
-
-Document = dict[str, Any]
 
 PARTITIONS = 4
 CHANGES = 40
@@ -53,7 +51,6 @@ class LimitedTerm:
             self.led.ingest_item(ChangeEvent(mark, event, bson.encode(event)))
 
     def send(self) -> list[Run]:
-        """Send what is due."""
         now, runs = time.monotonic(), []
         for each in self.led.due(now):
             each.partition.note_sending()

@@ -15,9 +15,7 @@ from mongo_celery.bridge.listener.starts import Start, find_starts, start_time
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.oplog import operation_time, read_oplog
-from tests.rig.term import advance, begin_term, mark_at
-
-Document = dict[str, Any]
+from tests.rig.term import Document, advance, begin_term, mark_at
 
 TOKEN = mark_at(Timestamp(1000, 5))
 SLOWEST = mark_at(Timestamp(2000, 1))
@@ -95,7 +93,6 @@ def test_without_a_start_of_its_own_it_begins_where_the_bridges_says_now(
 
 
 def test_a_start_is_judged_once(mongo_client: MongoClient[Document], state_database: str) -> None:
-    """Later values change nothing, neither for `now` nor for what lies ahead or behind."""
     first = find_all(mongo_client, state_database, starts={"record": "now"})
     for own in ("now", "oldest", Timestamp(1, 1), None):
         again = find_all(mongo_client, state_database, starts={"record": own})

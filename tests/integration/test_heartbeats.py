@@ -24,8 +24,6 @@ from tests.fixtures.process import wait_for
 from tests.rig.changes import BRIDGE, HANDLER, TERM, token
 from tests.rig.partition import PartitionRig, layouts, make_partition
 
-Document = dict[str, Any]
-
 APP = "heartbeats"
 CLAIMS = 500
 TTL_SECONDS = 6.0

@@ -10,9 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,13 +27,11 @@ from mongo_celery.bridge.state.leases import Leases, Term
 from mongo_celery.bridge.state.schema import SCHEMA, check_schema, migrate
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.errors import DeploymentError
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import Document, MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import IDENTITY
 from tests.rig.partition import layouts
-
-Document = dict[str, Any]
-MakeClient = Callable[..., MongoClient[Document]]
-Failpoint = Callable[..., AbstractContextManager[None]]
 
 TTL = 2.0
 DELAY = 0.4

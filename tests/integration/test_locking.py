@@ -26,11 +26,11 @@ from mongo_celery.errors import (
 )
 from mongo_celery.locking import after_commit, select_for_update, select_many_for_update, transactional
 from mongo_celery.mongo.transaction.scopes import scope_of
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.integration.locking_rig import GENEROUS, SHORT, Document, as_block_or_function, beside, held, texts
 from tests.rig.commands import CommandRecorder
 
-MakeClient = Callable[..., MongoClient[Document]]
 Select = Callable[..., Any]
 
 BOTH = pytest.mark.parametrize("select", [select_for_update, select_many_for_update])
@@ -68,7 +68,6 @@ def test_the_lock_has_a_fresh_id_and_a_time_and_is_returned_with_the_document(th
 
 @BOTH
 def test_a_field_with_another_value_is_refused_and_kept(things: Collection[Document], select: Select) -> None:
-    """It is not a lock's, and no repetition helps."""
     for value in ("Ann", None, 7, [1]):
         things.update_one({"_id": 1}, {"$set": {"_lock": value}})
         with pytest.raises(ConfigurationError):
@@ -97,7 +96,6 @@ def test_ids_of_all_types_are_told_apart(things: Collection[Document]) -> None:
 
 @BOTH
 def test_a_lock_outside_a_transaction_is_refused(things: Collection[Document], select: Select) -> None:
-    """Without a session, with one that has no transaction, and after the transaction has ended."""
     with pytest.raises(TransactionRequiredError):
         select(things, {"_id": 1}, session=None)
     with things.database.client.start_session() as session:
@@ -285,7 +283,6 @@ def race(work: Callable[[int], Any]) -> list[Any]:
 
 
 def test_with_a_lock_no_update_is_lost(database: Database[Document]) -> None:
-    """Read, add, write: each of the eight sees what the one before it has written."""
     database["counters"].insert_one({"_id": 1, "count": 0})
 
     @transactional(database.client)

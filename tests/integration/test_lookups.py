@@ -40,7 +40,6 @@ def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
 
 
 def test_the_status_follows_lease_and_partitions(led: LedBridge) -> None:
-    """Claimed, retrying, halted, by the server's clock; then the lease is given back with an error."""
     claim = led.run()
     shown: Any = led.partition()
     status: Any = led.operations.read_status()

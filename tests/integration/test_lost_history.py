@@ -1,14 +1,16 @@
 """
-Going on after lost history: who is moved, whereto, and what stays.
+Lost history: the warning before, and who is moved, whereto, and what stays after it.
 
-The set's own oplog decides: it holds this moment, and nothing of 1970. P1 to P10 are the design's invariants.
+The set's own oplog decides: it holds this moment, and nothing of 1970. P1 to P16 are the design's invariants.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -16,11 +18,13 @@ from typing import Any
 
 import pytest
 from bson import Timestamp
+from celery import Celery
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener import history, starts
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.horizon import THRESHOLDS, Horizon, judge_risk, remedy
 from mongo_celery.bridge.listener.starts import find_starts, read_starts
 from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.listener.subscription import Subscription
@@ -28,15 +32,15 @@ from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.audit import make_record
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.window import Mark, PendingChange
-from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
 from tests.fixtures.failpoint import Failpoint
-from tests.fixtures.mongo import MakeClient, sparse
+from tests.fixtures.mongo import Document, MakeClient, MakeReplicaSet, sparse
+from tests.fixtures.rights import UrlOf
 from tests.rig.term import TermRig, advance, begin_term, mark_at
-
-Document = dict[str, Any]
 
 APP = "history"
 ROLLED = mark_at(Timestamp(5, 1))
@@ -217,7 +221,7 @@ def rolling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(
-    make_replica_set: Callable[..., MongoReplicaSet], make_client: MakeClient
+    make_replica_set: MakeReplicaSet, make_client: MakeClient
 ) -> None:
     """
     P1, P12: nothing was ever removed from it, and the server reads from there. The session's set may have rolled.
@@ -367,3 +371,111 @@ def test_a_term_that_has_ended_moves_nothing(make: Make, tip: Mark) -> None:
     with pytest.raises(LeaseLostError):
         bridge.go_on("now")
     assert bridge.document("record") == before
+
+
+BEGIN, END = 1_000_000, 1_001_000
+LISTENER = "mongo_celery.listener"
+
+
+def oplog_from(first: int = BEGIN) -> Oplog:
+    return Oplog(Timestamp(first, 1), Timestamp(END, 1))
+
+
+MakeHorizon = Callable[[str], Horizon]
+
+
+@pytest.fixture
+def horizon_on(state_database: str) -> Iterator[MakeHorizon]:
+    with ExitStack() as stack:
+
+        def make(url: str) -> Horizon:
+            wiring = Wiring("shop", url, {"name": "shop", "database": state_database})
+            wiring.bound = Celery("horizon", set_as_current=False)
+            stack.callback(wiring.client.close)
+            return Horizon(wiring)
+
+        yield make
+
+
+@pytest.fixture
+def endangered(mongo_client: MongoClient[Document], state_database: str) -> Subscription:
+    """Give a subscription whose change at half of the oplog is not done."""
+    rig = begin_term(mongo_client, state_database, 2)
+    (led,) = rig.led(rig.take_over(), {"record": mark_at(Timestamp(BEGIN + 500, 1))})
+    led.window.add(PendingChange(mark_at(Timestamp(BEGIN + 501, 1)), 1, b"change"), led.partitions[1].queue)
+    return led
+
+
+def test_each_threshold_is_named_once_as_the_oplog_comes_nearer(
+    endangered: Subscription, mongo_url: str, horizon_on: MakeHorizon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """
+    P16: 50, 75, 90 and 100 %, with the command that frees the place.
+
+    Oplogs are truncated in pieces, so a share goes up and down. Once the place is freed, the next fall is a new one.
+    """
+    caplog.set_level(logging.WARNING, LISTENER)
+    horizon, partition = horizon_on(mongo_url), endangered.partitions[1]
+    partition.image = replace(partition.image, state="halted")
+
+    def judge(read: Oplog | None) -> None:
+        horizon._read = read
+        horizon.judge([endangered])
+
+    for first in range(BEGIN - 400, BEGIN + 520, 5):
+        for tremble in (0, -10, 0):
+            judge(oplog_from(first + tremble))
+    shares = [record.__dict__["share"] for record in caplog.records]
+    assert [max(limit for limit in THRESHOLDS if limit <= share) for share in shares] == list(THRESHOLDS)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "ERROR", "ERROR"]
+    for record in caplog.records:
+        assert (record.__dict__["event"], record.__dict__["subscription"]) == ("history_at_risk", "record")
+        assert "changes retry record 1" in record.getMessage()
+    judge(oplog_from(BEGIN - 4000))
+    judge(oplog_from())
+    assert len(caplog.records) == len(THRESHOLDS) + 1
+    judge(None)
+    assert len(caplog.records) == len(THRESHOLDS) + 1, "there is room again"
+
+
+_HELD: list[tuple[Document, str, str]] = [
+    ({"state": "halted"}, "halted", "celery -A shop changes skip record 1"),
+    ({"state": "paused"}, "paused", "celery -A shop changes resume record 1"),
+    ({"due_in": 9.0}, "retrying", "celery -A shop changes retry record 1"),
+    ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "server"),
+    ({}, "unclaimed", "workers"),
+    ({}, "limited", "rate"),
+]
+
+
+def test_the_remedy_fits_what_holds_it(endangered: Subscription) -> None:
+    """P16: who is told to retry what is paused learns nothing. Where nothing is left to do, no partition is named."""
+    partition, untouched = endangered.partitions[1], endangered.partitions[1].image
+    for changes, state, command in _HELD:
+        partition.image = replace(untouched, **changes)
+        endangered.limit.waiting = int(state == "limited")
+        endangered.candidates[partition] = None
+        risk = judge_risk(endangered, oplog_from())
+        assert (risk.partition, risk.state) == (1, state)
+        assert command in remedy(CommandLine("shop"), risk.subscription, risk.partition, risk.state)
+    endangered.window.complete(partition.queue, endangered.window.seen)
+    risk = judge_risk(endangered, oplog_from(BEGIN + 2))
+    assert (risk.partition, risk.state) == (None, None)
+    assert "changes status" in remedy(CommandLine("shop"), risk.subscription, risk.partition, risk.state)
+
+
+def test_a_whole_oplog_endangers_nobody(make_replica_set: MakeReplicaSet, horizon_on: MakeHorizon) -> None:
+    """P16: it has never removed an entry, however far back somebody stands. The session's set may have rolled."""
+    horizon = horizon_on(make_replica_set().url)
+    assert horizon.read_oplog() < math.inf
+    assert horizon._read is None
+
+
+def test_without_the_right_to_see_the_oplog_it_is_said_once(
+    guarded_url: UrlOf, horizon_on: MakeHorizon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P16: a mongos has none, either. Once in a term: the oplog is not asked for again."""
+    caplog.set_level(logging.INFO, LISTENER)
+    assert horizon_on(guarded_url("without_oplog")).read_oplog() == math.inf
+    said = [record.__dict__["event"] for record in caplog.records if record.name == LISTENER]
+    assert said == ["horizon_unseen"]

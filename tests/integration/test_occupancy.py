@@ -106,7 +106,6 @@ def test_a_redis_that_refuses_scripts_still_says_what_waits(redis_url: str, redi
 
 
 def test_a_redis_that_is_not_there_is_an_error(make_redis: Any) -> None:
-    """No answer is not the same as nothing."""
     server = make_redis()
     with an_app(server.url).connection_for_write() as asking:
         assert read_occupancy(asking, ["shop.0"])
@@ -116,7 +115,6 @@ def test_a_redis_that_is_not_there_is_an_error(make_redis: Any) -> None:
 
 
 def test_another_transport_says_what_waits_and_nothing_else() -> None:
-    """A queue that was never declared holds nothing."""
     app = an_app("memory://")
     send(app, "occupancy.0", 3)  # this transport is shared by the whole process
     with app.connection_for_write() as asking:

@@ -27,10 +27,9 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import after_commit
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.failpoint import Failpoint
-from tests.fixtures.mongo import MakeClient
+from tests.fixtures.mongo import Document, MakeClient
 from tests.fixtures.process import wait_for
 
-Document = dict[str, Any]
 Run = Callable[..., Any]
 
 
