@@ -35,7 +35,6 @@ class CommandRecorder(CommandListener):
         return [name for name in (next(iter(command)) for _, command in self.sent) if name not in _OF_THE_DRIVER]
 
     def of(self, name: str) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return all commands of a name, with their databases."""
         return [(database, command) for database, command in self.sent if next(iter(command)) == name]
 
     def before(self, command: str, value: object, act: Callable[[], Any], *, after: int = 0) -> None:
@@ -43,7 +42,6 @@ class CommandRecorder(CommandListener):
         self._awaited, self._act, self._passing = (command, value), act, after
 
     def named(self, name: str) -> list[Mapping[str, Any]]:
-        """Return all commands of a name."""
         return [command for _, command in self.of(name)]
 
     def started(self, event: CommandStartedEvent) -> None:
@@ -60,5 +58,4 @@ class CommandRecorder(CommandListener):
         """Do nothing."""
 
     def failed(self, event: CommandFailedEvent) -> None:  # noqa: ARG002 - the listener's signature
-        """Note that one has failed."""
         self.failures.set()
