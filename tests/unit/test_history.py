@@ -26,7 +26,7 @@ def started(n: int, fence: int | None = None, key: str = "a") -> Started:
 
 
 def effect(n: int, fence: int | None = None, key: str = "a") -> Effect:
-    return Effect(handler="record", key=key, n=n, fence=fence or n, place=place(n), at=float(n))
+    return Effect(handler="record", key=key, n=n, fence=fence or n, at=float(n))
 
 
 def watermark(n: int) -> Stored:
