@@ -3,8 +3,8 @@ Redis gets a note of a message only if a worker holds the message for longer.
 
 Redis has no acknowledgements. So kombu notes each taken message in a hash, and removes the note after the work. These
 two round trips are two fifths of a message's cost in the worker's main process. A bridge does not need them, because
-its listener sends a lost message again. If a worker holds a message for `HELD_SECONDS`, for example behind slow handlers, the note tells
-the listener that it is not lost (`occupancy`).
+its listener sends a lost message again. If a worker holds a message for `HELD_SECONDS`, for example behind slow
+handlers, the note tells the listener that it is not lost (`occupancy`).
 """
 
 from __future__ import annotations
