@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox, OutboxCollection
-from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
@@ -26,9 +25,9 @@ from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import MakeRedis
 from tests.rig.outbox import (
+    Document,
     Publish,
     Rig,
-    damage,
     due_again,
     held_up,
     opened,
@@ -38,15 +37,12 @@ from tests.rig.outbox import (
     settled,
 )
 
-Document = dict[str, Any]
-
 PROGRAM = Path(__file__).with_name("outbox_exits.py")
 
 
 def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_it_is_back(
     database: Database[Document], make_redis: MakeRedis
 ) -> None:
-    """Four threads write on; one command was tried in vain; afterwards everything is sent, in the order of each."""
     broker = make_redis()
     with opened(database, broker.url, broker_transport_options={"socket_timeout": 1.0}) as rig:
         outbox, asked = rig.outbox(at_once=True), list[Entry]()
@@ -80,7 +76,6 @@ def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_i
 
 
 def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(rig: Rig) -> None:
-    """Eight writers on one document, and a ninth whose documents have their turns between; nothing remains."""
     outbox = rig.outbox(at_once=True)
 
     def write(number: int) -> None:
@@ -187,7 +182,6 @@ def test_a_process_that_ends_delivers_what_it_has_queued(
 
 
 def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By more than one look, where more waits than it finds."""
     monkeypatch.setattr(module, "QUEUE_MAX", 2)
     monkeypatch.setattr(module, "_POLL", 2)
     outbox = rig.outbox(at_once=True, claim_ttl=600)
@@ -201,30 +195,11 @@ def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeyp
     assert sorted(rig.sent()) == [[number, 0] for number in range(8)]
 
 
-def test_entries_that_cannot_be_published_keep_nothing_else_in_the_index_waiting(rig: Rig) -> None:
-    """More documents than a poll finds, in front of one that can be delivered: they are held back."""
-    outbox = rig.outbox(at_once=True)
-    elsewhere = rig.outbox(name="elsewhere", at_once=False)
-    documents = [elsewhere.with_tasks({"_id": each}, [rig.add.s(0, 0)]) for each in range(module._POLL + 5)]
-    rig.orders.insert_many(documents)
-    for document in documents:
-        damage(elsewhere, {"_id": document["_id"]}, payload="{")
-    rig.orders.insert_one(outbox.with_tasks({"_id": "last"}, [rig.add.s(1, 2)]))
-
-    def is_sent() -> bool:
-        outbox.dispatch()
-        return rig.sent() == [[1, 2]]
-
-    wait_for(is_sent)
-
-
 @pytest.mark.parametrize("kind", [Outbox, OutboxCollection])
 def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bound(
-    rig: Rig, make_proxy: Callable[[int], Proxy], replica_set: MongoReplicaSet,
-    make_client: MakeClient, kind: Any,
-) -> None:  # fmt: skip
+    rig: Rig, proxy: Proxy, make_client: MakeClient, kind: Any
+) -> None:
     """P12: they share the thread; neither a look nor documents that are named keep it for long."""
-    proxy = make_proxy(replica_set.members[0].port)
     silent = kind(rig.app, make_client(proxy.mongo_url)[rig.database.name]["silent"], name="silent", sweep_every=None)
     other = rig.outbox("other", at_once=True)
     turns, waiting = silent.runtime.dispatcher, other.runtime.counters
@@ -239,12 +214,8 @@ def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bou
     silent.runtime.close()
 
 
-# -- documents that MongoDB keeps closed or refuses -----------------------------------------------------
-
-
 @contextmanager
 def closed(database: Database[Document], identity: Any) -> Iterator[None]:
-    """Somebody's transaction has written to a document, and stays open until the block ends."""
     with database.client.start_session() as session, session.start_transaction():
         database["orders"].update_one({"_id": identity}, {"$inc": {"n": 1}}, session=session)
         yield
@@ -277,20 +248,6 @@ def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(rig: Ri
     opened_first.__exit__(None, None, None)
     wait_for(lambda: settled(outbox))
     assert sorted(rig.sent()) == [[0, 0], [1, 0], [2, 0], [3, 0], [7, 0], [8, 0]]
-
-
-def test_a_sweep_goes_on_beside_an_open_transaction(rig: Rig) -> None:
-    """It says what it could not deliver."""
-    outbox = rig.outbox(at_once=False)
-    outbox.sweep()  # which makes the index
-    for number in range(4):
-        outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
-    with closed(rig.database, 1):
-        done = outbox.sweep(older_than=0)
-    assert (done.dispatched, done.left) == (3, 1)
-    assert done.error is not None
-    assert outbox.sweep(older_than=0).dispatched == 1
-    assert sorted(rig.sent()) == [[number, 0] for number in range(4)]
 
 
 def test_a_document_that_mongodb_refuses_takes_no_other_with_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from pymongo.client_session import ClientSession
 from pymongo.database import Database
 
-from mongo_celery.mongo import indexes, table
+from mongo_celery.mongo import indexes
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.rig.commands import CommandRecorder
-from tests.rig.outbox import Rig
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, Rig
 
 
 @pytest.fixture(autouse=True)
@@ -57,20 +54,6 @@ def test_no_write_waits_for_the_end_of_a_transaction_that_keeps_the_index_away(
     monkeypatch.setattr(outbox.runtime.pending.indexes, "_again_at", 0.0)
     outbox.sweep()
     assert outbox.runtime.pending.indexes.exist()
-
-
-def test_a_relay_waits_longer_the_more_documents_there_are(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a large collection would never have its index; a writer has no such patience."""
-    rig.orders.insert_many([{"_id": number} for number in range(500)])
-    wanted = rig.outbox(at_once=False).runtime.pending.indexes
-    assert wanted.exist() is False
-    monkeypatch.setattr(indexes, "WAIT_SECONDS", 1e-6)
-    monkeypatch.setattr(indexes, "AGAIN_SECONDS", 0.0)
-    monkeypatch.setattr(table, "_DOCUMENTS_A_SECOND", 5)
-    wanted.ensure(patiently=False)
-    assert wanted.exist() is False
-    wanted.ensure(patiently=True)
-    assert wanted.exist()
 
 
 def test_a_look_that_would_read_a_whole_collection_is_given_up_and_forgets_nothing(

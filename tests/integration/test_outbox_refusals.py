@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import redis
@@ -12,15 +11,11 @@ from amqp.exceptions import ChannelError as AMQPChannelError
 from amqp.exceptions import NotFound, PreconditionFailed
 from bson import encode
 
-from mongo_celery import Outbox
-from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.publisher import BrokerUnavailableError
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from tests.rig.outbox import Publish, Rig, due_again, publishing, ripen
-
-Document = dict[str, Any]
 
 
 def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(rig: Rig, redis_url: str) -> None:
@@ -47,7 +42,6 @@ def test_entries_that_the_broker_refuses_stop_no_others_and_become_dead_letters(
 
 
 def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig) -> None:
-    """Somebody else has written to the field."""
     outbox = rig.outbox(at_once=False, sweep_after=0.001)
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(1, 1)])
     rig.orders.insert_many(
@@ -70,7 +64,6 @@ def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig) -> None
 
 @pytest.mark.parametrize("change", ["replaced", "emptied", "deleted"])
 def test_a_document_that_changes_while_its_entry_fails_is_left_as_it_is(rig: Rig, change: str) -> None:
-    """Behind the outbox's back. Later writes with tasks work: nobody waits for a claim to lapse."""
     outbox, emptied = rig.outbox(at_once=False), {"$set": {"pendingEvents.events": [], "pendingEvents.count": 0}}
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     changes: dict[str, Callable[[], object]] = {
@@ -96,10 +89,7 @@ def test_a_document_that_changes_while_its_entry_fails_is_left_as_it_is(rig: Rig
 @pytest.mark.parametrize(
     ("error", "waits"),
     [
-        (
-            NotFound("Queue.declare: (404) NOT_FOUND - home node of durable queue 'q' is down", reply_code=404),
-            True,
-        ),
+        (NotFound("Queue.declare: (404) NOT_FOUND - home node of durable queue 'q' is down", reply_code=404), True),
         (NotFound("Basic.publish: (404) NOT_FOUND - no exchange 'x' in vhost '/'", reply_code=404), False),
         (PreconditionFailed("inequivalent arg", reply_code=406), False),
         (ConnectionRefusedError("gone"), True),
@@ -132,10 +122,3 @@ def test_a_poison_entry_that_fills_its_document_becomes_a_dead_letter(rig: Rig) 
         assert outbox.runtime.relay.deliver(1).dead == 1
     assert outbox.runtime.dead_letters.count() == 1
     assert rig.pending(1)["count"] == 0
-
-
-def test_a_class_is_no_way_to_a_collection(rig: Rig) -> None:
-    """Such as a Django model, which is callable."""
-    for wrong in (Rig, 42):
-        with pytest.raises(ConfigurationError):
-            Outbox(rig.app, wrong, sweep_every=None)  # type: ignore[arg-type]

@@ -19,22 +19,18 @@ from mongo_celery.outbox.replay import replay
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.rig.commands import CommandRecorder
-from tests.rig.outbox import Rig, damage, due_again, opened, ripen
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, Rig, damage, due_again, opened, ripen
 
 KEY = "region"
 
 
 def refused_by_a_mongos(sent: CommandRecorder) -> list[Document]:
-    """What a mongos would refuse of the commands on orders, if these are sharded by the key."""
     commands = [command for name in ("update", "delete", "findAndModify") for _, command in sent.of(name)]
     on_orders = [command for command in commands if next(iter(command.values())) == "orders"]
     return [found for command in on_orders for found in refused(command, KEY)]
 
 
 def refused(command: Mapping[str, Any], key: str) -> list[Document]:
-    """What of a command a mongos could not send to a shard, or to all of them."""
     if "findAndModify" in command:
         return [] if names(command["query"], key) else [dict(command["query"])]
     statements: Sequence[Document] = command.get("updates") or command.get("deletes") or ()
@@ -48,7 +44,6 @@ def refused(command: Mapping[str, Any], key: str) -> list[Document]:
 
 
 def names(condition: Mapping[str, Any], path: str) -> bool:
-    """Whether a filter has one value for a field, at its top."""
     value = condition.get(path, {"$in": []})
     if isinstance(value, Mapping):
         return set(value) == {"$eq"} or not any(each.startswith("$") for each in value)

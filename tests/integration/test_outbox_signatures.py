@@ -26,9 +26,8 @@ from mongo_celery.testing.processes import empty
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.rig.commands import CommandRecorder
-from tests.rig.outbox import Rig
+from tests.rig.outbox import Document, Rig
 
-Document = dict[str, Any]
 Forge = Callable[[Document], Document]
 
 NEVER_REACHED = "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=300"
@@ -49,7 +48,7 @@ def json_of_a_request() -> Any:
     task = {"task": "add", "args": [6, 7], "kwargs": {}, "options": {"queue": "admin"}, "subtask_type": None}
     entry = {"id": "j1", "kind": "task", "at": "2020-01-01", "name": "harmless", "argsrepr": "()", "app": "rig"}
     content = {"contentType": "application/json", "contentEncoding": "utf-8", "payload": json.dumps(task)}
-    return json.loads(json.dumps({"pendingEvents": {"count": 1, "events": [{**entry, **content}]}}))
+    return {"pendingEvents": {"count": 1, "events": [{**entry, **content}]}}
 
 
 FORGERIES: dict[str, Forge] = {
@@ -72,7 +71,6 @@ FORGERIES: dict[str, Forge] = {
 
 @pytest.mark.parametrize("policy", FAILURE_POLICIES)
 def test_a_changed_entry_is_a_dead_letter_at_once_and_those_behind_it_go_on(rig: Rig, policy: Any) -> None:
-    """Whatever is changed of it, in the middle of the document's other entries, whatever the policy for failures."""
     outbox = rig.outbox(at_once=False, sweep_after=0.001, failure_policy=policy)
     for name, forge in FORGERIES.items():
         outbox.insert_one({"_id": name}, tasks=[rig.add.s(name, 0), rig.add.s(1, 1), rig.add.s(name, 2)])
@@ -113,7 +111,6 @@ def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
 
 
 def test_an_entry_of_another_outbox_is_not_believed(rig: Rig) -> None:
-    """Of another collection, with a key of the same state database."""
     outbox, *others = (rig.outbox(each, at_once=False) for each in ("orders", "others", "more"))
     others[0].insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     others[1].insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
@@ -124,9 +121,6 @@ def test_an_entry_of_another_outbox_is_not_believed(rig: Rig) -> None:
     assert outbox.sweep(older_than=0).dead == 2
     assert [each.sweep(older_than=0).dispatched for each in others] == [1, 1]
     assert len({document["keys"][0] for document in keys(rig.database).find()}) == 3
-
-
-# -- keys ------------------------------------------------------------------------------------------
 
 
 def test_the_key_is_in_no_log(rig: Rig, make_client: MakeClient, caplog: pytest.LogCaptureFixture) -> None:
@@ -172,6 +166,7 @@ def test_a_process_without_the_key_writes_nothing(rig: Rig, make_client: MakeCli
             outbox.with_tasks({}, [rig.add.s(1, 1)])
         leaving.add([rig.add.s(1, 1)])
     assert len(sent.named("find")) == 1
+    assert "maxTimeMS" in sent.named("find")[0], "P17: no write waits for the key"
 
 
 def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_client: MakeClient) -> None:
@@ -186,24 +181,6 @@ def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_
 
     with pytest.raises(ServerUnavailableError):
         asyncio.run(write())
-
-
-def test_keys_are_read_within_a_limited_time(rig: Rig, make_client: MakeClient) -> None:
-    """P17: before the first write in an event loop, once a minute, and for an entry that fits no known key."""
-    sent = CommandRecorder()
-    orders = make_client(event_listeners=[sent])[rig.database.name]["orders"]
-    outbox = rig.outbox(orders, name="limited", at_once=False)
-
-    async def write() -> object:
-        return outbox.with_tasks({}, [rig.add.s(1, 1)])
-
-    asyncio.run(write())
-    outbox.runtime.signer._read_at = -math.inf
-    outbox.with_tasks({}, [rig.add.s(1, 1)])
-    orders.insert_one(json_of_a_request())
-    assert outbox.sweep(older_than=0).dead == 1
-    reads = [command for command in sent.named("find") if command["find"] == "keys"]
-    assert ["maxTimeMS" in command for command in reads] == [True] * 3
 
 
 def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
@@ -261,7 +238,6 @@ def test_entries_of_a_lost_key_are_dead_letters_until_somebody_vouches_for_them(
 
 
 def test_a_document_without_a_usable_key_stops_the_outbox_and_says_so(rig: Rig, outbox: Outbox) -> None:
-    """Nothing is set aside for it."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     keys(rig.database).update_one({}, {"$set": {"keys": ["text", b""]}})
     fresh = rig.outbox(name="fresh", at_once=False)

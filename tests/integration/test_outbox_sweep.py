@@ -19,8 +19,6 @@ from mongo_celery.outbox.sweep import OutboxSweep, sweep_all, take_turns
 from tests.fixtures.process import wait_for
 from tests.rig.outbox import Publish, Rig, hold, publishing
 
-Document = dict[str, Any]
-
 
 def sweep_now(outbox: Outbox) -> dict[str, Any]:
     """Sweep as beat does, whatever the age of entries."""
@@ -51,21 +49,6 @@ def test_more_refused_documents_than_a_sweep_tries_keep_no_other_waiting(
     assert sorted(rig.sent()) == [[0, number] for number in range(5)]
 
 
-def test_documents_that_have_failed_come_last_and_those_that_were_tried_long_ago_first(rig: Rig) -> None:
-    """More of them than a turn has, with their pauses over."""
-    outbox, orders = rig.outbox(at_once=False), rig.orders
-    leave(rig, "orders", 160)
-    orders.update_many({}, {"$set": {"pendingEvents.claim.until": datetime(2020, 1, 1, tzinfo=UTC)}})
-    orders.update_one({"_id": 9}, {"$set": {"pendingEvents.claim.until": datetime(2019, 1, 1, tzinfo=UTC)}})
-    leave(rig, "orders", 1)
-    assert outbox.runtime.pending.indexes.exist() is False
-    outbox.runtime.pending.indexes.ensure(patiently=True)
-    assert [*outbox.runtime.pending.find_due(0.0, 2)] == [160, 9]
-    orders.update_many({}, {"$set": {"pendingEvents.claim.until": "nonsense"}})
-    assert len([*outbox.runtime.pending.find_due(0.0)]) == 161
-    assert sweep_now(outbox)[outbox.name]["dispatched"] == 161
-
-
 @pytest.mark.needs_mongodb(5, 0)
 def test_a_look_reads_what_is_due_and_no_document_that_is_held_back(rig: Rig) -> None:
     """However many wait for a broker, or for a task that no process knows."""
@@ -83,7 +66,6 @@ def test_a_look_reads_what_is_due_and_no_document_that_is_held_back(rig: Rig) ->
 
 
 def test_outboxes_have_their_turns_one_after_the_other(rig: Rig) -> None:
-    """One that MongoDB refuses, one with a long backlog, and a single document in the last."""
     rig.database.create_collection("view", viewOn="orders", pipeline=[{"$match": {"$expr": {"$divide": [1, "$_id"]}}}])
     leave(rig, "orders", 120)
     leave(rig, "parcels", 1, rig.add.s(1, 0))

@@ -22,9 +22,7 @@ from mongo_celery.outbox.events import Event
 from mongo_celery.outbox.publisher import BatchAbandonedError, Publisher
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
-from tests.rig.outbox import Rig, held_up, opened, settled
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, Rig, held_up, opened, settled
 
 ROUTES = {"routed": {"queue": "fast", "priority": 3}}
 
@@ -89,7 +87,6 @@ def publisher(rig: Rig) -> Iterator[Publisher]:
 def test_what_goes_together_is_to_the_byte_what_goes_one_by_one_and_what_celery_sends(
     rig: Rig, publisher: Publisher, broker: Any
 ) -> None:
-    """To the byte: messages of all queues, the arguments of the signal before each, and as many events for monitors."""
     routed = rig.app.task(name="routed", shared=False, ignore_result=True, time_limit=9)(_note)
     more: Any = {"shadow": "shown", "time_limit": 5, "argsrepr": "(hidden)"}
     at = datetime.now(UTC) + timedelta(days=1)

@@ -25,9 +25,7 @@ from mongo_celery.outbox.pending import NOBODY
 from mongo_celery.outbox.replay import replay
 from mongo_celery.testing import pending_entries
 from tests.fixtures.process import wait_for
-from tests.rig.outbox import Rig, hold
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, Rig, hold
 
 
 @pytest.fixture(name="outbox")
@@ -41,7 +39,6 @@ def args_in(outbox: Outbox, identity: Any) -> list[Any]:
 
 
 def count_ids(outbox: Outbox) -> int:
-    """How many ids the waiting tasks have, as a relay would publish them."""
     return len({each.id for each in pending_entries(outbox)})
 
 
@@ -86,7 +83,6 @@ def test_an_upsert_creates_a_document_with_its_tasks(outbox: Outbox, rig: Rig) -
 
 
 def test_a_document_to_insert_gets_its_id_in_a_copy(outbox: Outbox, rig: Rig) -> None:
-    """The user's own stays as it was."""
     document = {"n": 1}
     whole = outbox.with_tasks(document, [rig.add.s(STORED_ID, 1)], [Event("placed", STORED_ID)])
     assert document == {"n": 1}
@@ -119,7 +115,6 @@ def test_a_replacement_keeps_id_and_entries_and_replaces_the_rest(outbox: Outbox
 
 
 def test_one_update_of_many_documents_is_a_task_of_its_own_in_each(outbox: Outbox, rig: Rig) -> None:
-    """With an id of its own, also where `STORED_ID` is among its arguments."""
     orders, keys = rig.orders, [ObjectId(), 7, "seven", {"a": 1}]
     orders.insert_many([{"_id": each} for each in keys])
     orders.update_many({}, outbox.with_tasks({"$set": {"a": 1}}, [rig.add.s(1, 1)]))
@@ -129,7 +124,6 @@ def test_one_update_of_many_documents_is_a_task_of_its_own_in_each(outbox: Outbo
 
 
 def test_requests_of_a_bulk_write_carry_tasks_and_keep_their_kind(outbox: Outbox, rig: Rig) -> None:
-    """Options too; a replacement becomes the update that does the same, and deletes stay as they are."""
     orders, task = rig.orders, [rig.add.s(STORED_ID, 1)]
     orders.insert_many([{"_id": each, "lines": [1]} for each in (1, 2, 3)])
     raw: list[Any] = [
@@ -153,7 +147,6 @@ def test_requests_of_a_bulk_write_carry_tasks_and_keep_their_kind(outbox: Outbox
 
 
 def test_what_cannot_carry_tasks_is_refused_when_the_value_is_made(outbox: Outbox, rig: Rig) -> None:
-    """So nothing can have been written."""
     task, carry = rig.add.s(1, 1), outbox.with_tasks
     upsert = UpdateOne({"pendingEvents": 1}, {"$inc": {"a": 1}}, upsert=True)
     refused: dict[str, Callable[[], object]] = {
@@ -205,7 +198,6 @@ def test_a_change_handler_is_refused_in_every_canvas(outbox: Outbox, rig: Rig, m
 
 
 def test_beanie_writes_the_same_values(outbox: Outbox, rig: Rig, mongo_url: str) -> None:
-    """By its updates of one and of many, and by a document of its own to insert."""
     beanie = pytest.importorskip("beanie", reason="beanie is not installed: pip install -e '.[dev]'")
 
     class Order(beanie.Document):  # type: ignore[misc, name-defined]
@@ -294,9 +286,6 @@ def test_client_bulk_writes_keep_their_namespace(outbox: Outbox) -> None:
     assert carried._doc["pendingEvents"]["count"] == 1
 
 
-# -- writes to many documents -------------------------------------------------------------------------
-
-
 def delivered(rig: Rig, outbox: Outbox) -> list[list[Any]]:
     """Arguments of what a sweep publishes, in an order of their own."""
     outbox.sweep(older_than=0)
@@ -304,7 +293,6 @@ def delivered(rig: Rig, outbox: Outbox) -> list[list[Any]]:
 
 
 def test_inserted_documents_get_tasks_of_their_own(rig: Rig, outbox: Outbox) -> None:
-    """The `_id`s are in the user's documents and in the result, as PyMongo has it."""
     documents: list[Document] = [{"_id": 1}, {"n": 2}]
     done = outbox.insert_many(documents, tasks=[rig.add.s(STORED_ID, 1), rig.add.s(2, STORED_ID)])
     assert done.inserted_ids == [1, documents[1]["_id"]]
@@ -314,7 +302,6 @@ def test_inserted_documents_get_tasks_of_their_own(rig: Rig, outbox: Outbox) -> 
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_what_was_inserted_before_an_error_is_dispatched_at_once(rig: Rig, ordered: bool) -> None:
-    """And nothing of what was not: its entries were never stored."""
     outbox = rig.outbox()
     rig.orders.insert_one({"_id": 2})
     with pytest.raises(BulkWriteError) as caught:
@@ -324,7 +311,6 @@ def test_what_was_inserted_before_an_error_is_dispatched_at_once(rig: Rig, order
 
 
 def test_an_update_of_many_is_a_task_in_each(rig: Rig, outbox: Outbox) -> None:
-    """PyMongo's result."""
     rig.orders.insert_many([{"_id": each, "n": each % 2} for each in range(4)])
     done = outbox.update_many({"n": 1}, {"$set": {"seen": 1}}, tasks=[rig.add.s(STORED_ID, 1)])
     assert (done.matched_count, done.modified_count, done.upserted_id) == (2, 2, None)

@@ -13,13 +13,10 @@ from pymongo.database import Database
 from mongo_celery import Event
 from mongo_celery.errors import OutboxRefusedError
 from tests.fixtures.mongo import MakeClient
-from tests.rig.outbox import Rig, opened
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, Rig, opened
 
 
 def stored(database: Database[Document], identity: Any) -> Document:
-    """The document without the outbox's field."""
     document = database["orders"].find_one({"_id": identity})
     assert document is not None
     document.pop("pendingEvents", None)
@@ -93,18 +90,11 @@ def test_an_update_does_what_pymongos_does_and_adds_the_entry(rig: Rig, name: st
 def test_the_first_of_a_sort_is_the_one_that_is_updated(rig: Rig) -> None:
     rig.orders.insert_many([{"_id": each, "n": each} for each in range(5)])
     outbox = rig.outbox()
-    found = outbox.find_one_and_update(
-        {}, {"$set": {"hit": True}}, sort=[("n", -1)], projection={"n": 1}, tasks=[rig.add.s(1, 1)]
-    )
+    change: Any = {"update": {"$inc": {"n": 1}}, "projection": {"n": 1}}
+    found = outbox.find_one_and_update({}, sort=[("n", -1)], tasks=[rig.add.s(1, 1)], **change)
     assert found == {"_id": 4, "n": 4}
-    after = outbox.find_one_and_update(
-        {"_id": 2},
-        {"$inc": {"n": 1}},
-        projection={"n": 1},
-        return_document=ReturnDocument.AFTER,
-        tasks=[rig.add.s(2, 2)],
-    )
-    assert after == {"_id": 2, "n": 3}
+    change["return_document"] = ReturnDocument.AFTER
+    assert outbox.find_one_and_update({"_id": 2}, tasks=[rig.add.s(2, 2)], **change) == {"_id": 2, "n": 3}
     assert outbox.find_one_and_update({"_id": 9}, {"$set": {"n": 1}}, tasks=[rig.add.s(3, 3)]) is None
     assert rig.sent() == [[1, 1], [2, 2]]
 
@@ -126,7 +116,6 @@ def test_a_document_near_16_mb_is_refused_or_delivered_never_stuck(rig: Rig) -> 
 
 
 def test_a_delete_is_refused_while_something_is_pending(rig: Rig) -> None:
-    """In a transaction, too."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1, "a": 1}, tasks=[rig.add.s(1, 1)])
     outbox.insert_one({"_id": 2})

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from typing import Any
 
@@ -24,6 +24,7 @@ from pymongo.collection import Collection
 from mongo_celery import OutboxCollection
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, current, transactional
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.forking import fork, holds_after_a_fork
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
@@ -43,20 +44,13 @@ def make_box(client: Client, notes: Collection[Document]) -> tuple[Celery, Outbo
     return app, OutboxCollection(app, client[notes.database.name]["box"], at_once=False, sweep_every=None)
 
 
-# -- order -----------------------------------------------------------------------------------------
-
-
 def test_two_stacks_of_one_thread_may_be_left_in_any_order(notes: Collection[Document], client: Client) -> None:
-    """Each ends its own."""
     bad, good = ExitStack(), ExitStack()
     for stack, text in ((bad, "bad"), (good, "good")):
         notes.insert_one({"text": text}, session=stack.enter_context(transactional(client, independent=True)))
     bad.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
     good.close()
     assert texts(notes) == ["good"]
-
-
-# -- parts that outlive the whole ------------------------------------------------------------------
 
 
 def test_a_body_that_leaves_a_part_behind_is_not_committed(notes: Collection[Document], client: Client) -> None:
@@ -74,9 +68,6 @@ def test_a_body_that_leaves_a_part_behind_is_not_committed(notes: Collection[Doc
     assert texts(notes) == []
 
 
-# -- other contexts --------------------------------------------------------------------------------
-
-
 def test_a_box_may_be_left_in_another_context(notes: Collection[Document], client: Client) -> None:
     """What its thread sends while it is open goes with the transaction; afterwards it is sent as ever."""
     app, box = make_box(client, notes)
@@ -91,30 +82,8 @@ def test_a_box_may_be_left_in_another_context(notes: Collection[Document], clien
     assert notes.database["box"].count_documents({}) == 1
 
 
-def test_a_callback_of_its_own_is_sent_though_the_one_around_is_aborted(
-    notes: Collection[Document], client: Client
-) -> None:
-    """It is committed by then; in the box of the one around it would be lost."""
-    app, box = make_box(client, notes)
-    outer = transactional(client, outbox=box)
-
-    def own(_: ClientSession) -> None:
-        after_commit(lambda: app.send_task("receipt", queue="receipts"))
-
-    def body(_: ClientSession) -> None:
-        transactional(client, independent=True).run(own)
-        app.send_task("lost", queue="receipts")
-        raise ZeroDivisionError
-
-    with app.connection_for_read() as connection, connection.SimpleQueue("receipts") as queue:
-        queue.clear()
-        with pytest.raises(ZeroDivisionError):
-            outer.run(body)
-        assert [queue.get(timeout=GENEROUS).headers["task"] for _ in range(len(queue))] == ["receipt"]
-
-
 def test_a_part_that_fails_keeps_its_error_where_its_box_cannot_be_written(
-    notes: Collection[Document], client: Client, failpoint: Callable[..., AbstractContextManager[None]]
+    notes: Collection[Document], client: Client, failpoint: Failpoint
 ) -> None:
     """A lost connection there is transient; the body would be repeated for an error that is not."""
     app, box = make_box(client, notes)
@@ -163,7 +132,6 @@ def test_a_forked_process_ends_no_block_of_its_parents(
 def test_a_forked_process_ends_no_transaction_of_its_parents(
     client: Client, notes: Collection[Document], error: BaseException | None
 ) -> None:
-    """The same where the body is a function, which is not repeated by its parent either."""
     parent, attempts = os.getpid(), []
 
     def body(session: ClientSession) -> None:

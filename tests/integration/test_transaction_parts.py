@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -19,27 +19,21 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.errors import (
-    ConfigurationError,
-    TopologyError,
-    TransactionError,
-)
+from mongo_celery.errors import ConfigurationError, TopologyError, TransactionError
 from mongo_celery.locking import after_commit, current, transactional
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
 from tests.integration.locking_rig import CONFLICT, GENEROUS, Document, as_block_or_function, texts
 from tests.rig.commands import CommandRecorder
 
 TRANSIENT = "TransientTransactionError"
 
 Client = MongoClient[Document]
-MakeClient = Callable[..., Client]
-Failpoint = Callable[..., AbstractContextManager[None]]
 Write = Callable[..., None]
 
 
 @pytest.fixture
 def write(notes: Collection[Document], client: Client) -> Write:
-    """Give a decorated function that writes a note, and then raises what it is told to."""
-
     @transactional(client)
     def write(text: str, error: BaseException | None = None, *, session: ClientSession) -> None:
         notes.insert_one({"text": text}, session=session)
@@ -47,9 +41,6 @@ def write(notes: Collection[Document], client: Client) -> Write:
             raise error
 
     return write
-
-
-# -- joining ---------------------------------------------------------------------------------------
 
 
 def test_a_conflict_in_a_part_repeats_the_whole(
@@ -84,7 +75,6 @@ def test_a_conflict_in_a_part_repeats_the_whole(
 def test_another_client_of_the_cluster_joins_nothing(
     notes: Collection[Document], client: Client, make_client: MakeClient
 ) -> None:
-    """It is refused, however its address is written, unless it asks for a transaction of its own."""
     client.admin.command("ping")
     member = f"localhost:{client.address[1] if client.address else 0}"
     for other in (make_client(), make_client(f"mongodb://{member}"), make_client(member, directConnection=True)):
@@ -104,7 +94,6 @@ def test_another_client_of_the_cluster_joins_nothing(
 def test_a_client_of_another_cluster_is_in_no_transaction(
     client: Client, standalone_url: str, make_client: MakeClient
 ) -> None:
-    """Its transactions are its own, both ways."""
     elsewhere = make_client(standalone_url)
     with transactional(client):
         assert current(elsewhere) is None
@@ -120,9 +109,6 @@ def test_an_event_loop_inside_of_a_plain_body_belongs_to_it(client: Client) -> N
 
     with transactional(client) as session:
         assert asyncio.run(find()) is session
-
-
-# -- parts that fail -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("as_block", [False, True])
@@ -174,71 +160,25 @@ def test_a_part_that_ends_the_transaction_is_no_success(
     assert (texts(notes), runs) == ([], [1])
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_the_next_attempt_is_not_rollback_only(
-    notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint, goes_on: bool
-) -> None:
-    """A part that failed belongs to its attempt, and so does one that is thrown away later; but none may go on."""
-    runs: list[int] = []
-
-    def part() -> Iterator[None]:
-        with transactional(client):
-            yield
-
-    late: Any = part()
-
-    def body(session: ClientSession) -> None:
-        runs.append(1)
-        if len(runs) == 1:
-            next(late)
-            with suppress(ZeroDivisionError):
-                write("partial", ZeroDivisionError())
-            with failpoint(mode={"times": 1}, **CONFLICT):
-                notes.insert_one({"text": "refused"}, session=session)
-        elif goes_on:
-            next(late, None)
-        late.close()
-        write("second")
-
-    with pytest.raises(TransactionError) if goes_on else nullcontext():
-        transactional(client).run(body)
-    assert (len(runs), texts(notes)) == (2, [] if goes_on else ["second"])
-
-
-# -- own and durable -------------------------------------------------------------------------------
-
-
-def test_one_of_its_own_is_committed_for_itself(
-    notes: Collection[Document], client: Client, sent: CommandRecorder
-) -> None:
-    """Its failure leaves the outer one alone; its success stays, whatever becomes of the outer one."""
+def test_one_of_its_own_is_committed_for_itself(notes: Collection[Document], client: Client, write: Write) -> None:
     own = transactional(client, independent=True)
-    noted: list[str] = []
-
-    def note(text: str, *, error: Exception | None = None, session: ClientSession) -> None:
-        notes.insert_one({"text": text}, session=session)
-        after_commit(lambda: noted.append(text))
-        if error is not None:
-            raise error
 
     def body(session: ClientSession) -> None:
-        with suppress(ZeroDivisionError):
-            own(note)("refused", error=ZeroDivisionError())
-        own(note)("kept")
-        own(note)("kept, too", session=session)
+        with suppress(ZeroDivisionError), own:
+            write("refused", ZeroDivisionError())
         with own as inner:
             assert inner is not session
             assert current(client) is inner
-            transactional(client)(note)("joined with it")
+            write("kept")
+        own.run(lambda _: write("kept, too"), session=session)
         assert current(client) is session
-        notes.insert_one({"text": "outer"}, session=session)
-        assert noted == ["kept", "kept, too", "joined with it"]
+        write("outer")
+        assert texts(notes) == ["kept", "kept, too"]
         raise LookupError
 
     with pytest.raises(LookupError):
         transactional(client).run(body)
-    assert texts(notes) == ["kept", "kept, too", "joined with it"]
-    assert len(sent.named("commitTransaction")) == 3
+    assert texts(notes) == ["kept", "kept, too"]
 
 
 def test_a_durable_one_refuses_to_join_a_transaction_of_the_driver(client: Client) -> None:
@@ -249,13 +189,9 @@ def test_a_durable_one_refuses_to_join_a_transaction_of_the_driver(client: Clien
         transactional(client, independent=True, durable=True)
 
 
-# -- callbacks -------------------------------------------------------------------------------------
-
-
 def test_a_callback_without_a_session_waits_for_the_transaction_around(
     notes: Collection[Document], client: Client, write: Write
 ) -> None:
-    """Of the part it is the whole's; outside of any there is nothing to wait for."""
     seen: list[Any] = []
 
     @transactional(client)
@@ -274,7 +210,6 @@ def test_a_callback_without_a_session_waits_for_the_transaction_around(
 
 
 def test_a_soft_time_limit_in_a_callback_passes_when_all_have_run(notes: Collection[Document], write: Write) -> None:
-    """The task is to end by it; it is committed."""
     called: list[str] = []
 
     def stop() -> None:
@@ -311,9 +246,6 @@ def test_a_coroutine_is_no_body_and_no_callback_where_nobody_awaits(
         after_commit(lambda: [coroutine()][0])
     assert caplog.records
     assert texts(notes) == []
-
-
-# -- threads ---------------------------------------------------------------------------------------
 
 
 def test_a_block_may_be_left_by_another_thread(notes: Collection[Document], client: Client, write: Write) -> None:
@@ -355,8 +287,6 @@ def test_an_object_serves_one_block_at_a_time(notes: Collection[Document], clien
 
 
 def test_a_generator_that_is_thrown_away_aborts(notes: Collection[Document], client: Client) -> None:
-    """Python closes it, and the block with it."""
-
     def work() -> Iterator[None]:
         with transactional(client) as session:
             notes.insert_one({"text": "left"}, session=session)

@@ -7,8 +7,7 @@ tests, with the limit given instead of fixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,28 +17,22 @@ from pymongo import MongoClient, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
-from pymongo.errors import (
-    ClientBulkWriteException,
-    DuplicateKeyError,
-    OperationFailure,
-    PyMongoError,
-)
+from pymongo.errors import ClientBulkWriteException, DuplicateKeyError, OperationFailure, PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.locking import select_for_update, transactional
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
-from tests.integration.locking_rig import Document, held
+from tests.integration.locking_rig import SHORT, Document, as_block_or_function, held
 from tests.rig.commands import CommandRecorder
 
-MakeClient = Callable[..., MongoClient[Document]]
-Failpoint = Callable[..., AbstractContextManager[None]]
 BehindProxy = tuple[Proxy, Collection[Document]]
 
 APP = "transaction-retries"
 TRANSIENT = "TransientTransactionError"
-SHORT = 1.5
 CONFLICT = {"failCommands": ["update"], "appName": APP, "errorCode": 112, "errorLabels": [TRANSIENT]}
 """A write conflict as the server reports it."""
 
@@ -91,7 +84,6 @@ class Counter:
 
 @pytest.fixture
 def counter(database: Database[Document], make_client: MakeClient) -> Iterator[Counter]:
-    """Give the counter, at 0."""
     database["things"].insert_one({"_id": 1, "n": 0})
     sent = CommandRecorder()
     client = make_client(appName=APP, event_listeners=[sent])
@@ -103,27 +95,23 @@ def counter(database: Database[Document], make_client: MakeClient) -> Iterator[C
 
 @pytest.fixture
 def behind_proxy(counter: Counter, proxy: Proxy, make_client: MakeClient) -> BehindProxy:
-    """Give a proxy before the server, and the counter's collection as seen through it."""
     client = make_client(proxy.mongo_url)
     client.admin.command("ping")
     return proxy, client[counter.things.database.name][counter.things.name]
 
 
 def test_the_result_is_returned_and_the_writes_are_there(counter: Counter) -> None:
-    """The plain case: one run, one commit."""
     assert counter.run() == "run 1"
     assert (counter.n, counter.runs, counter.commits) == (1, 1, 1)
 
 
 def test_it_reads_a_snapshot_and_is_committed_by_a_majority(counter: Counter) -> None:
-    """The defaults, as they are sent."""
     counter.run()
     assert counter.sent.named("update")[0]["readConcern"]["level"] == "snapshot"
     assert counter.sent.named("commitTransaction")[0]["writeConcern"] == {"w": "majority"}
 
 
 def test_a_custom_error_ends_the_transaction_and_passes_unchanged(counter: Counter) -> None:
-    """Not wrapped, not repeated; nothing is kept."""
     error = ValueError("not today")
 
     def body(session: ClientSession) -> None:
@@ -152,8 +140,6 @@ def test_an_interruption_frees_what_is_locked(counter: Counter) -> None:
 
 
 def test_an_error_of_mongodb_without_a_label_passes_unchanged(counter: Counter) -> None:
-    """A duplicate key stays one, however often it is tried."""
-
     def body(session: ClientSession) -> None:
         counter.runs += 1
         counter.things.insert_one({"_id": 1}, session=session)
@@ -164,7 +150,6 @@ def test_an_error_of_mongodb_without_a_label_passes_unchanged(counter: Counter) 
 
 
 def test_a_transient_error_repeats_the_whole_body(counter: Counter, failpoint: Failpoint) -> None:
-    """A conflict, and a lost connection: only the run that was committed counts, and the result is its own."""
     with failpoint(mode={"times": 2}, **CONFLICT):
         assert counter.run() == "run 3"
     with failpoint(mode={"times": 1}, failCommands=["update"], appName=APP, closeConnection=True):
@@ -217,11 +202,7 @@ def test_an_unknown_result_repeats_the_commit_and_not_the_body(
 ) -> None:
     """The last is no unknown result to PyMongo: killOp or killSessions beside a commit that is done."""
     with failpoint(mode={"times": 2}, **unknown):
-        if as_block:
-            with transactional(counter.client) as session:
-                counter.increment(session)
-        else:
-            assert counter.run() == "run 1"
+        as_block_or_function(counter.client, counter.increment, as_block=as_block)
     assert (counter.n, counter.runs, counter.commits) == (1, 1, 3)
 
 
@@ -265,8 +246,6 @@ def test_a_commit_whose_time_has_passed_is_not_repeated(counter: Counter, failpo
 
 @pytest.mark.parametrize("ending", ["commit_transaction", "abort_transaction"])
 def test_a_body_that_ends_its_transaction_itself_is_left_alone(counter: Counter, ending: str) -> None:
-    """Its result is returned; nothing more is sent."""
-
     def body(session: ClientSession) -> str:
         result = counter.increment(session)
         getattr(session, ending)()
@@ -280,7 +259,6 @@ def test_a_body_that_ends_its_transaction_itself_is_left_alone(counter: Counter,
 
 @pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)])
 def test_transient_errors_end_with_the_time(counter: Counter, timeout: Any) -> None:
-    """A holder that stands still: the error says how it ended, and what the attempts met."""
     with held(counter._data, 1), pytest.raises(TransactionTimeoutError) as caught:
         counter.run(timeout=timeout)
     assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
@@ -334,10 +312,13 @@ def test_commits_that_find_the_transaction_gone_end_with_the_time(counter: Count
     assert counter.n == 0
 
 
-def test_commits_of_unknown_result_end_with_the_time_and_say_so(counter: Counter, failpoint: Failpoint) -> None:
+@pytest.mark.parametrize("as_block", [False, True])
+def test_commits_of_unknown_result_end_with_the_time_and_say_so(
+    counter: Counter, failpoint: Failpoint, as_block: bool
+) -> None:
     """Here it was committed, and nobody could know."""
     with failpoint(**APPLIED), pytest.raises(TransactionTimeoutError) as caught:
-        counter.run(timeout=SHORT)
+        as_block_or_function(counter.client, counter.increment, as_block=as_block, timeout=SHORT)
     assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
     assert caught.value.retryable
     assert counter.runs == 1
@@ -366,7 +347,6 @@ def test_a_server_that_hangs_does_not_hold_the_caller(
 
 
 def test_as_a_context_it_commits_once_or_an_error_aborts_and_passes(counter: Counter) -> None:
-    """Afterwards the writes are there, or none."""
     with transactional(counter.client) as session:
         counter.increment(session)
         assert counter.n == 0
@@ -385,12 +365,3 @@ def test_as_a_context_a_transient_error_passes_with_its_label(counter: Counter, 
         counter.increment(session)
     assert caught.value.has_error_label(TRANSIENT)
     assert counter.runs == 1
-
-
-def test_as_a_context_the_time_limits_the_commit(counter: Counter, failpoint: Failpoint) -> None:
-    """And the outcome is as unknown as with a function."""
-    with ExitStack() as stack:
-        stack.enter_context(failpoint(**APPLIED))
-        caught = stack.enter_context(pytest.raises(TransactionTimeoutError))
-        counter.increment(stack.enter_context(transactional(counter.client, timeout=SHORT)))
-    assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
 from mongo_celery.mongo.transaction import ending
 from tests.integration.locking_rig import Document, held, texts
-
-Failpoint = Callable[..., AbstractContextManager[None]]
 
 
 @pytest.fixture
@@ -43,7 +40,6 @@ def writer(notes: Collection[Document]) -> Callable[..., Any]:
 
 
 def test_a_decorated_function_keeps_its_name_and_shows_no_session(notes: Collection[Document]) -> None:
-    """Arguments, defaults and results are its own."""
     write = writer(notes)
     assert (write.__name__, write.__doc__) == ("write", "Write it.")
     assert list(inspect.signature(write).parameters) == ["text", "times"]
@@ -55,7 +51,6 @@ def test_a_decorated_function_keeps_its_name_and_shows_no_session(notes: Collect
 
 
 def test_a_method_can_be_decorated(notes: Collection[Document]) -> None:
-    """And a callable may give the client, asked at each call."""
     asked = []
 
     class Clerk:
@@ -167,7 +162,6 @@ def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Coll
 def test_a_callback_that_fails_is_logged_and_stops_nothing(
     notes: Collection[Document], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The transaction is committed; the caller gets its result, and the next callback its turn."""
     called: list[int] = []
 
     @transactional(notes.database.client)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from datetime import UTC, datetime
 from functools import partial
-from typing import Any
 
 import pytest
 from pymongo import MongoClient
@@ -19,13 +17,11 @@ from mongo_celery.errors import (
 )
 from tests.fixtures.process import wait_for
 from tests.integration.clusters_rig import START, Clusters
-from tests.integration.twophase_rig import Gate
+from tests.integration.twophase_rig import LONG_AGO, Document, Gate
 
-Document = dict[str, Any]
 WAYS = [("own", "east"), ("east", "own"), ("east", "west"), ("west", "own"), ("own", "west", "east")]
 """`east` is another replica set, `west` a standalone server."""
 
-LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 UNTOUCHED = {"own": START, "east": START, "west": START}
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from celery import Celery
 from pymongo import MongoClient
-from pymongo.database import Database
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Participant, TwoPhaseCommit
@@ -23,20 +21,20 @@ from mongo_celery.errors import (
 from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
 from mongo_celery.twophase.twophase import get_engine
-from tests.integration.twophase_rig import Gate, balances, coordinator, make_accounts
-
-Document = dict[str, Any]
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
+from tests.integration.twophase_rig import Db, Document, Gate, balances, coordinator, make_accounts
 
 
 @pytest.fixture
-def bank(database: Database[Document]) -> TwoPhaseCommit:
+def bank(database: Db) -> TwoPhaseCommit:
     """Give a coordinator over two accounts with 1000 each."""
     make_accounts(database, A=1000, B=1000)
     return TwoPhaseCommit(None, database["transactions"], application="bank")
 
 
 def test_what_another_application_queues_meanwhile_is_not_canceled(
-    database: Database[Document], monkeypatch: pytest.MonkeyPatch
+    database: Db, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It belonged to nobody when it was read."""
     make_accounts(database, A=1000, B=1000)
@@ -58,7 +56,7 @@ def test_what_another_application_queues_meanwhile_is_not_canceled(
 
 
 @pytest.mark.parametrize("protocol", ["auto", "documents"])
-def test_a_transfer_moves_money_in_no_accounts_but_its_own(database: Database[Document], protocol: str) -> None:
+def test_a_transfer_moves_money_in_no_accounts_but_its_own(database: Db, protocol: str) -> None:
     """An application with others finishes, cancels, recovers and takes back where the transfer was begun."""
     for name in ("one", "two"):
         database[name].insert_many([{"_id": each, "balance": 1000} for each in "AB"])
@@ -82,7 +80,7 @@ def test_a_transfer_moves_money_in_no_accounts_but_its_own(database: Database[Do
 
 
 def test_what_a_server_refuses_too_long_is_finished_by_a_call_or_by_recovery(
-    database: Database[Document], failpoint: Any
+    database: Db, failpoint: Failpoint
 ) -> None:
     """Before the claim recovery does nothing: `run` has to be called again, with the id that the error has."""
     make_accounts(database, A=1000, B=1001)
@@ -107,9 +105,7 @@ def test_what_a_server_refuses_too_long_is_finished_by_a_call_or_by_recovery(
     assert balances(database) == {"A": 891, "B": 1110}
 
 
-def test_two_that_compensate_at_once_get_the_same_id(
-    bank: TwoPhaseCommit, database: Database[Document], mongo_url: str
-) -> None:
+def test_two_that_compensate_at_once_get_the_same_id(bank: TwoPhaseCommit, database: Db, mongo_url: str) -> None:
     done = bank.transfer("A", "B", 100)
     gate = Gate(hold_before=2)  # it has read the transaction, and is about to store the opposite one
     got: list[Any] = []
@@ -126,7 +122,7 @@ def test_two_that_compensate_at_once_get_the_same_id(
     assert balances(database) == {"A": 1000, "B": 1000}
 
 
-def test_a_standalone_server_is_served_by_markers(standalone_url: str, make_client: Callable[..., Any]) -> None:
+def test_a_standalone_server_is_served_by_markers(standalone_url: str, make_client: MakeClient) -> None:
     """It has no MongoDB transactions. All calls do what they do elsewhere."""
     database = make_client(standalone_url)["bank"]
     make_accounts(database, A=1000, B=1000)
@@ -142,7 +138,7 @@ def test_a_standalone_server_is_served_by_markers(standalone_url: str, make_clie
 
 @pytest.mark.parametrize("step", ["note_compensated", "queue"])
 def test_a_compensation_of_a_standalone_server_may_die_between_two_steps(
-    standalone_url: str, make_client: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, step: str
+    standalone_url: str, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """There it is stored, noted and queued one after the other. Of what has expired in between it does nothing."""
     database = make_client(standalone_url)[f"dies_{step}"]
@@ -185,7 +181,7 @@ def test_a_member_that_has_not_found_its_set_yet_is_no_standalone_server() -> No
 
 @pytest.mark.parametrize("protocol", ["auto", "documents"])
 def test_a_call_that_stood_still_while_it_stored_does_not_do_the_same_again(
-    database: Database[Document], monkeypatch: pytest.MonkeyPatch, protocol: str
+    database: Db, monkeypatch: pytest.MonkeyPatch, protocol: str
 ) -> None:
     """Its answer was lost, another call has done it, and it was removed after its retention."""
     make_accounts(database, A=1000, B=1000)
@@ -211,7 +207,7 @@ def test_a_call_that_stood_still_while_it_stored_does_not_do_the_same_again(
     assert balances(database) == {"A": 900, "B": 1100}
 
 
-def test_a_validator_of_one_participant_undoes_the_other(database: Database[Document]) -> None:
+def test_a_validator_of_one_participant_undoes_the_other(database: Db) -> None:
     """The reason names the field that it does not allow, and documents are as they were."""
     schema = {"additionalProperties": False, "properties": {key: {} for key in ("_id", "balance", MARKERS)}}
     database.create_collection("accounts", validator={"$jsonSchema": schema})

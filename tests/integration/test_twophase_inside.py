@@ -13,24 +13,23 @@ import pytest
 from celery import Celery
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
-from pymongo.database import Database
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Participant, TwoPhaseCommit, transactional
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionError, TransactionStateError
 from mongo_celery.twophase.twophase import get_engine
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import Processes
 from tests.fixtures.proxy import Proxy
-from tests.integration.twophase_rig import advance, balances, coordinator, make_accounts
+from tests.integration.twophase_rig import Db, Document, advance, balances, coordinator, make_accounts
 
-Document = dict[str, Any]
 NO_SUCH_TRANSACTION = 251
 
 
 @pytest.fixture
-def bank(database: Database[Document]) -> TwoPhaseCommit:
+def bank(database: Db) -> TwoPhaseCommit:
     make_accounts(database, A=1000, B=1000)
     database.create_collection("orders")
     app = Celery("bank", broker="memory://", set_as_current=False)
@@ -47,7 +46,7 @@ def orders(bank: TwoPhaseCommit) -> list[Any]:
 
 
 def test_what_is_refused_or_canceled_inside_fails_nothing_else(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
 ) -> None:
     """The body catches it, and what else it does is committed; what is stored already keeps its outcome."""
     bank.transfer("A", "B", 1, id="done")
@@ -83,7 +82,7 @@ def test_what_is_refused_or_canceled_inside_fails_nothing_else(
 
 
 def test_a_change_that_the_server_refuses_fails_the_whole(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
 ) -> None:
     """The server has aborted the transaction by then, whoever catches the error."""
     database["accounts"].insert_one({"_id": "T", "balance": "much", "pendingTransactions": []})
@@ -100,7 +99,7 @@ def test_a_change_that_the_server_refuses_fails_the_whole(
 
 
 def test_transactions_that_ask_for_the_same_id_at_once_pay_once(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
 ) -> None:
     """As two processes with one message: each commits what else it does."""
 
@@ -120,7 +119,7 @@ def test_transactions_that_ask_for_the_same_id_at_once_pay_once(
 
 
 def test_a_transaction_of_the_drivers_is_joined_by_its_session(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
 ) -> None:
     """Nobody says when that is committed, so nothing is queued in it; a session without a transaction is refused."""
     stored = bank.transfer("A", "B", 1, run=False)
@@ -145,8 +144,8 @@ def test_a_transaction_of_the_drivers_is_joined_by_its_session(
 def test_an_error_of_a_payment_that_is_caught_fails_the_drivers_own_transaction(
     bank: TwoPhaseCommit,
     client: MongoClient[Document],
-    database: Database[Document],
-    failpoint: Any,
+    database: Db,
+    failpoint: Failpoint,
     lost: list[str],
     is_stored: bool,
     skipped: int,
@@ -185,7 +184,7 @@ def test_an_error_of_a_payment_that_is_caught_fails_the_drivers_own_transaction(
 
 
 def test_a_payment_that_reaches_no_server_fails_the_drivers_own_transaction(
-    database: Database[Document],
+    database: Db,
     replica_set: MongoReplicaSet,
     make_proxy: Callable[[int], Proxy],
     make_client: MakeClient,
@@ -216,7 +215,7 @@ def test_a_payment_that_reaches_no_server_fails_the_drivers_own_transaction(
 
 
 def test_a_thread_of_the_body_pays_with_its_session_or_not_at_all(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
 ) -> None:
     """A thread that has a copy of its context is refused; one that is handed the session joins."""
 
@@ -237,8 +236,8 @@ def test_a_thread_of_the_body_pays_with_its_session_or_not_at_all(
 def test_a_payment_joins_the_innermost_transaction_or_none(
     bank: TwoPhaseCommit,
     client: MongoClient[Document],
-    database: Database[Document],
-    make_client: Callable[[], MongoClient[Document]],
+    database: Db,
+    make_client: MakeClient,
 ) -> None:
     """In one that is begun inside it would be made again with each repetition of that, and be committed with both."""
 
@@ -356,9 +355,7 @@ assert [each.find_one()["balance"] for each in (accounts, more)] == [990, 0]
 """
 
 
-def test_djangos_transactions_have_payments_in_them(
-    processes: Processes, database: Database[Document], mongo_url: str
-) -> None:
+def test_djangos_transactions_have_payments_in_them(processes: Processes, database: Db, mongo_url: str) -> None:
     """P18: an `atomic` whose payment has failed cannot be committed. Another client is refused."""
     pytest.importorskip("django_mongodb_backend", reason="it is not installed: pip install -e '.[dev]'")
     sold = processes.python("django", "-c", DJANGO, mongo_url, database.name)

@@ -14,7 +14,6 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from prometheus_client import CollectorRegistry
 from pymongo import MongoClient
-from pymongo.database import Database
 from pymongo.errors import PyMongoError
 from redis import Redis
 
@@ -33,21 +32,16 @@ from mongo_celery.twophase.prometheus import TransactionCollector
 from mongo_celery.twophase.recoveries import recovery_watch
 from mongo_celery.twophase.tasks import RECOVER_TASK
 from mongo_celery.twophase.twophase import get_engine, get_recoveries
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.integration.clusters_rig import START, Clusters
-from tests.integration.twophase_rig import Tutorial, advance, balances, make_accounts
-
-Document = dict[str, Any]
-LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+from tests.integration.twophase_rig import LONG_AGO, Db, Document, Tutorial, advance, balances, make_accounts
 
 
 @pytest.fixture
-def bank(database: Database[Document]) -> TwoPhaseCommit:
+def bank(database: Db) -> TwoPhaseCommit:
     make_accounts(database, A=1000, B=1000)
     return TwoPhaseCommit(Celery("bank", broker="memory://"), database["transactions"])
-
-
-# -- whose turn it is ------------------------------------------------------------------------------
 
 
 def test_those_of_a_cluster_that_is_away_keep_nobody_from_the_turn(
@@ -137,7 +131,7 @@ def test_what_is_owed_beside_a_dead_cluster_comes_back_at_once(
 
 
 def test_a_take_over_whose_answer_is_lost_is_finished_by_the_same_recovery(
-    bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
+    bank: TwoPhaseCommit, database: Db, failpoint: Failpoint
 ) -> None:
     """P17, P18: otherwise its money would wait until it counts as abandoned once more."""
     advance(bank, bank.transfer("A", "B", 10, run=False))
@@ -164,12 +158,7 @@ def test_many_steps_of_one_moment_are_all_read(bank: TwoPhaseCommit) -> None:
     assert sorted(each.id for each in report if each.stopped) == [each["_id"] for each in many]
 
 
-# -- whether anybody recovers ----------------------------------------------------------------------
-
-
-def test_whoever_leads_a_bridge_asks_for_it_too(
-    database: Database[Document], redis_url: str, redis_client: Redis
-) -> None:
+def test_whoever_leads_a_bridge_asks_for_it_too(database: Db, redis_url: str, redis_client: Redis) -> None:
     """Again and again, and for sweeps of outboxes; of what says that something else sees to it, nothing."""
     app = Celery("shop", broker=redis_url)
     Outbox(app, database["orders"], sweep_every=600)
@@ -272,9 +261,6 @@ def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCom
     assert (value("recovery_age_seconds") or 0) < 600
 
 
-# -- what is removed -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_run", [True, False])
 def test_an_id_that_is_used_again_has_a_compensation_of_its_own(bank: TwoPhaseCommit, is_run: bool) -> None:
     """That of its predecessor takes back what the predecessor did, whether that has been done or not."""
@@ -318,7 +304,7 @@ def test_a_compensation_that_was_removed_is_not_made_again(bank: TwoPhaseCommit)
 
 @pytest.mark.parametrize("options", [{"retention": 3600}, {}, {"retention": None}])
 def test_what_is_final_expires_by_default_and_a_compensation_after_what_it_takes_back(
-    database: Database[Document], options: dict[str, Any]
+    database: Db, options: dict[str, Any]
 ) -> None:
     """It must not be done again when it is gone. What is not final has no end."""
     make_accounts(database, A=1000, B=1000)
@@ -339,7 +325,7 @@ def test_what_is_final_expires_by_default_and_a_compensation_after_what_it_takes
     assert first.get("expiresAt", 0) <= second.get("expiresAt", 0)
 
 
-def test_what_nobody_begins_expires(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+def test_what_nobody_begins_expires(bank: TwoPhaseCommit, database: Db) -> None:
     """Recovery cancels it after the retention of who has stored it; what was queued, or is younger, is somebody's."""
     keeping = TwoPhaseCommit(
         Celery("bank", broker="memory://"), database["transactions"], retention=3600, older_than=0.001

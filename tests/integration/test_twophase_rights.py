@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,11 +17,9 @@ from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import AccessError, MongoCeleryError, TransactionCanceledError, TransactionStateError
 from mongo_celery.twophase.twophase import get_recoveries
 from tests.fixtures.rights import UrlOf
-from tests.integration.twophase_rig import advance
+from tests.integration.twophase_rig import LONG_AGO, Document, advance
 
-Document = dict[str, Any]
 PAGE = Path(__file__).parents[2] / "docs/security.md"
-LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 START = 1000
 
 LOG, NOTES = "transactions", "transactionRecoveries"

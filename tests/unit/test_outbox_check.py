@@ -11,12 +11,7 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery.broker.workers import WorkerReplies
 from mongo_celery.command_line import ANY_APP
-from mongo_celery.outbox.health import (
-    Sweeping,
-    judge_indexes,
-    judge_state,
-    judge_workers,
-)
+from mongo_celery.outbox.health import Sweeping, judge_indexes, judge_state, judge_workers
 from mongo_celery.outbox.pending_documents import UnknownTask
 from mongo_celery.outbox.requirements import judge_kind, judge_validator
 from mongo_celery.outbox.runtime import OutboxStatus
@@ -26,12 +21,7 @@ from mongo_celery.outbox.sweep_records import make_sweep_watch
 Document = dict[str, Any]
 
 
-# -- the collection --------------------------------------------------------------------------------
-
-
 LISTED: Document = {"additionalProperties": False, "properties": {"_id": {}}}
-
-
 PARTIAL: Document = {
     "name": "mine",
     "key": {"pendingEvents.count": 1, "pendingEvents.claim.until": 1},
@@ -74,20 +64,14 @@ def test_not_every_validator_forbids_the_field(validator: Document, options: Doc
     assert [each.severity for each in judge_validator({"validator": validator, **options})] == expected
 
 
-# -- the sweep -------------------------------------------------------------------------------------
-
-
 def said(queue: str, *tasks: str) -> WorkerReplies:
     return WorkerReplies({"w@x": {queue}}, {"w@x": {*tasks}})
-
-
-SWEEPS = said("celery", SWEEP_TASK)
 
 
 def test_a_worker_that_takes_sweeps_and_drops_them_is_found() -> None:
     """One that is busy does not answer, which is no finding."""
     assert list(judge_workers("celery", WorkerReplies({}, {}))) == []
-    assert list(judge_workers("celery", SWEEPS)) == []
+    assert list(judge_workers("celery", said("celery", SWEEP_TASK))) == []
     (dropping,) = judge_workers("celery", said("celery", "mail"))
     assert (dropping.severity, dropping.code) == ("failing", "sweep_task")
     assert list(judge_workers("sweeps", said("celery", "mail"))) == []

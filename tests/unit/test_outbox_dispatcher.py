@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -27,28 +26,6 @@ def made(thread: AppDispatcher, name: str = "orders", **given: Any) -> OutboxDis
         **parts,
     )
     return OutboxDispatcher(thread, outbox)
-
-
-@pytest.fixture
-def outbox(monkeypatch: pytest.MonkeyPatch) -> OutboxDispatcher:
-    """One whose thread never begins."""
-    monkeypatch.setattr(AppDispatcher, "wake", lambda *_: None)
-    return made(AppDispatcher())
-
-
-def test_a_look_that_waits_for_the_end_of_a_claim_outlives_any_number_of_writes(outbox: OutboxDispatcher) -> None:
-    """And so does the next one that was expected, until all expected writes are named. Few are planned at any time."""
-    outbox._pause()
-    outbox.expect()
-    last, first = outbox._polls[-1], outbox._expected_polls[0]
-    for number in range(100):
-        outbox.expect()
-        outbox.hint()
-        outbox.hint(number, expected=True)
-    assert (outbox._polls[-1], outbox._expected_polls[0]) == (last, first)
-    assert len(outbox._polls) + len(outbox._expected_polls) <= 6
-    outbox.hint(101, expected=True)
-    assert (outbox._polls[-1], outbox._expected_polls) == (last, [])
 
 
 def test_a_thread_with_nothing_to_do_ends_and_the_next_write_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,18 +122,3 @@ def test_the_thread_outlives_whatever_a_turn_raises(caplog: pytest.LogCaptureFix
     thread.close()
     assert delivered[-1] == "last"
     assert failed() == 2
-
-
-def test_documents_that_mongodb_refuses_are_polled_ever_more_rarely(outbox: OutboxDispatcher) -> None:
-    """Each poll finds them again. Documents that are named are delivered meanwhile."""
-    for rests in range(3):
-        outbox._note(Delivery(is_refused=True, error="a validator"), [1])
-        due = outbox.next_turn()
-        assert due is not None
-        assert due - time.monotonic() == pytest.approx(2.0 * 2**rests, abs=1.0)
-    outbox.hint(2)
-    due = outbox.next_turn()
-    assert due is not None
-    assert due <= time.monotonic()
-    outbox._note(Delivery(dispatched=1), [3])
-    assert outbox._rests == 0

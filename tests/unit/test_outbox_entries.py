@@ -18,19 +18,13 @@ from mongo_celery import STORED_ID, Event
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import bind_message
-from mongo_celery.outbox.entries import (
-    Entry,
-    bind_event,
-    make_event_entry,
-    make_task_entries,
-)
+from mongo_celery.outbox.entries import Entry, bind_event, make_event_entry, make_task_entries
 
 NOW = datetime(2024, 2, 29, 12, 0, 0, tzinfo=UTC)
 KEY = ObjectId("1" * 24)
 
 
 def task_entry(*given: Any) -> Entry:
-    """Return the one entry of a task."""
     (entry,) = make_task_entries(*given)
     return entry
 

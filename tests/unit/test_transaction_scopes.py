@@ -19,14 +19,12 @@ SECONDS = 30.0
 
 @pytest.fixture
 def client() -> Iterator[MongoClient[Any]]:
-    """Give a client that never connects."""
     with MongoClient[Any]("mongodb://localhost:1", connect=False) as made:
         yield made
 
 
 @pytest.fixture
 def session(client: MongoClient[Any]) -> ClientSession:
-    """Give a session in a transaction of which no server knows."""
     made = client.start_session()
     made.start_transaction()
     return made
