@@ -21,7 +21,6 @@ from mongo_celery.errors import ConfigurationError, TransactionCanceledError, Tr
 from mongo_celery.twophase.twophase import get_engine
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
-from tests.fixtures.process import Processes
 from tests.fixtures.proxy import Proxy
 from tests.integration.twophase_rig import Db, Document, advance, balances, coordinator, make_accounts
 
@@ -262,101 +261,3 @@ def test_a_payment_joins_the_innermost_transaction_or_none(
     with client.start_session() as drivers, drivers.start_transaction():
         transactional(make_client(), independent=True).run(repeated)
     assert balances(database) == {"A": 990, "B": 1010}
-
-
-DJANGO = """
-import sys
-import django
-from django.conf import settings
-
-url, name = sys.argv[1:]
-settings.configure(
-    DATABASES={"default": {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name}},
-    DEFAULT_AUTO_FIELD="django_mongodb_backend.fields.ObjectIdAutoField",
-    INSTALLED_APPS=[],
-)
-django.setup()
-from celery import Celery
-from django.db import connection, models
-from django_mongodb_backend import transaction
-from pymongo import MongoClient
-from pymongo.errors import OperationFailure, PyMongoError
-from mongo_celery import OutboxCollection, Participant, TwoPhaseCommit
-from mongo_celery.errors import ConfigurationError
-
-class Seat(models.Model):
-    number = models.IntegerField()
-    class Meta:
-        app_label = "shop"
-        db_table = "seats"
-
-with connection.schema_editor() as editor:
-    editor.create_model(Seat)
-connection.get_collection("accounts").insert_many([{"_id": each, "balance": 1000} for each in "AB"])
-app = Celery("shop", broker="memory://")
-bank = TwoPhaseCommit(app, lambda: connection.get_collection("transactions"), recover_every=None)
-other = TwoPhaseCommit(app, MongoClient(url)[name]["transactions"], name="other", recover_every=None)
-outbox = OutboxCollection(app, lambda: connection.get_collection("outbox"), sweep_every=None, at_once=False)
-runs = []
-
-for fails in (True, False):
-    try:
-        with transaction.atomic():
-            Seat.objects.create(number=1)
-            bank.transfer("A", "B", 10)
-            try:
-                other.transfer("A", "B", 100)
-            except ConfigurationError:
-                runs.append(1)
-            if fails:
-                raise KeyError
-    except KeyError:
-        pass
-for is_caught in (False, True):  # what an inner block has written and sent has the fate of the outermost one
-    try:
-        with transaction.atomic():
-            try:
-                with outbox.atomic():
-                    Seat.objects.create(number=2)
-                    app.send_task("ticket")
-                    raise KeyError
-            except KeyError:
-                if not is_caught:
-                    raise
-    except KeyError:
-        pass
-assert runs == [1, 1], runs
-assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 2]
-assert [each["state"] for each in bank.transactions.find()] == ["done"]
-assert outbox.status().pending == 1
-
-accounts, more = connection.get_collection("accounts"), connection.get_collection("more")
-more.insert_one({"_id": "C", "balance": 0})
-parts = [Participant(accounts, "A", {"$inc": {"balance": -10}}), Participant(more, "C", {"$inc": {"balance": 10}})]
-lost = {"failCommands": ["update", "abortTransaction"], "closeConnection": True}
-admin = accounts.database.client.admin
-try:
-    with transaction.atomic():
-        Seat.objects.create(number=3)
-        # The first participant is changed, and no abort reaches the server.
-        admin.command("configureFailPoint", "failCommand", mode={"skip": 1}, data=lost)
-        try:
-            bank.begin(parts, run=True)
-        except PyMongoError:
-            runs.append(3)
-        finally:
-            admin.command("configureFailPoint", "failCommand", mode="off")
-    runs.append("committed")
-except OperationFailure as error:
-    assert error.code == 251, error
-admin.command("killAllSessions", [])  # else what no abort has reached locks the collections for a minute
-assert runs[2:] == [3], runs
-assert [each.find_one()["balance"] for each in (accounts, more)] == [990, 0]
-"""
-
-
-def test_djangos_transactions_have_payments_in_them(processes: Processes, database: Db, mongo_url: str) -> None:
-    """P18: an `atomic` whose payment has failed cannot be committed. Another client is refused."""
-    pytest.importorskip("django_mongodb_backend", reason="it is not installed: pip install -e '.[dev]'")
-    sold = processes.python("django", "-c", DJANGO, mongo_url, database.name)
-    assert sold.wait() == 0, sold.text
