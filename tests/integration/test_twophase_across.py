@@ -35,7 +35,6 @@ def expected(way: tuple[str, ...], value: int = 100) -> dict[str, int]:
 def test_all_is_done_in_every_order_of_clusters_and_can_be_compensated(
     clusters: Clusters, way: tuple[str, ...]
 ) -> None:
-    """Participants have a version afterwards, and no marker."""
     identity = clusters.begin(*way, run=True)
 
     assert clusters.log.find_one({"_id": identity})["state"] == "done"
@@ -64,7 +63,6 @@ def test_the_same_id_gives_the_same_outcome_wherever_the_first_one_stands(cluste
 
 @pytest.mark.parametrize("way", WAYS, ids="-".join)
 def test_a_participant_that_refuses_gives_all_others_back(clusters: Clusters, way: tuple[str, ...]) -> None:
-    """The last one cannot be found."""
     clusters.accounts(way[-1]).delete_one({})
     with pytest.raises(TransactionCanceledError):
         clusters.begin(*way, run=True)
@@ -140,29 +138,9 @@ def test_one_that_cannot_be_settled_keeps_no_other_from_being_done(clusters: Clu
     assert clusters.bank.run(begun[0]).state == "done"
 
 
-def test_many_are_recovered_and_one_that_cannot_be_stops_no_other(clusters: Clusters) -> None:
-    """Some have only begun, one refuses, one is late, one was canceled meanwhile, one is held by its coordinator."""
-    way = ("own", "east")
-    open_ones = [clusters.begin(*way, value=1) for _ in range(9)]
-    refusing, late = clusters.begin(*way, value=START + 1), clusters.begin(*way, value=1)
-    for identity in [*open_ones, late, refusing]:
-        clusters.advance(identity)
-    clusters.log.update_one({"_id": late}, {"$set": {"deadline": LONG_AGO}})
-    clusters.bank.cancel(open_ones[0])
-    gate = Gate(hold_before=5)
-    with clusters.held(open_ones[1], gate):
-        assert gate.held.wait(60)
-        report = {each.id: each for each in clusters.bank.recover(0)}
-
-    assert {report[each].after for each in open_ones[1:]} == {"done"}
-    assert {report[each].after for each in (late, refusing)} == {"canceled"}
-    assert clusters.balances() == expected(way, 8)
-
-
 def test_accounts_in_another_cluster_are_no_accounts_of_the_same_name_beside_the_transactions(
     clusters: Clusters,
 ) -> None:
-    """Also where that one has an alias."""
     log, east = clusters.log, clusters.accounts("east")
     beside = clusters.clients["own"][east.database.name]["accounts"]
     for accounts in (east, beside):

@@ -50,7 +50,6 @@ def accounts(database: Db) -> Db:
 
 @pytest.fixture
 def rescuer(accounts: Db, mongo_client: MongoClient[Document]) -> TwoPhaseCommit:
-    """Give the coordinator of another process, which recovers and cancels."""
     return coordinator(mongo_client, accounts.name)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +15,6 @@ from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Participant, TwoPhaseCommit, transactional
-from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionError, TransactionStateError
 from mongo_celery.twophase.twophase import get_engine
 from tests.fixtures.failpoint import Failpoint
@@ -24,6 +22,7 @@ from tests.fixtures.mongo import MakeClient
 from tests.fixtures.proxy import Proxy
 from tests.integration.twophase_rig import Db, Document, advance, balances, coordinator, make_accounts
 
+Client = MongoClient[Document]
 NO_SUCH_TRANSACTION = 251
 
 
@@ -36,7 +35,7 @@ def bank(database: Db) -> TwoPhaseCommit:
 
 
 @pytest.fixture
-def client(bank: TwoPhaseCommit) -> MongoClient[Document]:
+def client(bank: TwoPhaseCommit) -> Client:
     return bank.transactions.database.client
 
 
@@ -45,7 +44,7 @@ def orders(bank: TwoPhaseCommit) -> list[Any]:
 
 
 def test_what_is_refused_or_canceled_inside_fails_nothing_else(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
+    bank: TwoPhaseCommit, client: Client, database: Db
 ) -> None:
     """The body catches it, and what else it does is committed; what is stored already keeps its outcome."""
     bank.transfer("A", "B", 1, id="done")
@@ -80,9 +79,7 @@ def test_what_is_refused_or_canceled_inside_fails_nothing_else(
     assert list(database["orders"].find()) == [{"_id": 1}, {"_id": 2}]
 
 
-def test_a_change_that_the_server_refuses_fails_the_whole(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
-) -> None:
+def test_a_change_that_the_server_refuses_fails_the_whole(bank: TwoPhaseCommit, client: Client, database: Db) -> None:
     """The server has aborted the transaction by then, whoever catches the error."""
     database["accounts"].insert_one({"_id": "T", "balance": "much", "pendingTransactions": []})
 
@@ -98,7 +95,7 @@ def test_a_change_that_the_server_refuses_fails_the_whole(
 
 
 def test_transactions_that_ask_for_the_same_id_at_once_pay_once(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
+    bank: TwoPhaseCommit, client: Client, database: Db
 ) -> None:
     """As two processes with one message: each commits what else it does."""
 
@@ -118,7 +115,7 @@ def test_transactions_that_ask_for_the_same_id_at_once_pay_once(
 
 
 def test_a_transaction_of_the_drivers_is_joined_by_its_session(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
+    bank: TwoPhaseCommit, client: Client, database: Db
 ) -> None:
     """Nobody says when that is committed, so nothing is queued in it; a session without a transaction is refused."""
     stored = bank.transfer("A", "B", 1, run=False)
@@ -142,7 +139,7 @@ def test_a_transaction_of_the_drivers_is_joined_by_its_session(
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_an_error_of_a_payment_that_is_caught_fails_the_drivers_own_transaction(
     bank: TwoPhaseCommit,
-    client: MongoClient[Document],
+    client: Client,
     database: Db,
     failpoint: Failpoint,
     lost: list[str],
@@ -183,15 +180,11 @@ def test_an_error_of_a_payment_that_is_caught_fails_the_drivers_own_transaction(
 
 
 def test_a_payment_that_reaches_no_server_fails_the_drivers_own_transaction(
-    database: Db,
-    replica_set: MongoReplicaSet,
-    make_proxy: Callable[[int], Proxy],
-    make_client: MakeClient,
+    database: Db, proxy: Proxy, make_client: MakeClient
 ) -> None:
     """P18: the payment would have begun the transaction. What follows it must not begin another one without it."""
     make_accounts(database, A=1000, B=1000)
     database.create_collection("orders")
-    proxy = make_proxy(replica_set.primary.port)
     client = make_client(proxy.mongo_url)
     bank = TwoPhaseCommit(None, client[database.name]["transactions"], application="bank", recover_every=None)
     get_engine(bank).log.prepare()
@@ -214,7 +207,7 @@ def test_a_payment_that_reaches_no_server_fails_the_drivers_own_transaction(
 
 
 def test_a_thread_of_the_body_pays_with_its_session_or_not_at_all(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Db
+    bank: TwoPhaseCommit, client: Client, database: Db
 ) -> None:
     """A thread that has a copy of its context is refused; one that is handed the session joins."""
 
@@ -233,10 +226,7 @@ def test_a_thread_of_the_body_pays_with_its_session_or_not_at_all(
 
 
 def test_a_payment_joins_the_innermost_transaction_or_none(
-    bank: TwoPhaseCommit,
-    client: MongoClient[Document],
-    database: Db,
-    make_client: MakeClient,
+    bank: TwoPhaseCommit, client: Client, database: Db, make_client: MakeClient
 ) -> None:
     """In one that is begun inside it would be made again with each repetition of that, and be committed with both."""
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery.exceptions import SoftTimeLimitExceeded
 from prometheus_client import CollectorRegistry
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
@@ -27,7 +25,6 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
 )
 from mongo_celery.outbox.sweep import SWEEP_TASK
-from mongo_celery.twophase import recovery
 from mongo_celery.twophase.prometheus import TransactionCollector
 from mongo_celery.twophase.recoveries import recovery_watch
 from mongo_celery.twophase.tasks import RECOVER_TASK
@@ -72,7 +69,6 @@ def test_those_of_a_cluster_that_is_away_keep_nobody_from_the_turn(
 
 
 def test_looking_ends_with_the_time_too(other_cluster: MongoReplicaSet) -> None:
-    """What commands and pages show: nobody waits for a log that does not answer."""
     with MongoClient[Document](other_cluster.url) as client:
         bank = TwoPhaseCommit(None, client["looks"]["transactions"], application="bank", timeout=0.5)
         assert bank.find(["pending"], limit=1) == []
@@ -211,34 +207,6 @@ def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
     assert errors == ["nobody_recovers"]
 
 
-def test_a_recovery_that_lasts_is_one_all_the_same(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so while it goes on, and what it has done is noted also where a time limit ends it."""
-    seen: list[tuple[bool | None, float]] = []
-    watch = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 600.0)
-
-    read_pages = recovery.Recoverer._read_pages
-
-    def first_page(recoverer: recovery.Recoverer, limit: int) -> Iterator[Any]:
-        yield next(iter(read_pages(recoverer, limit)))
-        last = get_recoveries(clusters.bank).last()
-        assert last is not None
-        seen.append((watch.look(), last.seconds))
-        raise SoftTimeLimitExceeded
-
-    identity = clusters.begin("own", "west", value=1)
-    clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
-    monkeypatch.setattr(recovery.Recoverer, "_read_pages", first_page)
-    with pytest.raises(SoftTimeLimitExceeded):
-        clusters.bank.recover()
-
-    ((is_recovered, sign),) = seen
-    assert is_recovered
-    assert 0 <= sign < 600
-    last = get_recoveries(clusters.bank).last()
-    assert last is not None
-    assert last.outcomes == {"done": 1, "canceled": 0}
-
-
 def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCommit) -> None:
     """From notes that recovery leaves, so it does not matter which process is scraped."""
     registry = CollectorRegistry()
@@ -278,7 +246,6 @@ def test_an_id_that_is_used_again_has_a_compensation_of_its_own(bank: TwoPhaseCo
 def test_a_successor_of_the_same_id_is_not_noted_as_compensated(
     bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The transaction expires in the middle of the call, and its id is used again."""
     bank.transfer("A", "B", 100, id="order")
     log = get_engine(bank).log
     prepare = log.prepare
@@ -294,7 +261,6 @@ def test_a_successor_of_the_same_id_is_not_noted_as_compensated(
 
 
 def test_a_compensation_that_was_removed_is_not_made_again(bank: TwoPhaseCommit) -> None:
-    """As when the retention is shorter by now: nobody can know if it was done."""
     done = bank.transfer("A", "B", 100)
     bank.transactions.delete_one({"_id": bank.compensate(done)})
     with pytest.raises(TransactionStateError):

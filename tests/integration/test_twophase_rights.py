@@ -89,20 +89,16 @@ class Guarded:
     def allow(self, *without: Right, optional: bool = False) -> TwoPhaseCommit:
         """With all rights that are needed, and the optional ones if they are asked for, but for some."""
         given = [each for each in RIGHTS if each not in without and (optional or not each.is_optional)]
+        resources = [{"db": f"{self._name}_{each.cluster}", "collection": each.collection} for each in given]
         privileges = [
-            {
-                "resource": {"db": f"{self._name}_{each.cluster}", "collection": each.collection},
-                "actions": [each.action],
-            }
-            for each in given
+            {"resource": resource, "actions": [each.action]} for resource, each in zip(resources, given, strict=True)
         ]
         self._root.admin.command("updateRole", self._name, privileges=privileges)
         own, east = MongoClient[Document](self._url), MongoClient[Document](self._url)
         self._mine += [own, east]
         self._east = east
-        return TwoPhaseCommit(
-            None, self._database(own, "own")[LOG], application="bank", clients={"east": east}, timeout=20
-        )
+        log = self._database(own, "own")[LOG]
+        return TwoPhaseCommit(None, log, application="bank", clients={"east": east}, timeout=20)
 
     def across(self, bank: TwoPhaseCommit, value: int, *, receives: Document | None = None, **options: Any) -> Any:
         paying, paid = {"$inc": {"balance": -value}}, {"$inc": {"balance": value}}

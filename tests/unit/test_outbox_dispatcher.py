@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,34 +24,6 @@ def made(thread: AppDispatcher, name: str = "orders", **given: Any) -> OutboxDis
         **parts,
     )
     return OutboxDispatcher(thread, outbox)
-
-
-def test_a_thread_with_nothing_to_do_ends_and_the_next_write_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would keep an outbox alive, and so an app that nobody else has any more."""
-    monkeypatch.setattr("mongo_celery.outbox.dispatcher._IDLE_SECONDS", 0.05)
-    looks = list[int]()
-
-    def waiting(_most: int) -> list[Any]:
-        looks.append(1)
-        return []
-
-    thread = AppDispatcher()
-    outbox = made(thread, find_due=waiting)
-    for times in (1, 2):
-        outbox.hint()
-        running = thread._thread
-        assert running is not None
-        running.join(30)
-        assert not running.is_alive()
-        assert (len(looks), thread._thread) == (times, None)
-    outbox.hint()
-    outbox.close()
-    gone = weakref.ref(outbox)
-    del outbox
-    thread.close()  # while there is one
-    assert thread._thread is None
-    gc.collect()
-    assert gone() is None
 
 
 def test_one_thread_takes_the_turns_of_all_outboxes_and_survives_one_that_fails(
