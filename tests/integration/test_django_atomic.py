@@ -326,12 +326,10 @@ other.close()
 
 
 def sent(redis_client: Any) -> list[str]:
-    """Return the arguments of what is in the queue."""
     return sorted(json.loads(each)["headers"]["argsrepr"] for each in redis_client.lrange("celery", 0, -1))
 
 
 def test_what_djangos_transaction_sends_goes_with_its_commit(run_django: RunDjango, redis_client: Any) -> None:
-    """Committed, rolled back, inside an outer `atomic`, as a part of `transactional`, and refused beside it."""
     run_django(TRANSACTIONS)
     assert sent(redis_client) == ["(1,)", "(3,)", "(4,)", "(5,)", "(6,)"]
 
@@ -349,5 +347,4 @@ def test_djangos_transactions_have_payments_in_them(run_django: RunDjango) -> No
 
 
 def test_querysets_are_locked_and_repeated(run_django: RunDjango) -> None:
-    """Inside `joined` and `atomic`; with relations, callbacks, conflicts and locks of others."""
     run_django(LOCKS)

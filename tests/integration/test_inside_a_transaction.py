@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,7 +90,6 @@ class Rig:
 
     @property
     def client(self) -> MongoClient[Document]:
-        """That of the open transaction."""
         return self.bridge.client
 
     def effects(self, client: MongoClient[Document] | None = None) -> Collection[Document]:
@@ -97,7 +97,6 @@ class Rig:
         return (client or self.client)[self.database.name]["effects"]
 
     def count(self) -> int:
-        """How many effects there are now."""
         return self.database["effects"].count_documents({}) + len(self.runner.sent())
 
     def handle(self, change: Change) -> None:
@@ -109,7 +108,6 @@ class Rig:
             raise self.failing.pop(0)
 
     def run_in_handler(self, failure: Exception) -> None:
-        """Have the handler called for a new document."""
         self.failing = [failure]
         self.database["orders"].insert_one({})
         self.runner.deliver(raises=False)
@@ -137,7 +135,6 @@ class Rig:
 
 @pytest.fixture
 def rig(database: Database[Document], mongo_url: str) -> Iterator[Rig]:
-    """Give a rig whose bridge runs."""
     made = Rig(database, mongo_url)
     with made.other, BridgeRunner(made.bridge, url=mongo_url) as made.runner:
         yield made
@@ -164,8 +161,8 @@ class Row:
     prepare: Callable[[Rig], object] = lambda _: None
 
 
-def _insert(rig: Rig, session: Any, client: Any = None) -> None:
-    rig.effects(client).insert_one({}, session=session)
+def _insert(rig: Rig, session: Any) -> None:
+    rig.effects().insert_one({}, session=session)
 
 
 def _lock(rig: Rig) -> None:
@@ -207,18 +204,12 @@ TRANSACTION_ROWS = [
     Row("a write with session=", lambda rig: _insert(rig, rig.session), JOINS),
     Row("a write without session=", lambda rig: _insert(rig, None), ALONE),
     Row("current(client)", lambda rig: _insert(rig, current(rig.client)), JOINS),
-    Row("current(other client)", lambda rig: _insert(rig, current(rig.other), rig.other), REFUSED),
     Row("transactional", lambda rig: transactional(rig.client).run(lambda session: _insert(rig, session)), JOINS),
     Row("transactional(other client)", lambda rig: transactional(rig.other).run(lambda s: _insert(rig, s)), REFUSED),
     Row("transactional(AsyncMongoClient)", _run_async, REFUSED),
     Row(
         "transactional(independent=True)",
         lambda rig: transactional(rig.client, independent=True).run(lambda session: _insert(rig, session)),
-        ALONE,
-    ),
-    Row(
-        "transactional(other client, independent=True)",
-        lambda rig: transactional(rig.other, independent=True).run(lambda session: _insert(rig, session, rig.other)),
         ALONE,
     ),
     Row("transactional(durable=True)", lambda rig: transactional(rig.client, durable=True).run(print), REFUSED),
@@ -248,14 +239,12 @@ class Bank(TwoPhaseCommit):
 
     @staticmethod
     def of(rig: Rig, name: str = "default") -> TwoPhaseCommit:
-        """Return that of a name."""
         found = TWO_PHASE_COMMITS.find(rig.app, name)
         assert found is not None
         return found
 
     @classmethod
     def prepare(cls, rig: Rig) -> None:
-        """Make the banks, and what they are about."""
         rig.database["accounts"].insert_many([{"_id": each, "balance": 1000} for each in "AB"])
         bank = cls(rig)
         cls(rig, "other", rig.other)
@@ -276,30 +265,17 @@ class Bank(TwoPhaseCommit):
         return str(found["_id"])
 
     @staticmethod
-    def paid(rig: Rig) -> int:
-        """How often 10 was paid, or -1 if the sum is wrong; what was compensated counts for one of them."""
+    def count(rig: Rig, state: str) -> int:
+        """How many transactions of a state there are beside the prepared ones. Money and messages fit all of them."""
+        log = list(rig.database["transactions"].find())
+        moved = sum(
+            each["value"] * (1 if each["destination"] == "B" else -1) for each in log if each["state"] == "done"
+        )
         balances = {each["_id"]: each["balance"] for each in rig.database["accounts"].find()}
-        moved = balances["B"] - 1200
-        assert balances["A"] + balances["B"] == 2000
-        return moved // 10 if moved % 10 == 0 else -1
-
-    @staticmethod
-    def compensated(rig: Rig) -> int:
-        """How many of 100 were taken back."""
-        return -Bank.paid(rig) // 10
-
-    @staticmethod
-    def added(rig: Rig, condition: Document) -> int:
-        """How many new transactions meet a condition; if any was done, none."""
-        assert Bank.paid(rig) == 0
-        return rig.database["transactions"].count_documents(condition)
-
-    @staticmethod
-    def queued(rig: Rig) -> int:
-        """How many are queued, each with its message."""
-        count = Bank.added(rig, {"queuedAt": {"$exists": True}})
-        assert count == len(rig.runner.sent())
-        return count
+        assert balances == {"A": 1000 - moved, "B": 1000 + moved}
+        assert len(rig.runner.sent()) == sum(each["state"] == "initial" and "queuedAt" in each for each in log)
+        prepared = [f"{state} {number}" for number in range(2)]
+        return sum(each["state"] == state and each["_id"] not in prepared for each in log)
 
 
 def _transfer(rig: Rig, name: str = "default", **options: Any) -> Any:
@@ -307,10 +283,8 @@ def _transfer(rig: Rig, name: str = "default", **options: Any) -> Any:
 
 
 def _pay_too_much(rig: Rig) -> None:
-    """Nothing of it is left in a body that continues, be it that the payer or the payee is missing."""
-    for source, destination, value in (("A", "B", 5000), ("A", "nobody", 10)):
-        with pytest.raises(TransactionCanceledError):
-            Bank.of(rig).transfer(source, destination, value)
+    with pytest.raises(TransactionCanceledError):
+        Bank.of(rig).transfer("A", "B", 5000)
 
 
 def _parts_elsewhere(rig: Rig) -> list[Participant]:
@@ -318,46 +292,33 @@ def _parts_elsewhere(rig: Rig) -> list[Participant]:
     return [Participant(accounts, each, {"$inc": {"balance": sign * 10}}) for each, sign in (("A", -1), ("B", 1))]
 
 
-def _paying(name: str, act: Callable[[Rig], object], expected: Any, count: Any = Bank.paid) -> Row:
-    around = ("transactional", "handler") if count is Bank.paid else ("transactional",)
-    return Row(name, act, expected, around, count, Bank.prepare)
+def _paying(name: str, act: Callable[[Rig], object], expected: Any, state: str = "done") -> Row:
+    return Row(name, act, expected, count=partial(Bank.count, state=state), prepare=Bank.prepare)
+
+
+def _begin_elsewhere(rig: Rig, *, run: bool) -> Any:
+    return Bank.of(rig, "clusters").begin(_parts_elsewhere(rig), run=run)
 
 
 TRANSFER_ROWS = [
     _paying("transfer", _transfer, JOINS),
     _paying("transfer(session=)", lambda rig: _transfer(rig, session=rig.session), JOINS),
     _paying("run", lambda rig: Bank.of(rig).run(_transfer(rig, run=False)), JOINS),
-    _paying(
-        "a transfer that cannot be paid", _pay_too_much, JOINS, lambda rig: Bank.added(rig, {"state": "canceled"}) / 2
-    ),
-    _paying(
-        "transfer(run=False)",
-        lambda rig: _transfer(rig, run=False),
-        JOINS,
-        lambda rig: Bank.added(rig, {"state": "initial", "value": 10}),
-    ),
-    _paying("delay", lambda rig: Bank.of(rig).delay(_transfer(rig, run=False)), JOINS, Bank.queued),
-    _paying(
-        "cancel",
-        lambda rig: Bank.of(rig).cancel(Bank.next(rig, "initial")),
-        JOINS,
-        lambda rig: Bank.added(rig, {"state": "canceled"}),
-    ),
-    _paying("compensate", lambda rig: Bank.of(rig).compensate(Bank.next(rig, "done")), JOINS, Bank.compensated),
+    _paying("a transfer that cannot be paid", _pay_too_much, JOINS, "canceled"),
+    _paying("transfer(run=False)", lambda rig: _transfer(rig, run=False), JOINS, "initial"),
+    _paying("delay", lambda rig: Bank.of(rig).delay(_transfer(rig, run=False)), JOINS, "initial"),
+    _paying("cancel", lambda rig: Bank.of(rig).cancel(Bank.next(rig, "initial")), JOINS, "canceled"),
+    _paying("compensate", lambda rig: Bank.of(rig).compensate(Bank.next(rig, "done")), JOINS),
     _paying("transfer, independent=True", lambda rig: _alone(rig, _transfer), ALONE),
     _paying("transfer of another client", lambda rig: _transfer(rig, "other"), REFUSED),
     _paying("transfer(session=) of another client", lambda rig: _transfer(rig, "other", session=rig.session), REFUSED),
     _paying("transfer with markers", lambda rig: _transfer(rig, "documents"), REFUSED),
-    _paying(
-        "begin(run=True) across clusters",
-        lambda rig: Bank.of(rig, "clusters").begin(_parts_elsewhere(rig), run=True),
-        REFUSED,
-    ),
+    _paying("begin(run=True) across clusters", lambda rig: _begin_elsewhere(rig, run=True), REFUSED),
     _paying(
         "begin and delay across clusters",
-        lambda rig: Bank.of(rig, "clusters").delay(Bank.of(rig, "clusters").begin(_parts_elsewhere(rig))),
+        lambda rig: Bank.of(rig, "clusters").delay(_begin_elsewhere(rig, run=False)),
         JOINS,
-        Bank.queued,
+        "initial",
     ),
 ]
 
@@ -377,8 +338,6 @@ def _step(rig: Rig, records: Any = None) -> None:
 
 
 def _step_with_session(rig: Rig, **given: Any) -> None:
-    """Call a step with a parameter `session`."""
-
     @once(rig.client[rig.database.name]["done"], key=rig.count)
     def step(*, session: Any) -> None:
         _insert(rig, session)
@@ -481,7 +440,7 @@ OUTBOX_ROWS: list[Row] = [
         "TwoPhaseCommit.delay with every_transaction",
         lambda rig: Bank.of(rig).delay(_transfer(rig, run=False)),
         JOINS,
-        count=Bank.queued,
+        count=partial(Bank.count, state="initial"),
         prepare=lambda rig: _take_all(rig, Bank.prepare),
     ),
 ]

@@ -28,13 +28,11 @@ Document = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None runs here: waiting for answers shows nothing."""
     monkeypatch.setattr(module, "INSPECT_SECONDS", 0.01)
 
 
 @pytest.fixture
 def outbox(database: Database[Document], state_database: str, redis_url: str) -> Iterator[Outbox]:
-    """An outbox that leaves delivery to a sweep."""
     app = Celery("shop", broker=redis_url)
     register_tasks(app, "mail")
     made = Outbox(app, database["orders"], at_once=False, database=state_database)
@@ -54,7 +52,6 @@ def levels(found: dict[str, Finding]) -> dict[str, str]:
 
 
 def test_what_is_wrong_with_a_collection_is_found_and_nothing_is_created_by_looking(outbox: Outbox) -> None:
-    """A sweep notes itself and makes the index. Then a schema comes that does not list the field, and entries wait."""
     assert levels(findings(outbox)) == {"collection": "degraded", "sweep": "failing"}
     assert outbox.collection.database.list_collection_names() == []
     outbox.collection.insert_one({"_id": 1, FIELD: {"count": 1, "events": "none"}})

@@ -286,15 +286,3 @@ def test_a_relay_that_wakes_up_late_removes_nothing_that_it_has_not_published(ri
     assert writer.sweep(older_than=0).dispatched == 1
     assert rig.sent() == [[1, step] for step in range(4)]
     assert rig.stored == []
-
-
-def test_what_somebody_else_has_written_over_a_document_stops_nobody(rig: Rig) -> None:
-    outbox, written = rig.messages(), [{"count": 1}, {"count": 1, "events": []}, {"count": 1, "events": 7}]
-    for number, each in enumerate(written):
-        outbox.add([rig.add.s(1, 99)], key="k")
-        rig.database["outbox"].update_one({"_id": "k"}, {"$set": {"pendingEvents": each}})
-        outbox.sweep(older_than=0)
-        outbox.add([rig.add.s(1, number)], key="k")
-        outbox.sweep(older_than=0)
-    assert rig.sent() == [[1, 0], [1, 1], [1, 2]]
-    assert rig.stored == []

@@ -102,7 +102,6 @@ def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(rig: Ri
 def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write(
     database: Database[Document], make_redis: MakeRedis
 ) -> None:
-    """Out of memory: after three refusals the rest waits, free for anybody; nothing is counted."""
     broker = make_redis()
     with opened(database, broker.url) as rig, redis.Redis.from_url(broker.url) as memory:
         outbox = rig.outbox(at_once=True)
@@ -131,7 +130,6 @@ def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write
 def test_a_child_has_a_dispatcher_of_its_own_and_leaves_its_parents_queue_alone(
     mongo_url: str, rig: Rig, redis_client: Any
 ) -> None:
-    """Forked in the middle of a message and of a hand-over; both deliver what is their own, and once."""
     name = rig.database.name
     outbox = Outbox(
         rig.app, lambda: MongoClient(mongo_url)[name]["orders"], name="forked", sweep_every=None, claim_ttl=600
@@ -222,13 +220,11 @@ def closed(database: Database[Document], identity: Any) -> Iterator[None]:
 
 
 def delivered(database: Database[Document], *identities: Any) -> bool:
-    """Return True if nothing is pending in some documents."""
     field = {"_id": {"$in": list(identities)}, "pendingEvents": {"$exists": True}}
     return not database["orders"].count_documents(field)
 
 
 def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(rig: Rig) -> None:
-    """Its removal and its claim are made when the transaction has ended; nothing is sent twice."""
     elsewhere, outbox = rig.outbox(name="elsewhere", at_once=False), rig.outbox(at_once=True, claim_ttl=600)
     outbox.sweep()  # which makes the index: that would wait for the transaction, or end it
     elsewhere.insert_one({"_id": "look"}, tasks=[rig.add.s(7, 0)])
@@ -248,23 +244,3 @@ def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(rig: Ri
     opened_first.__exit__(None, None, None)
     wait_for(lambda: settled(outbox))
     assert sorted(rig.sent()) == [[0, 0], [1, 0], [2, 0], [3, 0], [7, 0], [8, 0]]
-
-
-def test_a_document_that_mongodb_refuses_takes_no_other_with_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    """A validator that came later: its claim is refused, and those of the others are made."""
-    outbox = rig.outbox(at_once=True, claim_ttl=600)
-    with held_up(outbox) as (_asked, begun):
-        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
-        assert begun.wait(120)  # else it may claim the bad one as well
-        for number in range(1, 5):
-            outbox.insert_one({"_id": number, **({"bad": 1} if number == 2 else {})}, tasks=[rig.add.s(number, 0)])
-        rig.database.command("collMod", "orders", validator={"bad": {"$exists": False}})
-    wait_for(lambda: delivered(rig.database, 0, 1, 3, 4))
-    wait_for(lambda: caplog.records)
-    elsewhere = rig.outbox(name="elsewhere", at_once=False)
-    for number in range(5, 8):
-        elsewhere.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
-    outbox.dispatch(5, 2, {"$gt": ""}, 6)
-    wait_for(lambda: delivered(rig.database, 5, 6))
-    assert sorted(rig.sent()) == [[number, 0] for number in (0, 1, 3, 4, 5, 6)]
-    assert rig.pending(7)["count"] == 1, "an operator is nobody's _id"

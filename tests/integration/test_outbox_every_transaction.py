@@ -18,8 +18,6 @@ from mongo_celery import OutboxCollection, transactional
 from mongo_celery.errors import OutboxRefusedError, TransactionError
 from mongo_celery.locking import after_commit
 from mongo_celery.testing import assert_pending
-from tests.fixtures.failpoint import Failpoint
-from tests.integration.locking_rig import NOTES_APP
 from tests.rig.outbox import Document, Rig
 
 TRANSIENT: Any = {"errorLabels": ["TransientTransactionError"]}
@@ -27,7 +25,6 @@ TRANSIENT: Any = {"errorLabels": ["TransientTransactionError"]}
 
 @pytest.fixture
 def outbox(rig: Rig) -> OutboxCollection:
-    """The only line that an existing project adds."""
     return rig.messages(every_transaction=True)
 
 
@@ -121,7 +118,6 @@ def test_an_independent_transaction_has_its_own_fate(rig: Rig, outbox: OutboxCol
 
 
 def test_asyncio_transactions_store_what_their_tasks_send(rig: Rig, outbox: OutboxCollection, mongo_url: str) -> None:
-    """Committed, repeated, aborted, and from tasks of the body; a task that outlives it sends at once."""
     runs: list[int] = []
 
     async def main() -> None:
@@ -159,22 +155,6 @@ def test_asyncio_transactions_store_what_their_tasks_send(rig: Rig, outbox: Outb
     assert [each["pendingEvents"]["count"] for each in rig.stored] == [3, 1]
     deliver(outbox)
     assert [each for each in rig.sent() if each != [4, 4]] == [[1, 2], [2, 1], [2, 2]]
-
-
-def test_a_commit_without_an_answer_is_one_commit(
-    rig: Rig, outbox: OutboxCollection, mongo_url: str, failpoint: Failpoint
-) -> None:
-    async def main() -> None:
-        async with AsyncMongoClient[Document](mongo_url, appname=NOTES_APP) as client, transactional(client):
-            rig.add.delay(2, 2)
-
-    lost: Any = {"failCommands": ["commitTransaction"], "appName": NOTES_APP, "closeConnection": True}
-    with failpoint(mode={"times": 2}, **lost), MongoClient[Document](mongo_url, appname=NOTES_APP) as client:
-        transactional(client).run(lambda _: rig.add.delay(1, 1))
-    with failpoint(mode={"times": 2}, **lost):
-        asyncio.run(main())
-    deliver(outbox)
-    assert sorted(rig.sent()) == [[1, 1], [2, 2]]
 
 
 def test_what_cannot_be_stored_is_refused_when_it_is_sent(rig: Rig, outbox: OutboxCollection, mongo_url: str) -> None:
@@ -215,8 +195,6 @@ def test_what_cannot_be_stored_is_refused_when_it_is_sent(rig: Rig, outbox: Outb
 
 
 def test_eager_tasks_run_in_the_body_and_keys_are_chosen_by_collect(rig: Rig, outbox: OutboxCollection) -> None:
-    """As without the outbox. A block that names an outbox goes before."""
-
     def body(session: Any) -> None:
         with outbox.collect(session, key="a"):
             rig.add.delay(1, 1)

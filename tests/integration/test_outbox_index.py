@@ -37,7 +37,6 @@ def written_to(database: Database[Document], collection: str) -> Iterator[Client
 def test_no_write_waits_for_the_end_of_a_transaction_that_keeps_the_index_away(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tasks are delivered without it, once it is said; and it comes when the transaction has ended."""
     outbox = rig.outbox(at_once=True)
     with written_to(rig.database, "orders") as session:
         for number in range(3):

@@ -54,13 +54,6 @@ def test_a_count_without_entries_is_put_right_and_stops_nobody(rig: Rig) -> None
     assert rig.orders.count_documents({"pendingEvents": {"$exists": True}}) == 0
     assert [found.entry for found in outbox.runtime.dead_letters.find()] == [{"events": "none"}], "it may be somebody's"
 
-    outbox.insert_one({"_id": 3}, tasks=[rig.add.s(3, 3)])
-    outbox.insert_one({"_id": 4}, tasks=[rig.add.s(4, 4)])
-    broken = {"pendingEvents.claim.until": "yesterday"}
-    rig.orders.update_one({"_id": 3}, {"$set": broken})
-    rig.app.tasks[SWEEP_TASK]()
-    assert sorted(rig.sent()) == [[3, 3], [4, 4]]
-
 
 @pytest.mark.parametrize("change", ["replaced", "emptied", "deleted"])
 def test_a_document_that_changes_while_its_entry_fails_is_left_as_it_is(rig: Rig, change: str) -> None:

@@ -64,21 +64,11 @@ def rig(
         yield made
 
 
-def test_what_a_mongos_refuses_is_found(rig: Rig, writes: CommandRecorder) -> None:
-    """A checker that has never failed has not been tested."""
-    orders = rig.orders
-    orders.update_one({"n": 1}, {"$set": {"n": 2}})
-    orders.update_one({"_id": {"$in": [1]}}, {"$set": {"n": 2}})
-    orders.update_one({"_id": 1}, {"$set": {"n": 2}}, upsert=True)
-    orders.find_one_and_update({"_id": 1}, {"$set": {"n": 2}})
-    orders.delete_one({"n": 1})
-    orders.update_many({"n": 1}, {"$set": {"n": 2}})
-    orders.update_one({KEY: "eu"}, {"$set": {"n": 2}}, upsert=True)
-    assert len(refused_by_a_mongos(writes)) == 5
-
-
 def test_an_outbox_writes_and_delivers_whatever_the_shard_key_is(rig: Rig, writes: CommandRecorder) -> None:
-    """The user names the shard key where a mongos wants it, as without an outbox; relays know the `_id` alone."""
+    rig.orders.update_one({"n": 1}, {"$set": {"n": 2}})
+    rig.orders.find_one_and_update({"_id": 1}, {"$set": {"n": 2}})
+    assert len(refused_by_a_mongos(writes)) == 2, "a checker that has never failed has not been tested"
+    writes.sent.clear()
     outbox, task = rig.outbox(failure_policy="dead_letter", max_attempts=1), rig.add.s(1, 1)
     eu: Document = {KEY: "eu"}
     for number in range(4):

@@ -18,7 +18,6 @@ from tests.rig.outbox import Publish, Rig, hold, publishing
 
 
 def sweep_now(outbox: Outbox) -> dict[str, Any]:
-    """Sweep as beat does, whatever the age of entries."""
     object.__setattr__(outbox.runtime.options, "sweep_after", 0.0)
     return sweep_all([outbox.runtime])
 
@@ -36,7 +35,6 @@ def leave(rig: Rig, collection: str, count: int, task: Any = None, **fields: Any
 def test_more_refused_documents_than_a_sweep_tries_keep_no_other_waiting(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A later validator refuses all old ones, and they stand in front of the new ones in each sweep."""
     leave(rig, "orders", 260, stands=True)
     leave(rig, "orders", 5)
     outbox = rig.outbox(at_once=False)

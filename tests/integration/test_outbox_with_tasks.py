@@ -34,7 +34,6 @@ def an_outbox(rig: Rig) -> Outbox:
 
 
 def args_in(outbox: Outbox, identity: Any) -> list[Any]:
-    """Arguments of the tasks that wait in a document, as a relay would publish them."""
     return [list(each.args) for each in pending_entries(outbox) if each.place == identity]
 
 
@@ -67,19 +66,6 @@ def test_an_update_appends_and_leaves_the_claim_of_others(outbox: Outbox, rig: R
             orders.update_one({"_id": 1}, outbox.with_tasks(update, [rig.add.s(1, 1)]))
             assert rig.pending(1)["claim"] == before
         assert args_in(outbox, 1) == [[0, 0], [1, 1], [1, 1]]
-
-
-def test_an_upsert_creates_a_document_with_its_tasks(outbox: Outbox, rig: Rig) -> None:
-    """By operators and a pipeline, and the `_id` that the server makes is the one that tasks get."""
-    orders, task = rig.orders, [rig.add.s(STORED_ID, 1)]
-    for number, update in enumerate(({"$set": {"a": 1}}, [{"$set": {"a": 1}}])):
-        value = outbox.with_tasks(update, task)
-        made = orders.update_one({"k": number}, value, upsert=True).upserted_id
-        assert isinstance(made, ObjectId)
-        assert args_in(outbox, made) == [[str(made), 1]]
-        known = orders.update_one({"_id": number}, value, upsert=True).upserted_id
-        assert args_in(outbox, known) == [[number, 1]]
-    assert outbox.sweep(older_than=0).dispatched == 4
 
 
 def test_a_document_to_insert_gets_its_id_in_a_copy(outbox: Outbox, rig: Rig) -> None:
@@ -131,7 +117,7 @@ def test_requests_of_a_bulk_write_carry_tasks_and_keep_their_kind(outbox: Outbox
         UpdateOne({"_id": 1}, {"$set": {"lines.$[x]": 9}}, array_filters=[{"x": 1}]),
         UpdateMany({"_id": {"$in": [1, 2]}}, {"$set": {"many": True}}, hint="_id_"),
         ReplaceOne({"_id": 3}, {"new": "$x"}),
-        UpdateOne({"k": 1}, {"$set": {"up": 1}}, upsert=True),
+        UpdateOne({"k": 1}, [{"$set": {"up": 1}}], upsert=True),
     ]
     requests = [outbox.with_tasks(each, task) for each in raw]
     assert [type(each) for each in requests] == [InsertOne, UpdateOne, UpdateMany, UpdateOne, UpdateOne]
@@ -182,7 +168,6 @@ def test_what_cannot_carry_tasks_is_refused_when_the_value_is_made(outbox: Outbo
 
 
 def test_a_change_handler_is_refused_in_every_canvas(outbox: Outbox, rig: Rig, mongo_url: str) -> None:
-    """As by its `delay()`: only the listener sends it."""
     bridge = Bridge(rig.app, mongo_url, name="refused", autodiscover=False)
 
     @bridge.on_change(f"{rig.database.name}.orders")
@@ -287,7 +272,6 @@ def test_client_bulk_writes_keep_their_namespace(outbox: Outbox) -> None:
 
 
 def delivered(rig: Rig, outbox: Outbox) -> list[list[Any]]:
-    """Arguments of what a sweep publishes, in an order of their own."""
     outbox.sweep(older_than=0)
     return sorted(rig.sent(), key=repr)
 

@@ -59,7 +59,6 @@ UPDATES: dict[str, tuple[Document, Any, Document]] = {
 @pytest.mark.parametrize("name", UPDATES)
 @pytest.mark.parametrize("way", ["delivered in the write", "left to a sweep", "by the driver"])
 def test_an_update_does_what_pymongos_does_and_adds_the_entry(rig: Rig, name: str, way: str) -> None:
-    """The same document and the same result as the plain method gives on a copy."""
     filter_, update, options = UPDATES[name]
     document = {"_id": 1, "a": 1, "b": 0, "items": [{"sku": "x", "n": 1}, {"sku": "y", "n": 1}]}
     rig.orders.insert_one(dict(document))
@@ -100,7 +99,6 @@ def test_the_first_of_a_sort_is_the_one_that_is_updated(rig: Rig) -> None:
 
 
 def test_a_document_near_16_mb_is_refused_or_delivered_never_stuck(rig: Rig) -> None:
-    """What could be written can be claimed and emptied, to the last byte; what cannot is refused as it is written."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": "probe", "pad": ""}, tasks=[rig.add.s(1, 1)])
     probe = next(rig.orders.aggregate([{"$project": {"size": {"$bsonSize": "$$ROOT"}}}]))["size"]
@@ -176,7 +174,6 @@ def test_an_upsert_cannot_bring_the_outboxs_field_by_its_filter(rig: Rig) -> Non
 def test_a_standalone_server_keeps_and_delivers_entries(
     standalone_url: str, make_client: MakeClient, redis_url: str
 ) -> None:
-    """An outbox in documents needs no replica set."""
     database = make_client(standalone_url)["outbox_on_a_standalone"]
     with opened(database, redis_url) as rig:
         outbox = rig.outbox(at_once=False)

@@ -11,7 +11,6 @@ import pytest
 from pymongo import AsyncMongoClient, InsertOne, MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.database import Database
 
 from mongo_celery import transactional
 from mongo_celery.locking import after_commit
@@ -37,16 +36,8 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.fixture
-def notes(database: Database[Document]) -> Collection[Document]:
-    """Give an empty collection."""
-    return database.create_collection("notes")
-
-
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_each_write_needs_the_session(notes: Collection[Document], mongo_url: str, write: Callable[..., Any]) -> None:
-    """Of both kinds of client; with the session, and outside, it passes. Nothing of a refused one is sent."""
-
     async def run_async() -> None:
         async with AsyncMongoClient[Document](mongo_url) as client:
             found = client[notes.database.name]["notes"]

@@ -39,7 +39,6 @@ def in_copy(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> A
 
 
 def make_box(client: Client, notes: Collection[Document]) -> tuple[Celery, OutboxCollection]:
-    """Return an app, and an outbox beside the notes by a client."""
     app = Celery("blocks", broker="memory://", set_as_current=False)
     return app, OutboxCollection(app, client[notes.database.name]["box"], at_once=False, sweep_every=None)
 

@@ -82,6 +82,8 @@ def test_another_client_of_the_cluster_joins_nothing(
             with pytest.raises(ConfigurationError), transactional(other):
                 raise AssertionError
             with pytest.raises(ConfigurationError):
+                current(other)
+            with pytest.raises(ConfigurationError):
                 transactional(other, durable=True).run(print)
             with transactional(other, independent=True) as inner:
                 assert (current(client), current(other)) == (outer, inner)

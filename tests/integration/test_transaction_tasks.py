@@ -1,8 +1,8 @@
 """
 `transactional` over `AsyncMongoClient`: the twins of its tests for threads, and what only asyncio has: tasks, cancels.
 
-The loop decides by the same functions as that for threads (`mongo_celery/mongo/transaction/ending.py`), so the cases
-of `test_transaction_retries.py` stand here once each.
+The loop decides by the same functions as that for threads (`mongo_celery/mongo/transaction/ending.py`). Its repetitions
+are in `test_transaction_retries.py`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
 )
 from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
-from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Direction, Proxy
-from tests.integration.locking_rig import CONFLICT, GENEROUS, NOTES_APP, SHORT, Document, held
+from tests.integration.locking_rig import GENEROUS, NOTES_APP, SHORT, Document
 from tests.rig.commands import CommandRecorder
 
 Work = Callable[[AsyncCollection[Document]], Awaitable[None]]
 OnLoop = Callable[[Work], None]
 Cancel = Callable[[asyncio.Future[Any], set[asyncio.Task[Any]]], Awaitable[None]]
 
-TRANSIENT = "TransientTransactionError"
 _TURNS = 20
 
 
@@ -75,68 +73,6 @@ async def write(notes: AsyncCollection[Document], text: str, error: BaseExceptio
             raise error
 
     await transactional(notes.database.client).arun(body)
-
-
-def test_a_coroutine_function_is_run_and_repeated(on_loop: OnLoop, texts: Texts, failpoint: Failpoint) -> None:
-    async def work(notes: AsyncCollection[Document]) -> None:
-        runs: list[int] = []
-
-        @transactional(lambda: notes.database.client)
-        async def note(text: str, *, session: AsyncClientSession) -> int:
-            """Write it."""
-            runs.append(1)
-            await notes.insert_one({"text": text}, session=session)
-            return len(runs)
-
-        assert (note.__name__, note.__doc__) == ("note", "Write it.")
-        assert asyncio.iscoroutinefunction(note)
-        with failpoint(mode={"times": 2}, **CONFLICT):
-            assert await note("a") == 3
-
-    on_loop(work)
-    assert texts() == ["a"]
-
-
-def test_the_commit_is_repeated_while_its_result_is_unknown(
-    on_loop: OnLoop, texts: Texts, sent: CommandRecorder, failpoint: Failpoint
-) -> None:
-    lost = {"failCommands": ["commitTransaction"], "appName": NOTES_APP, "closeConnection": True}
-    gone = {"failCommands": ["commitTransaction"], "appName": NOTES_APP, "errorCode": 251, "errorLabels": [TRANSIENT]}
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        with failpoint(mode={"times": 2}, **lost):
-            await write(notes, "lost")
-        with failpoint(mode={"times": 1}, **gone):
-            await write(notes, "gone")
-        with failpoint(mode={"times": 2}, **lost):
-            async with transactional(notes.database.client) as session:
-                await notes.insert_one({"text": "block"}, session=session)
-
-    on_loop(work)
-    assert texts() == ["lost", "gone", "block"]
-    assert len(sent.named("insert")) == 4
-
-
-def test_the_time_limits_attempts_calls_and_commits(
-    on_loop: OnLoop, texts: Texts, database: Database[Document], failpoint: Failpoint
-) -> None:
-    """A holder that stands still, and commits that nobody answers for."""
-    database["notes"].insert_one({"_id": 1, "text": "held"})
-    applied = {"failCommands": ["commitTransaction"], "appName": NOTES_APP}
-    unknown = {**applied, "writeConcernError": {"code": 64, "errmsg": "late"}}
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        limited = transactional(notes.database.client, timeout=SHORT)
-        with held(database["notes"], 1), pytest.raises(TransactionTimeoutError) as caught:
-            await limited.arun(lambda session: asynchronous.select_for_update(notes, {"_id": 1}, session=session))
-        assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
-        with failpoint(**unknown), pytest.raises(TransactionTimeoutError) as caught:
-            await limited.arun(lambda session: notes.insert_one({"text": "committed"}, session=session))
-        assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
-        await notes.count_documents({})  # no limit is left over
-
-    on_loop(work)
-    assert texts() == ["held", "committed"]
 
 
 def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Texts, sent: CommandRecorder) -> None:

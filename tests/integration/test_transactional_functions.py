@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -15,7 +16,7 @@ from pymongo.collection import Collection
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
 from mongo_celery.mongo.transaction import ending
-from tests.integration.locking_rig import Document, held, texts
+from tests.integration.locking_rig import Document, as_block_or_function, held, texts
 
 
 @pytest.fixture
@@ -45,6 +46,12 @@ def test_a_decorated_function_keeps_its_name_and_shows_no_session(notes: Collect
     assert list(inspect.signature(write).parameters) == ["text", "times"]
     assert inspect.getfullargspec(write).kwonlyargs == []
     assert inspect.signature(write).parameters["times"].annotation is int, "text is evaluated: FastAPI cannot do it"
+
+    @transactional(lambda: pytest.fail("no client is needed"))
+    async def later(*, session: Any) -> None:
+        """Do it."""
+
+    assert (later.__name__, later.__doc__, asyncio.iscoroutinefunction(later)) == ("later", "Do it.", True)
     assert write("a", times=2) == "A"
     assert texts(notes) == ["a", "a"]
     assert transactional(lambda: notes.database.client)(lambda **given: sorted(given))(other=1) == ["other", "session"]
@@ -129,17 +136,16 @@ def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Coll
         then(session)
 
     client = notes.database.client
-    with pytest.raises(ZeroDivisionError):
-        transactional(client).run(lambda session: register(session, lambda _: 1 // 0))
     with held(notes, 1), pytest.raises(TransactionTimeoutError):
         transactional(client, timeout=0.1).run(
             lambda session: register(session, lambda _: select_for_update(notes, {"_id": 1}, session=session))
         )
-    transactional(client).run(lambda session: register(session, lambda _: session.abort_transaction()))
-    with pytest.raises(ZeroDivisionError), transactional(client) as session:
-        register(session, lambda _: 1 // 0)
-    with transactional(client) as session:
-        register(session, lambda _: session.abort_transaction())
+    for as_block in (False, True):
+        with pytest.raises(ZeroDivisionError):
+            as_block_or_function(client, lambda session: register(session, lambda _: 1 // 0), as_block=as_block)
+        as_block_or_function(
+            client, lambda session: register(session, lambda _: session.abort_transaction()), as_block=as_block
+        )
     assert called == []
     assert texts(notes) == ["held"]
 

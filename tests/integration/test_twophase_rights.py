@@ -33,8 +33,6 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Right:
-    """One action on one collection."""
-
     cluster: str
     collection: str
     action: str
@@ -130,7 +128,6 @@ def guarded(guarded_url: UrlOf) -> Iterator[Guarded]:
 
 
 def work(guarded: Guarded, bank: TwoPhaseCommit) -> None:
-    """All that a coordinator does, forward, backward and by recovery; nothing is moved in the end."""
     inside = bank.transfer("A", "B", 100)
     bank.compensate(inside)
     with pytest.raises(TransactionCanceledError):
@@ -157,7 +154,6 @@ def events(caplog: pytest.LogCaptureFixture) -> set[str]:
 def test_the_rights_that_are_needed_suffice_and_say_what_else_is_missing(
     guarded: Guarded, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the optional ones: no index, and no note of a recovery."""
     bank = guarded.allow()
     work(guarded, bank)
     assert events(caplog) >= {"index_refused", "recovery_unnoted"}

@@ -57,7 +57,6 @@ class Gate(monitoring.CommandListener):
 
 
 def make_accounts(database: Db, **balances: int) -> None:
-    """Accounts as the tutorial has them."""
     database["accounts"].insert_many(
         [{"_id": name, "balance": balance, "pendingTransactions": []} for name, balance in balances.items()]
     )
@@ -86,7 +85,6 @@ def advance(bank: TwoPhaseCommit, identity: Any) -> Transaction:
 
 
 def step(bank: TwoPhaseCommit, identity: Any) -> Transaction:
-    """Take a transaction over, and perform one step."""
     engine = get_engine(bank)
     coordinator = engine.make_coordinator()
     with engine.limit_calls():

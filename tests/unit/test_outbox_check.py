@@ -81,7 +81,6 @@ PENDING = {"documents": 1, "pending": 1}
 
 
 def judge(broker_answers: bool = True, unknown: Sequence[UnknownTask] = (), **changes: Any) -> list[str]:
-    """Return the problems of an outbox that is well, but for these."""
     counts = {"documents": 0, "pending": 0, "oldest_seconds": None, "failing": 0, "dead_letters": 0}
     of_status = {name: value for name, value in changes.items() if name in OutboxStatus.__annotations__}
     rest = {name: value for name, value in changes.items() if name not in of_status}

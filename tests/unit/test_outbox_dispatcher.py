@@ -14,7 +14,6 @@ from tests.fixtures.process import wait_for
 
 
 def made(thread: AppDispatcher, name: str = "orders", **given: Any) -> OutboxDispatcher:
-    """The dispatcher of an outbox with these parts."""
     answers = given.pop("answers", lambda: True)
     parts = {"deliver_queued": lambda _: Delivery(), "find_due": lambda _: [], **given}
     outbox: Any = SimpleNamespace(

@@ -39,8 +39,7 @@ def an_app() -> Iterator[Celery]:
 
 @pytest.fixture(name="note")
 def a_task(app: Celery) -> Any:
-    def note(*args: Any, **kwargs: Any) -> None:
-        """Take anything."""
+    def note(*args: Any, **kwargs: Any) -> None: ...
 
     return app.task(name="note", shared=False)(note)
 
@@ -50,7 +49,6 @@ def decoded(entry: Entry) -> Any:
 
 
 def ids_in(canvas: Any) -> set[str]:
-    """Every task id in a stored canvas, wherever it stands."""
     found = set()
     if isinstance(canvas, dict):
         found |= {canvas["task_id"]} if isinstance(canvas.get("task_id"), str) else set()
