@@ -101,7 +101,7 @@ def test_what_a_server_refuses_too_long_is_finished_by_a_call_or_by_recovery(
 def test_a_compensation_of_a_standalone_server_may_die_between_two_steps(
     standalone_url: str, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """There markers are used: it is stored, noted and queued one after the other. Of what has expired nothing is done."""
+    """With markers it is stored, noted and queued one after the other. Of what has expired nothing is done."""
     database = make_client(standalone_url)[f"dies_{step}"]
     make_accounts(database, A=1000, B=1000)
     bank = TwoPhaseCommit(None, database["transactions"], application="bank")
