@@ -34,16 +34,14 @@ class Router:
 project.Router = Router
 settings.configure(
     INSTALLED_APPS=["mongo_celery.contrib.django"],
-    DATABASES={"default": files, "documents": mongo} if is_relational else {
-        "default": mongo, "files": files, "other": {**mongo, "NAME": name + "_other"}
-    },
+    DATABASES={"default": files, "documents": mongo} if is_relational else {"default": mongo, "files": files},
     DATABASE_ROUTERS=["project.Router", "django_mongodb_backend.routers.MongoRouter"],
     DEFAULT_AUTO_FIELD="django_mongodb_backend.fields.ObjectIdAutoField",
     MONGO_CELERY_APP="project:app",
     USE_TZ=True,
 )
 django.setup()
-from django.db import connections, models, router
+from django.db import connections, models
 from django.db import transaction as relational
 from django_mongodb_backend import transaction
 from pymongo import MongoClient

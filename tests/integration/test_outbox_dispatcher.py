@@ -16,14 +16,17 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox, OutboxCollection
+from mongo_celery.mongo import indexes
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.forking import holds_after_a_fork
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import MakeRedis
+from tests.rig.commands import CommandRecorder
 from tests.rig.outbox import (
     Document,
     Publish,
@@ -244,3 +247,53 @@ def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(rig: Ri
     opened_first.__exit__(None, None, None)
     wait_for(lambda: settled(outbox))
     assert sorted(rig.sent()) == [[0, 0], [1, 0], [2, 0], [3, 0], [7, 0], [8, 0]]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the wait for the index short: what is waited for lasts longer. And it is begun once."""
+    monkeypatch.setattr(indexes, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(indexes, "AGAIN_SECONDS", 3600.0)
+
+
+@pytest.mark.usefixtures("short")
+def test_no_write_waits_for_the_end_of_a_transaction_that_keeps_the_index_away(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = rig.outbox(at_once=True)
+    rig.orders.insert_one({"_id": "open"})
+    with closed(rig.database, "open"):
+        for number in range(3):
+            outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+            wait_for(lambda: not rig.orders.count_documents({"pendingEvents": {"$exists": True}}))
+        assert not outbox.runtime.pending.indexes.exist()
+        delays = [each for each in caplog.records if each.__dict__.get("event") == "index_delayed"]
+        assert len(delays) == 1
+    assert sorted(rig.sent()) == [[number, 0] for number in range(3)]
+    monkeypatch.setattr(indexes, "WAIT_SECONDS", 60.0)
+    outbox.sweep()
+    assert not outbox.runtime.pending.indexes.exist(), "not before its time"
+    monkeypatch.setattr(outbox.runtime.pending.indexes, "_again_at", 0.0)
+    outbox.sweep()
+    assert outbox.runtime.pending.indexes.exist()
+
+
+@pytest.mark.usefixtures("short")
+def test_a_look_that_would_read_a_whole_collection_is_given_up_and_forgets_nothing(
+    rig: Rig, failpoint: Failpoint, make_client: MakeClient
+) -> None:
+    """Without the index; what writes hand over goes out meanwhile, and the next look comes after a pause."""
+    heard = CommandRecorder()
+    client = make_client(appName="looking", event_listeners=[heard])
+    outbox = rig.outbox(client[rig.database.name]["orders"], name="looking", at_once=True)
+    dispatcher = outbox.runtime.dispatcher
+    rig.orders.insert_one(outbox.with_tasks({"_id": 1}, [rig.add.s(1, 0)]))
+    with failpoint(mode={"times": 1}, failCommands=["find"], errorCode=50, appName="looking"):  # as after maxTimeMS
+        outbox.dispatch()
+        wait_for(lambda: dispatcher._rests > 0)
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
+    wait_for(lambda: not outbox.status().pending)
+    assert sorted(rig.sent()) == [[1, 0], [2, 0]]
+    bounds = [command.get("maxTimeMS", 0) for _, command in heard.of("find") if "$or" in command["filter"]]
+    assert bounds
+    assert all(0 < bound <= 1000 for bound in bounds)

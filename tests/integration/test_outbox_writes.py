@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from pymongo import ReturnDocument, UpdateOne
+from pymongo import ReturnDocument
 from pymongo.database import Database
 
 from mongo_celery import Event
@@ -132,14 +132,6 @@ def test_a_delete_is_refused_while_something_is_pending(rig: Rig) -> None:
     assert rig.sent() == [[1, 1]]
 
 
-def test_the_index_is_made_again_for_a_collection_that_was_dropped(rig: Rig) -> None:
-    """By the next outbox on it, as in a test suite that begins with empty databases."""
-    rig.outbox(name="first").insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    rig.orders.drop()
-    rig.outbox(name="second").insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
-    assert "pendingEvents" in rig.orders.index_information()
-
-
 @pytest.mark.parametrize(
     ("condition", "subject"),
     [({"_id": 5}, "5"), ({"_id": {"$eq": 5}}, "5"), ({"_id": {"$gte": 5}}, None), ({"_id": re.compile("a")}, None)],
@@ -154,21 +146,6 @@ def test_an_events_subject_is_the_id_that_the_filter_demands(
     outbox.update_one(condition, {"$set": {"n": 1}}, events=[Event("order.paid", {})])
     [changed] = rig.orders.find({"n": 1})
     assert json.loads(changed["pendingEvents"]["events"][0]["payload"]).get("subject") == subject
-
-
-def test_an_upsert_cannot_bring_the_outboxs_field_by_its_filter(rig: Rig) -> None:
-    """The server copies what a filter demands into the new document."""
-    outbox, change = rig.outbox(), {"$set": {"a": 1}}
-    path: Document = {"_id": 1, "pendingEvents.count": 5}
-    inside: Document = {"$and": [{"_id": 1}, {"pendingEvents": {"count": 5}}]}
-    for condition, tasks in ((path, []), (path, [rig.add.s(1, 1)]), (inside, [])):
-        with pytest.raises(OutboxRefusedError):
-            outbox.update_one(condition, change, upsert=True, tasks=tasks)
-        with pytest.raises(OutboxRefusedError):
-            outbox.with_tasks(UpdateOne(condition, change, upsert=True), tasks)
-    with pytest.raises(OutboxRefusedError):
-        outbox.insert_one({"_id": 1, "$a": 1, "pendingEvents": {"count": 9}})
-    assert rig.orders.count_documents({}) == 0
 
 
 def test_a_standalone_server_keeps_and_delivers_entries(

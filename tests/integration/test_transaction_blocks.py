@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery.canvas import Signature
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -24,11 +23,10 @@ from pymongo.collection import Collection
 from mongo_celery import OutboxCollection
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, current, transactional
-from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.forking import fork, holds_after_a_fork
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
-from tests.integration.locking_rig import GENEROUS, NOTES_APP, SHORT, Document, texts
+from tests.integration.locking_rig import GENEROUS, SHORT, Document, texts
 
 Client = MongoClient[Document]
 
@@ -79,26 +77,6 @@ def test_a_box_may_be_left_in_another_context(notes: Collection[Document], clien
         entering.submit(app.send_task, "afterwards", queue="blocks").result(GENEROUS)  # is not refused
     assert texts(notes) == ["inside"]
     assert notes.database["box"].count_documents({}) == 1
-
-
-def test_a_part_that_fails_keeps_its_error_where_its_box_cannot_be_written(
-    notes: Collection[Document], client: Client, failpoint: Failpoint
-) -> None:
-    """A lost connection there is transient; the body would be repeated for an error that is not."""
-    app, box = make_box(client, notes)
-
-    def part(_: ClientSession) -> None:
-        app.send_task("lost", queue="blocks")
-        raise ZeroDivisionError
-
-    def body(session: ClientSession) -> None:
-        notes.find_one({}, session=session)
-        transactional(client, outbox=box).run(part)
-
-    box.add([Signature("first", app=app)])  # which makes what it needs
-    lost = {"failCommands": ["insert", "update"], "appName": NOTES_APP, "closeConnection": True}
-    with failpoint(mode="alwaysOn", **lost), pytest.raises(ZeroDivisionError):
-        transactional(client).run(body)
 
 
 def _is_left_to_the_parent(stack: ExitStack, session: ClientSession, error: BaseException | None) -> bool:

@@ -6,7 +6,7 @@ Twins for asyncio are in `test_transaction_tasks.py`.
 
 from __future__ import annotations
 
-import asyncio
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -19,11 +19,11 @@ from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import OperationFailure, PyMongoError
 
-from mongo_celery.errors import ConfigurationError, TopologyError, TransactionError
-from mongo_celery.locking import after_commit, current, transactional
+from mongo_celery.errors import ConfigurationError, TopologyError, TransactionError, TransactionTimeoutError
+from mongo_celery.locking import after_commit, current, select_for_update, transactional
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
-from tests.integration.locking_rig import CONFLICT, GENEROUS, Document, as_block_or_function, texts
+from tests.integration.locking_rig import CONFLICT, GENEROUS, SHORT, Document, as_block_or_function, held, texts
 from tests.rig.commands import CommandRecorder
 
 TRANSIENT = "TransientTransactionError"
@@ -105,14 +105,6 @@ def test_a_client_of_another_cluster_is_in_no_transaction(
         assert current(client) is None
 
 
-def test_an_event_loop_inside_of_a_plain_body_belongs_to_it(client: Client) -> None:
-    async def find() -> ClientSession | None:
-        return current(client)
-
-    with transactional(client) as session:
-        assert asyncio.run(find()) is session
-
-
 @pytest.mark.parametrize("as_block", [False, True])
 def test_a_part_that_fails_makes_the_whole_rollback_only_though_its_error_is_caught(
     notes: Collection[Document], client: Client, write: Write, sent: CommandRecorder, as_block: bool
@@ -145,6 +137,7 @@ def test_a_part_that_ends_the_transaction_is_no_success(
     def give_up(*, session: ClientSession) -> None:
         session.abort_transaction()
         assert current(client) is None
+        assert after_commit(lambda: runs.append(0)), "at once"
         if error is not None:
             raise error
 
@@ -159,7 +152,7 @@ def test_a_part_that_ends_the_transaction_is_no_success(
     with pytest.raises(TransactionError) as caught:
         as_block_or_function(client, body, as_block=as_block)
     assert error is None or caught.value.__cause__ is error
-    assert (texts(notes), runs) == ([], [1])
+    assert (texts(notes), runs) == ([], [1, 0])
 
 
 def test_one_of_its_own_is_committed_for_itself(notes: Collection[Document], client: Client, write: Write) -> None:
@@ -181,6 +174,15 @@ def test_one_of_its_own_is_committed_for_itself(notes: Collection[Document], cli
     with pytest.raises(LookupError):
         transactional(client).run(body)
     assert texts(notes) == ["kept", "kept, too"]
+
+
+def test_no_transaction_outlasts_the_time_of_the_one_around(notes: Collection[Document], client: Client) -> None:
+    """When that has passed, nothing can be answered any more."""
+    notes.insert_one({"_id": 1})
+    begun = time.monotonic()
+    with held(notes, 1), pytest.raises(TransactionTimeoutError), transactional(client, timeout=SHORT):
+        transactional(client, independent=True, timeout=100 * SHORT)(select_for_update)(notes, {"_id": 1})
+    assert time.monotonic() - begun < 50 * SHORT
 
 
 def test_a_durable_one_refuses_to_join_a_transaction_of_the_driver(client: Client) -> None:

@@ -25,28 +25,6 @@ from tests.fixtures.mongo import MakeClient
 from tests.integration.twophase_rig import Db, Document, balances, make_accounts
 
 
-def test_what_another_application_queues_meanwhile_is_not_canceled(
-    database: Db, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It belonged to nobody when it was read."""
-    make_accounts(database, A=1000, B=1000)
-    one = TwoPhaseCommit(Celery("one", broker="memory://"), database["transactions"], application="App1")
-    two = TwoPhaseCommit(None, database["transactions"], application="App2")
-    identity = one.transfer("A", "B", 100, run=False)
-    log = get_engine(two).log
-    refuse_foreign = log.refuse_foreign
-
-    def queue_then(seen: Any) -> None:
-        monkeypatch.setattr(log, "refuse_foreign", refuse_foreign)
-        refuse_foreign(seen)
-        one.delay(identity)
-
-    monkeypatch.setattr(log, "refuse_foreign", queue_then)
-    with pytest.raises(TransactionStateError):
-        two.cancel(identity)
-    assert one.read(identity).state == "initial"
-
-
 @pytest.mark.parametrize("protocol", ["auto", "documents"])
 def test_a_transfer_moves_money_in_no_accounts_but_its_own(database: Db, protocol: str) -> None:
     """An application with others finishes, cancels, recovers and takes back where the transfer was begun."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from pymongo import MongoClient
-from pymongo.errors import WriteError
 
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError
@@ -135,15 +134,6 @@ def test_a_version_that_is_given_between_two_statements_leaves_no_marker(account
                 documents.look(accounts["accounts"], part, "other")
             accounts.command({"update": "accounts", "updates": [each]})
         assert markers(accounts) == [], f"{count} of {len(statements)} statements had been executed"
-
-
-@pytest.mark.parametrize("version", [{}, {PARTICIPANT_VERSION: {"of": 1, "at": 1}}], ids=["without", "with"])
-def test_markers_that_are_no_list_are_not_settled_in_silence(accounts: Db, version: Document) -> None:
-    """P9: the server cannot take a marker out of them."""
-    accounts["accounts"].update_one({"_id": "A"}, {"$set": {MARKERS: "ours", **version}})
-    part = Part(None, accounts["accounts"].full_name, "A", {}, {}, {}, {})
-    with pytest.raises(WriteError):
-        documents.settle(accounts["accounts"], [part], "ours")
 
 
 def test_a_participant_that_has_lost_its_version_is_not_changed(accounts: Db) -> None:

@@ -28,7 +28,7 @@ from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.twophase.prometheus import TransactionCollector
 from mongo_celery.twophase.recoveries import recovery_watch
 from mongo_celery.twophase.tasks import RECOVER_TASK
-from mongo_celery.twophase.twophase import get_engine, get_recoveries
+from mongo_celery.twophase.twophase import get_recoveries
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.integration.clusters_rig import START, Clusters
@@ -241,23 +241,6 @@ def test_an_id_that_is_used_again_has_a_compensation_of_its_own(bank: TwoPhaseCo
     assert second == bank.compensate("order") != first
     bank.run(first)
     assert balances(bank.transactions.database) == {"A": 1000, "B": 1000}
-
-
-def test_a_successor_of_the_same_id_is_not_noted_as_compensated(
-    bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bank.transfer("A", "B", 100, id="order")
-    log = get_engine(bank).log
-    prepare = log.prepare
-
-    def replace() -> None:
-        monkeypatch.setattr(log, "prepare", prepare)
-        bank.transactions.delete_one({"_id": "order"})
-        bank.transfer("A", "B", 7, id="order")
-
-    monkeypatch.setattr(log, "prepare", replace)
-    assert bank.compensate("order")["of"] == bank.read("order").coordinator
-    assert balances(bank.transactions.database) == {"A": 900, "B": 1100}
 
 
 def test_a_compensation_that_was_removed_is_not_made_again(bank: TwoPhaseCommit) -> None:
