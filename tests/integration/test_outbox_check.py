@@ -127,7 +127,9 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
     assert [getattr(each, "event", "") for each in caplog.records] == ["nobody_sweeps"]
     outbox.sweep()
     assert outbox.runtime.sweeps.read_age() is not None
-    assert make_sweep_watch(lambda: "orders", lambda: outbox.runtime.sweeps, 5.0, lambda: False).look() is True
+    for is_broker_down, swept in ((False, True), (True, None)):  # beat can send no sweep while it is down
+        watch = make_sweep_watch(lambda: "orders", lambda: outbox.runtime.sweeps, 5.0, lambda: is_broker_down)  # noqa: B023
+        assert watch.look() is swept
 
 
 def test_a_status_of_several_shows_those_that_can_be_read_and_names_the_other(outbox: Outbox) -> None:
@@ -136,5 +138,6 @@ def test_a_status_of_several_shows_those_that_can_be_read_and_names_the_other(ou
     unread, health = read_health(outbox.app, [away, outbox])
     assert (unread.name, unread.status, unread.findings[0].code) == ("away", None, "state_unreadable")
     assert health.status is not None
+    assert make_sweep_watch(lambda: "away", lambda: away.runtime.sweeps, 5.0, lambda: False).look() is None
     away.runtime.close()
     client.close()

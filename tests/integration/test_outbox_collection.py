@@ -19,6 +19,8 @@ from mongo_celery.errors import (
     TransactionError,
     TransactionRequiredError,
 )
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.rig.outbox import Document, Rig, run_together
 
@@ -232,6 +234,24 @@ def test_an_error_that_ends_a_transaction_passes_a_box_unchanged(rig: Rig) -> No
     with pytest.raises(OutboxRefusedError):
         rig.run(lambda session: body(session, "x" * 17_000_000))
     assert rig.stored == []
+
+
+def test_an_error_passes_though_what_was_sent_cannot_be_stored(
+    rig: Rig, make_client: MakeClient, failpoint: Failpoint
+) -> None:
+    """A lost connection there is transient: the body would be repeated for an error that is not."""
+    client = make_client(appName="lost")
+    outbox = rig.messages(client[rig.database.name]["outbox"])
+    outbox.add([rig.add.s(1, 1)])  # which makes what it needs
+
+    def body(session: Any) -> None:
+        client[rig.database.name]["seats"].find_one({}, session=session)
+        rig.add.delay(2, 2)
+        raise ZeroDivisionError
+
+    lost: Document = {"failCommands": ["insert", "update"], "appName": "lost", "closeConnection": True}
+    with failpoint(**lost), pytest.raises(ZeroDivisionError):
+        transactional(client, outbox=outbox).run(body)
 
 
 def test_what_cannot_be_stored_is_refused(rig: Rig) -> None:

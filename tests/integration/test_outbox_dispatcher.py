@@ -16,7 +16,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox, OutboxCollection
-from mongo_celery.mongo import indexes
+from mongo_celery.mongo import indexes, table
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
@@ -196,6 +196,32 @@ def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeyp
     assert sorted(rig.sent()) == [[number, 0] for number in range(8)]
 
 
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_one_thread_serves_all_outboxes_in_turns_whatever_one_of_them_raises(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """P12, P17: the thread outlives it, and no outbox waits for the end of another."""
+
+    def fail(_document_ids: object) -> None:
+        raise error
+
+    broken, one, two = (rig.outbox(name, at_once=True) for name in ("broken", "one", "two"))
+    monkeypatch.setattr(broken.runtime, "deliver_queued", fail)
+    with held_up(one) as (_asked, begun):
+        one.insert_one({"_id": "first"}, tasks=[rig.add.s(0, 0)])
+        assert begun.wait(120)
+        broken.insert_one({"_id": 0}, tasks=[rig.add.s(3, 0)])
+        for number in range(2 * module.TURN):
+            one.insert_one({"_id": number}, tasks=[rig.add.s(1, number)])
+            two.insert_one({"_id": number}, tasks=[rig.add.s(2, number)])
+    wait_for(lambda: settled(one) and settled(two))
+    assert {outbox for outbox, _ in rig.sent()[: 2 * module.TURN]} == {0, 1, 2}
+    assert "dispatcher_failed" in {getattr(each, "event", "") for each in caplog.records}
+    monkeypatch.undo()
+    wait_for(lambda: settled(broken))
+    assert rig.sent() == [[3, 0]]
+
+
 @pytest.mark.parametrize("kind", [Outbox, OutboxCollection])
 def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bound(
     rig: Rig, proxy: Proxy, make_client: MakeClient, kind: Any
@@ -276,6 +302,20 @@ def test_no_write_waits_for_the_end_of_a_transaction_that_keeps_the_index_away(
     monkeypatch.setattr(outbox.runtime.pending.indexes, "_again_at", 0.0)
     outbox.sweep()
     assert outbox.runtime.pending.indexes.exist()
+
+
+def test_a_sweep_waits_for_an_index_the_longer_the_more_documents_there_are(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a large collection would never have it; a writer has no such patience."""
+    rig.orders.insert_many([{"_id": number} for number in range(500)])
+    wanted = rig.outbox(at_once=False).runtime.pending.indexes
+    monkeypatch.setattr(indexes, "WAIT_SECONDS", 1e-6)
+    monkeypatch.setattr(indexes, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(table, "_DOCUMENTS_A_SECOND", 5)
+    for patiently in (False, True):
+        wanted.ensure(patiently=patiently)
+        assert wanted.exist() is patiently
 
 
 @pytest.mark.usefixtures("short")

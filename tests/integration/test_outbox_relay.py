@@ -19,6 +19,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from kombu.serialization import register, unregister
 
 from mongo_celery import Event, Outbox
+from mongo_celery.outbox.claims import build_count
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.health import read_health
@@ -286,6 +287,11 @@ def test_entries_that_somebody_has_damaged_are_set_aside_one_by_one(rig: Rig) ->
     done = outbox.sweep(older_than=0)
     assert (done.dispatched, done.dead, outbox.runtime.dead_letters.count()) == (60, 4, 4)
     assert rig.sent() == [[1, number] for number in range(60)]
+
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
+    change, array_filters = build_count(Regex("^"))
+    rig.orders.update_one({"_id": 2}, change, array_filters=array_filters)
+    assert rig.pending(2)["events"][0]["attempts"] == 0, "to a query, a regular expression is no value"
 
 
 def test_what_is_added_during_a_delivery_is_published_only_after_a_majority_write(

@@ -8,8 +8,10 @@ are in `test_transaction_retries.py`.
 from __future__ import annotations
 
 import asyncio
+import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,8 @@ from tests.rig.commands import CommandRecorder
 
 Work = Callable[[AsyncCollection[Document]], Awaitable[None]]
 OnLoop = Callable[[Work], None]
+Texts = Callable[[], list[Any]]
+Body = Callable[[AsyncClientSession], Awaitable[None]]
 Cancel = Callable[[asyncio.Future[Any], set[asyncio.Task[Any]]], Awaitable[None]]
 
 _TURNS = 20
@@ -56,11 +60,16 @@ def on_loop(database: Database[Document], mongo_url: str, sent: CommandRecorder)
 
 
 @pytest.fixture
-def texts(database: Database[Document]) -> Callable[[], list[Any]]:
+def texts(database: Database[Document]) -> Texts:
     return lambda: [note["text"] for note in database["notes"].find().sort("_id", 1)]
 
 
-Texts = Callable[[], list[Any]]
+async def run(client: Any, body: Body, *, as_block: bool, **options: Any) -> None:
+    """Run a body in either form."""
+    if not as_block:
+        return await transactional(client, **options).arun(body)
+    async with transactional(client, **options) as session:
+        return await body(session)
 
 
 async def write(notes: AsyncCollection[Document], text: str, error: BaseException | None = None) -> None:
@@ -90,11 +99,9 @@ def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Tex
             with suppress(ZeroDivisionError):
                 await write(notes, "partial", ZeroDivisionError())
 
-        with pytest.raises(TransactionError):
-            await transactional(client).arun(caught)
-        with pytest.raises(TransactionError):
-            async with transactional(client) as session:
-                await caught(session)
+        for as_block in (False, True):
+            with pytest.raises(TransactionError):
+                await run(client, caught, as_block=as_block)
 
     on_loop(work)
     assert texts() == ["called", "outer"]
@@ -158,9 +165,8 @@ def test_callbacks_are_awaited_after_the_commit(on_loop: OnLoop, texts: Texts) -
             after_commit(lambda: seen.append("function"), session)
             await notes.insert_one({"text": "a"}, session=session)
 
-        await transactional(notes.database.client).arun(body)
-        async with transactional(notes.database.client) as session:
-            await body(session)
+        for as_block in (False, True):
+            await run(notes.database.client, body, as_block=as_block)
 
     on_loop(work)
     assert seen == [["a"], "function", ["a", "a"], "function"]
@@ -175,13 +181,9 @@ def test_a_cancel_in_the_body_aborts(on_loop: OnLoop, texts: Texts, sent: Comman
             locked.set()
             await asyncio.Event().wait()
 
-        async def block() -> None:
-            async with transactional(notes.database.client) as session:
-                await body(session)
-
-        for awaitable in (transactional(notes.database.client).arun(body), block()):
+        for as_block in (False, True):
             locked.clear()
-            running = asyncio.ensure_future(awaitable)
+            running = asyncio.create_task(run(notes.database.client, body, as_block=as_block))
             await asyncio.wait_for(locked.wait(), GENEROUS)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -199,8 +201,6 @@ def cancel_during_the_commit(
     called: list[str] = []
 
     async def work(notes: AsyncCollection[Document]) -> None:
-        call = transactional(notes.database.client, timeout=timeout)
-
         async def callback() -> None:
             await asyncio.sleep(0)
             called.append("callback")
@@ -209,14 +209,10 @@ def cancel_during_the_commit(
             after_commit(callback)
             await notes.insert_one({"text": "a"}, session=session)
 
-        async def block() -> None:
-            async with call as session:
-                await body(session)
-
         await notes.database.command("ping")
         before = asyncio.all_tasks()
         proxy.hold(b"commitTransaction")
-        running = asyncio.ensure_future(block() if as_block else call.arun(body))
+        running = asyncio.create_task(run(notes.database.client, body, as_block=as_block, timeout=timeout))
         await asyncio.to_thread(proxy.wait_until_held)
         for _ in range(_TURNS):  # the driver has sent it, and now reads: `wait_for` of Python 3.11 can lose a cancel
             await asyncio.sleep(0)
@@ -264,22 +260,17 @@ def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(on_loop: 
 SUSPENDED = object()
 
 
-class Suspended:
-    """What no event loop resumes."""
+@types.coroutine
+def suspend() -> Generator[object]:
+    """Wait for what no event loop resumes."""
+    yield SUSPENDED
 
-    def __await__(self) -> Generator[object]:
-        yield SUSPENDED
 
-
-class Driven:
-    """Awaits a coroutine until it is suspended so."""
-
-    def __init__(self, coroutine: Coroutine[Any, None, None]) -> None:
-        self._coroutine = coroutine
-
-    def __await__(self) -> Generator[object]:
-        while (waited := self._coroutine.send(None)) is not SUSPENDED:
-            yield waited
+@types.coroutine
+def drive(coroutine: Coroutine[Any, None, None]) -> Generator[object]:
+    """Run a coroutine until it is suspended so."""
+    while (waited := coroutine.send(None)) is not SUSPENDED:
+        yield waited
 
 
 @pytest.mark.parametrize("as_block", [False, True])
@@ -291,27 +282,16 @@ def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
     async def work(notes: AsyncCollection[Document]) -> None:
         async def body(session: AsyncClientSession) -> None:
             await notes.insert_one({"text": "a"}, session=session)
-            await Suspended()
+            await suspend()
 
-        async def block() -> None:
-            async with transactional(notes.database.client) as session:
-                await body(session)
-
-        coroutine = block() if as_block else transactional(notes.database.client).arun(body)
-        await Driven(coroutine)
+        coroutine = run(notes.database.client, body, as_block=as_block)
+        await drive(coroutine)
         coroutine.close()
         await asyncio.to_thread(wait_for, lambda: sent.named("abortTransaction"))
         assert current(notes.database.client) is None
 
     on_loop(work)
     assert texts() == []
-
-
-class Box:
-    """Collects what threads send."""
-
-    def collect(self, session: Any) -> AbstractContextManager[object]:
-        raise AssertionError(session)
 
 
 def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: MongoClient[Document]) -> None:
@@ -335,7 +315,7 @@ def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: Mo
         with pytest.raises(TransactionRequiredError):
             await asynchronous.select_for_update(notes, {"_id": 1}, session=None)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError):  # it writes by a plain client
-            async with transactional(client, outbox=Box()):
+            async with transactional(client, outbox=SimpleNamespace(collect=pytest.fail)):
                 pytest.fail("not run")
         ours: Any = mongo_client[notes.database.name]["notes"]
         async with transactional(client) as session:

@@ -25,6 +25,21 @@ from tests.fixtures.mongo import MakeClient
 from tests.integration.twophase_rig import Db, Document, balances, make_accounts
 
 
+def test_what_another_application_queues_meanwhile_is_not_canceled(
+    database: Db, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It belonged to nobody when it was read."""
+    one, two = (
+        TwoPhaseCommit(Celery(name, broker="memory://", set_as_current=False), database["transactions"])
+        for name in ("one", "two")
+    )
+    identity = one.transfer("A", "B", 100, run=False)
+    monkeypatch.setattr(get_engine(two).log, "refuse_foreign", lambda _: one.delay(identity))
+    with pytest.raises(TransactionStateError):
+        two.cancel(identity)
+    assert one.read(identity).state == "initial"
+
+
 @pytest.mark.parametrize("protocol", ["auto", "documents"])
 def test_a_transfer_moves_money_in_no_accounts_but_its_own(database: Db, protocol: str) -> None:
     """An application with others finishes, cancels, recovers and takes back where the transfer was begun."""

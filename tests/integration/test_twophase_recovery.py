@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from prometheus_client import CollectorRegistry
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
@@ -25,10 +27,11 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
 )
 from mongo_celery.outbox.sweep import SWEEP_TASK
+from mongo_celery.twophase import recovery
 from mongo_celery.twophase.prometheus import TransactionCollector
 from mongo_celery.twophase.recoveries import recovery_watch
 from mongo_celery.twophase.tasks import RECOVER_TASK
-from mongo_celery.twophase.twophase import get_recoveries
+from mongo_celery.twophase.twophase import get_engine, get_recoveries
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.integration.clusters_rig import START, Clusters
@@ -227,6 +230,44 @@ def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCom
     assert value("recovered_total", outcome="done") == 1
     assert value("stopped") == 1
     assert (value("recovery_age_seconds") or 0) < 600
+
+
+def test_a_recovery_is_noted_while_it_lasts_and_when_a_time_limit_ends_it(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 600.0)
+    read_pages = recovery.Recoverer._read_pages
+
+    def first_page(recoverer: recovery.Recoverer, limit: int) -> Iterator[Any]:
+        yield next(iter(read_pages(recoverer, limit)))
+        assert watch.look()
+        raise SoftTimeLimitExceeded
+
+    identity = clusters.begin("own", "west", value=1)
+    clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
+    monkeypatch.setattr(recovery.Recoverer, "_read_pages", first_page)
+    with pytest.raises(SoftTimeLimitExceeded):
+        clusters.bank.recover()
+    last = get_recoveries(clusters.bank).last()
+    assert last is not None
+    assert last.outcomes == {"done": 1, "canceled": 0}
+
+
+def test_a_successor_of_the_same_id_is_not_noted_as_compensated(
+    bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction expires in the middle of the call, and its id is used again."""
+    bank.transfer("A", "B", 100, id="order")
+    log = get_engine(bank).log
+
+    def replace() -> None:
+        monkeypatch.undo()
+        bank.transactions.delete_one({"_id": "order"})
+        bank.transfer("A", "B", 7, id="order")
+
+    monkeypatch.setattr(log, "prepare", replace)
+    assert bank.compensate("order")["of"] == bank.read("order").coordinator
+    assert balances(bank.transactions.database) == {"A": 900, "B": 1100}
 
 
 @pytest.mark.parametrize("is_run", [True, False])
