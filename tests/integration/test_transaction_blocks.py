@@ -16,9 +16,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from pymongo import MongoClient
 from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
 
 from mongo_celery import OutboxCollection
 from mongo_celery.errors import TransactionError, TransactionTimeoutError
@@ -26,9 +24,7 @@ from mongo_celery.locking import after_commit, current, transactional
 from tests.fixtures.forking import fork, holds_after_a_fork
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
-from tests.integration.locking_rig import GENEROUS, SHORT, Document, texts
-
-Client = MongoClient[Document]
+from tests.integration.locking_rig import GENEROUS, SHORT, Client, Notes, texts
 
 
 def in_copy(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> Any:
@@ -36,12 +32,12 @@ def in_copy(pool: ThreadPoolExecutor, call: Callable[..., Any], *args: Any) -> A
     return pool.submit(copy_context().run, call, *args).result(GENEROUS)
 
 
-def make_box(client: Client, notes: Collection[Document]) -> tuple[Celery, OutboxCollection]:
+def make_box(client: Client, notes: Notes) -> tuple[Celery, OutboxCollection]:
     app = Celery("blocks", broker="memory://", set_as_current=False)
     return app, OutboxCollection(app, client[notes.database.name]["box"], at_once=False, sweep_every=None)
 
 
-def test_two_stacks_of_one_thread_may_be_left_in_any_order(notes: Collection[Document], client: Client) -> None:
+def test_two_stacks_of_one_thread_may_be_left_in_any_order(notes: Notes, client: Client) -> None:
     bad, good = ExitStack(), ExitStack()
     for stack, text in ((bad, "bad"), (good, "good")):
         notes.insert_one({"text": text}, session=stack.enter_context(transactional(client, independent=True)))
@@ -50,7 +46,7 @@ def test_two_stacks_of_one_thread_may_be_left_in_any_order(notes: Collection[Doc
     assert texts(notes) == ["good"]
 
 
-def test_a_body_that_leaves_a_part_behind_is_not_committed(notes: Collection[Document], client: Client) -> None:
+def test_a_body_that_leaves_a_part_behind_is_not_committed(notes: Notes, client: Client) -> None:
     """As where a thread goes on with the session; the part is told, too."""
     left = ExitStack()
 
@@ -65,7 +61,7 @@ def test_a_body_that_leaves_a_part_behind_is_not_committed(notes: Collection[Doc
     assert texts(notes) == []
 
 
-def test_a_box_may_be_left_in_another_context(notes: Collection[Document], client: Client) -> None:
+def test_a_box_may_be_left_in_another_context(notes: Notes, client: Client) -> None:
     """What its thread sends while it is open goes with the transaction; afterwards it is sent as ever."""
     app, box = make_box(client, notes)
     block = transactional(client, outbox=box)
@@ -92,7 +88,7 @@ def _is_left_to_the_parent(stack: ExitStack, session: ClientSession, error: Base
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=repr)
 def test_a_forked_process_ends_no_block_of_its_parents(
-    client: Client, notes: Collection[Document], error: BaseException | None
+    client: Client, notes: Notes, error: BaseException | None
 ) -> None:
     """P18: it reaches the end too, as a daemon does. Only its parent commits or aborts."""
     called: list[int] = []
@@ -107,7 +103,7 @@ def test_a_forked_process_ends_no_block_of_its_parents(
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=repr)
 def test_a_forked_process_ends_no_transaction_of_its_parents(
-    client: Client, notes: Collection[Document], error: BaseException | None
+    client: Client, notes: Notes, error: BaseException | None
 ) -> None:
     parent, attempts = os.getpid(), []
 
@@ -133,7 +129,7 @@ def test_a_forked_process_ends_no_transaction_of_its_parents(
     assert notes.count_documents({}) == 1
 
 
-def test_a_block_without_a_limit_has_time_for_its_commit(client: Client, notes: Collection[Document]) -> None:
+def test_a_block_without_a_limit_has_time_for_its_commit(client: Client, notes: Notes) -> None:
     """A body of two minutes, an import say, is not thrown away at its end."""
     block = transactional(client)
     block._seconds, begun = SHORT, time.monotonic()  # `timeout=` would bound the body as well
@@ -144,7 +140,7 @@ def test_a_block_without_a_limit_has_time_for_its_commit(client: Client, notes: 
 
 
 def test_the_write_of_a_box_ends_with_the_time_of_its_block(
-    notes: Collection[Document], proxy: Proxy, make_client: Callable[..., Client]
+    notes: Notes, proxy: Proxy, make_client: Callable[..., Client]
 ) -> None:
     """The block itself has no limit, but its end has: also where the server stands still just then."""
     through = make_client(proxy.mongo_url)

@@ -14,26 +14,32 @@ from typing import Any
 
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
-from pymongo import MongoClient
 from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.errors import ConfigurationError, TopologyError, TransactionError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, current, select_for_update, transactional
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
-from tests.integration.locking_rig import CONFLICT, GENEROUS, SHORT, Document, as_block_or_function, held, texts
+from tests.integration.locking_rig import (
+    CONFLICT,
+    GENEROUS,
+    SHORT,
+    Client,
+    Notes,
+    as_block_or_function,
+    held,
+    texts,
+)
 from tests.rig.commands import CommandRecorder
 
 TRANSIENT = "TransientTransactionError"
 
-Client = MongoClient[Document]
 Write = Callable[..., None]
 
 
 @pytest.fixture
-def write(notes: Collection[Document], client: Client) -> Write:
+def write(notes: Notes, client: Client) -> Write:
     @transactional(client)
     def write(text: str, error: BaseException | None = None, *, session: ClientSession) -> None:
         notes.insert_one({"text": text}, session=session)
@@ -44,7 +50,7 @@ def write(notes: Collection[Document], client: Client) -> Write:
 
 
 def test_a_conflict_in_a_part_repeats_the_whole(
-    notes: Collection[Document], client: Client, write: Write, failpoint: Failpoint
+    notes: Notes, client: Client, write: Write, failpoint: Failpoint
 ) -> None:
     """Also where the body catches it, and a later part fails: the server has aborted the transaction by then."""
     runs: list[int] = []
@@ -72,9 +78,7 @@ def test_a_conflict_in_a_part_repeats_the_whole(
     assert (texts(notes), called) == (["inner", "inner"], [KeyError, OperationFailure])
 
 
-def test_another_client_of_the_cluster_joins_nothing(
-    notes: Collection[Document], client: Client, make_client: MakeClient
-) -> None:
+def test_another_client_of_the_cluster_joins_nothing(notes: Notes, client: Client, make_client: MakeClient) -> None:
     client.admin.command("ping")
     member = f"localhost:{client.address[1] if client.address else 0}"
     for other in (make_client(), make_client(f"mongodb://{member}"), make_client(member, directConnection=True)):
@@ -107,7 +111,7 @@ def test_a_client_of_another_cluster_is_in_no_transaction(
 
 @pytest.mark.parametrize("as_block", [False, True])
 def test_a_part_that_fails_makes_the_whole_rollback_only_though_its_error_is_caught(
-    notes: Collection[Document], client: Client, write: Write, sent: CommandRecorder, as_block: bool
+    notes: Notes, client: Client, write: Write, sent: CommandRecorder, as_block: bool
 ) -> None:
     """Its partial writes would be committed; what is written after it goes to nowhere either."""
 
@@ -128,7 +132,7 @@ def test_a_part_that_fails_makes_the_whole_rollback_only_though_its_error_is_cau
 @pytest.mark.parametrize("error", [None, ZeroDivisionError(), PyMongoError("", [TRANSIENT])], ids=repr)
 @pytest.mark.parametrize("as_block", [False, True])
 def test_a_part_that_ends_the_transaction_is_no_success(
-    notes: Collection[Document], client: Client, as_block: bool, error: Exception | None
+    notes: Notes, client: Client, as_block: bool, error: Exception | None
 ) -> None:
     """After an abort PyMongo would send what follows outside of any transaction. It is never run again."""
     runs: list[int] = []
@@ -155,7 +159,7 @@ def test_a_part_that_ends_the_transaction_is_no_success(
     assert (texts(notes), runs) == ([], [1, 0])
 
 
-def test_one_of_its_own_is_committed_for_itself(notes: Collection[Document], client: Client, write: Write) -> None:
+def test_one_of_its_own_is_committed_for_itself(notes: Notes, client: Client, write: Write) -> None:
     own = transactional(client, independent=True)
 
     def body(session: ClientSession) -> None:
@@ -176,7 +180,7 @@ def test_one_of_its_own_is_committed_for_itself(notes: Collection[Document], cli
     assert texts(notes) == ["kept", "kept, too"]
 
 
-def test_no_transaction_outlasts_the_time_of_the_one_around(notes: Collection[Document], client: Client) -> None:
+def test_no_transaction_outlasts_the_time_of_the_one_around(notes: Notes, client: Client) -> None:
     """When that has passed, nothing can be answered any more."""
     notes.insert_one({"_id": 1})
     begun = time.monotonic()
@@ -194,7 +198,7 @@ def test_a_durable_one_refuses_to_join_a_transaction_of_the_driver(client: Clien
 
 
 def test_a_callback_without_a_session_waits_for_the_transaction_around(
-    notes: Collection[Document], client: Client, write: Write
+    notes: Notes, client: Client, write: Write
 ) -> None:
     seen: list[Any] = []
 
@@ -213,7 +217,7 @@ def test_a_callback_without_a_session_waits_for_the_transaction_around(
     assert seen == [["a"], "at once"]
 
 
-def test_a_soft_time_limit_in_a_callback_passes_when_all_have_run(notes: Collection[Document], write: Write) -> None:
+def test_a_soft_time_limit_in_a_callback_passes_when_all_have_run(notes: Notes, write: Write) -> None:
     called: list[str] = []
 
     def stop() -> None:
@@ -230,7 +234,7 @@ def test_a_soft_time_limit_in_a_callback_passes_when_all_have_run(notes: Collect
 
 
 def test_a_coroutine_is_no_body_and_no_callback_where_nobody_awaits(
-    notes: Collection[Document], client: Client, caplog: pytest.LogCaptureFixture
+    notes: Notes, client: Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It would run after the commit and outside, or be thrown away; also where only its result says what it is."""
 
@@ -252,7 +256,7 @@ def test_a_coroutine_is_no_body_and_no_callback_where_nobody_awaits(
     assert texts(notes) == []
 
 
-def test_a_block_may_be_left_by_another_thread(notes: Collection[Document], client: Client, write: Write) -> None:
+def test_a_block_may_be_left_by_another_thread(notes: Notes, client: Client, write: Write) -> None:
     """As frameworks run the halves of a dependency; whoever is handed its session joins it, in whatever thread."""
 
     @contextmanager
@@ -272,7 +276,7 @@ def test_a_block_may_be_left_by_another_thread(notes: Collection[Document], clie
     assert texts(notes) == expected
 
 
-def test_an_object_serves_one_block_at_a_time(notes: Collection[Document], client: Client, write: Write) -> None:
+def test_an_object_serves_one_block_at_a_time(notes: Notes, client: Client, write: Write) -> None:
     """Also after a failure to begin or inside; functions that it decorates are not concerned."""
     shared = transactional(client, durable=True)
     with transactional(client), pytest.raises(ConfigurationError), shared:
@@ -290,7 +294,7 @@ def test_an_object_serves_one_block_at_a_time(notes: Collection[Document], clien
     assert texts(notes) == ["first", "function", "last"]
 
 
-def test_a_generator_that_is_thrown_away_aborts(notes: Collection[Document], client: Client) -> None:
+def test_a_generator_that_is_thrown_away_aborts(notes: Notes, client: Client) -> None:
     def work() -> Iterator[None]:
         with transactional(client) as session:
             notes.insert_one({"text": "left"}, session=session)

@@ -8,8 +8,7 @@ are in `test_transaction_retries.py`.
 from __future__ import annotations
 
 import asyncio
-import types
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,6 @@ from mongo_celery.errors import (
     TransactionTimeoutError,
 )
 from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
-from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Direction, Proxy
 from tests.integration.locking_rig import GENEROUS, NOTES_APP, SHORT, Document
 from tests.rig.commands import CommandRecorder
@@ -255,43 +253,6 @@ def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(on_loop: 
         proxy.pass_through()
 
     assert cancel_during_the_commit(on_loop, proxy, cancel, timeout=SHORT) == []
-
-
-SUSPENDED = object()
-
-
-@types.coroutine
-def suspend() -> Generator[object]:
-    """Wait for what no event loop resumes."""
-    yield SUSPENDED
-
-
-@types.coroutine
-def drive(coroutine: Coroutine[Any, None, None]) -> Generator[object]:
-    """Run a coroutine until it is suspended so."""
-    while (waited := coroutine.send(None)) is not SUSPENDED:
-        yield waited
-
-
-@pytest.mark.parametrize("as_block", [False, True])
-def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
-    on_loop: OnLoop, texts: Texts, sent: CommandRecorder, as_block: bool
-) -> None:
-    """By a task of its own; else Python would say that it has ignored its end."""
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        async def body(session: AsyncClientSession) -> None:
-            await notes.insert_one({"text": "a"}, session=session)
-            await suspend()
-
-        coroutine = run(notes.database.client, body, as_block=as_block)
-        await drive(coroutine)
-        coroutine.close()
-        await asyncio.to_thread(wait_for, lambda: sent.named("abortTransaction"))
-        assert current(notes.database.client) is None
-
-    on_loop(work)
-    assert texts() == []
 
 
 def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: MongoClient[Document]) -> None:

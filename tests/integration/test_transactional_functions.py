@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from celery import Celery
 from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
 
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
 from mongo_celery.mongo.transaction import ending
-from tests.integration.locking_rig import Document, as_block_or_function, held, texts
+from tests.integration.locking_rig import Notes, as_block_or_function, held, texts
 
 
 @pytest.fixture
@@ -27,7 +26,7 @@ def app() -> Iterator[Celery]:
         yield made
 
 
-def writer(notes: Collection[Document]) -> Callable[..., Any]:
+def writer(notes: Notes) -> Callable[..., Any]:
     """A decorated function that writes a note."""
 
     @transactional(notes.database.client)
@@ -40,7 +39,7 @@ def writer(notes: Collection[Document]) -> Callable[..., Any]:
     return write
 
 
-def test_a_decorated_function_keeps_its_name_and_shows_no_session(notes: Collection[Document]) -> None:
+def test_a_decorated_function_keeps_its_name_and_shows_no_session(notes: Notes) -> None:
     write = writer(notes)
     assert (write.__name__, write.__doc__) == ("write", "Write it.")
     assert list(inspect.signature(write).parameters) == ["text", "times"]
@@ -57,7 +56,7 @@ def test_a_decorated_function_keeps_its_name_and_shows_no_session(notes: Collect
     assert transactional(lambda: notes.database.client)(lambda **given: sorted(given))(other=1) == ["other", "session"]
 
 
-def test_a_session_without_a_transaction_is_used_for_one(notes: Collection[Document]) -> None:
+def test_a_session_without_a_transaction_is_used_for_one(notes: Notes) -> None:
     """For causal consistency with what the caller did before."""
     with notes.database.client.start_session() as session:
         assert writer(notes)("a", session=session) == "A"
@@ -103,7 +102,7 @@ def test_options_that_cannot_work_are_refused(timeout: Any) -> None:
         transactional("mongodb://localhost")  # type: ignore[arg-type]
 
 
-def test_a_task_is_called_without_a_session(notes: Collection[Document], app: Celery) -> None:
+def test_a_task_is_called_without_a_session(notes: Notes, app: Celery) -> None:
     """Celery checks a call against the signature; bound tasks get themselves first."""
 
     @app.task(shared=False)
@@ -125,7 +124,7 @@ def test_a_task_is_called_without_a_session(notes: Collection[Document], app: Ce
         plain.delay()
 
 
-def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Collection[Document]) -> None:
+def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Notes) -> None:
     """By an error, by the end of the time, and by a body that ends the transaction itself."""
     called: list[int] = []
     notes.insert_one({"_id": 1, "text": "held"})
@@ -150,9 +149,7 @@ def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Coll
     assert texts(notes) == ["held"]
 
 
-def test_a_callback_that_fails_is_logged_and_stops_nothing(
-    notes: Collection[Document], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_callback_that_fails_is_logged_and_stops_nothing(notes: Notes, caplog: pytest.LogCaptureFixture) -> None:
     called: list[int] = []
 
     @transactional(notes.database.client)
@@ -167,7 +164,7 @@ def test_a_callback_that_fails_is_logged_and_stops_nothing(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_session_that_transactional_does_not_run_takes_no_callback(notes: Collection[Document]) -> None:
+def test_a_session_that_transactional_does_not_run_takes_no_callback(notes: Notes) -> None:
     """Neither the driver's own transactions, nor a session that `transactional` has finished with."""
     with notes.database.client.start_session() as session:
         with session.start_transaction():
