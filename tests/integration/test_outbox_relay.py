@@ -30,7 +30,7 @@ from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.tasks import register_tasks
 from tests.rig.commands import CommandRecorder
-from tests.rig.outbox import Document, Publish, Rig, damage, due_again, held_up, hold, pause_of, publishing, ripen
+from tests.rig.outbox import Document, Publish, Rig, damage, due_again, hold, pause_of, publishing, ripen
 
 
 def test_a_document_of_a_crashed_relay_is_free_again_by_the_servers_clock(rig: Rig) -> None:
@@ -58,13 +58,23 @@ def test_a_relay_that_sleeps_past_its_claim_repeats_but_never_overtakes(rig: Rig
     writer = rig.outbox(at_once=False)
     writer.insert_one({"_id": 1}, tasks=[rig.add.s(1, step) for step in range(3)])
     sleeper = rig.outbox(name="sleeper", claim_ttl=3.0)
-    thread = threading.Thread(target=sleeper.runtime.relay.deliver, args=(1,))
-    with held_up(sleeper) as (_, asleep):
-        thread.start()
-        assert asleep.wait(60)
-        wait_for(lambda: writer.runtime.relay.deliver(1).dispatched == 3)
-        writer.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 3)])
-        wait_for(lambda: writer.runtime.relay.deliver(1).dispatched == 1)
+    asleep, wake = threading.Event(), threading.Event()
+    relay = sleeper.runtime.relay
+    publish = relay._publish
+
+    def slow(*given: Any) -> None:
+        asleep.set()
+        assert wake.wait(60)
+        publish(*given)
+
+    relay._publish = slow  # type: ignore[method-assign, assignment]
+    thread = threading.Thread(target=relay.deliver, args=(1,))
+    thread.start()
+    assert asleep.wait(60)
+    wait_for(lambda: writer.runtime.relay.deliver(1).dispatched == 3)
+    writer.update_one({"_id": 1}, {"$set": {"a": 1}}, tasks=[rig.add.s(1, 3)])
+    wait_for(lambda: writer.runtime.relay.deliver(1).dispatched == 1)
+    wake.set()
     thread.join()
 
     steps = [step for _, step in rig.sent()]

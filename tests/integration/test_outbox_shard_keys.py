@@ -28,7 +28,7 @@ CHANGES = ("update", "delete", "findAndModify")
 def refused_by_a_mongos(sent: CommandRecorder) -> list[Document]:
     """Return the changes of orders that a mongos would refuse, if these are sharded by the key."""
     found = []
-    for name, command in ((name, command) for name in CHANGES for command in sent.named(name)):
+    for name, command in ((each, command) for each in CHANGES for command in sent.named(each)):
         changes = command.get("updates") or command.get("deletes") or [{"q": command.get("query"), "upsert": True}]
         for each in changes if command[name] == "orders" else ():
             is_many = each.get("multi") or each.get("limit") == 0
