@@ -121,12 +121,17 @@ def test_an_entry_of_another_outbox_is_not_believed(rig: Rig) -> None:
     assert len({document["keys"][0] for document in keys(rig.database).find()}) == 3
 
 
-def test_processes_that_begin_at_the_same_time_agree_on_a_key(rig: Rig) -> None:
+def test_processes_that_begin_at_the_same_time_agree_on_a_key_that_no_log_has(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     outboxes = [rig.outbox(name=str(each), at_once=False) for each in range(8)]
-    with ThreadPoolExecutor(8) as threads:
+    with caplog.at_level(logging.DEBUG), ThreadPoolExecutor(8) as threads:
         written = threads.map(lambda each: each.insert_one({}, tasks=[rig.add.s(1, 1)]), outboxes)
         assert len(list(written)) == 8
     assert outboxes[0].sweep(older_than=0).dispatched == 8
+    (stored,) = keys(rig.database).find()
+    assert stored["keys"][0].hex() not in caplog.text
+    assert "$binary" not in caplog.text
 
 
 def test_a_process_without_the_key_writes_nothing(rig: Rig, make_client: MakeClient, failpoint: Failpoint) -> None:
