@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -217,11 +216,8 @@ class Once(Task):  # type: ignore[type-arg]
         return super().apply_async(args, *given, **{**options, "headers": {"locked": True}})
 
 
-def _nothing(_number: int) -> None: ...
-
-
 def test_a_task_class_that_sends_in_its_own_way_runs_once(rig: Rig, outbox: OutboxCollection) -> None:
-    task: Any = rig.app.task(name="once", base=Once, shared=False)(_nothing)
+    task: Any = rig.app.task(name="once", base=Once, shared=False)(lambda _number: None)
     task.locks = set()
 
     def body(_session: Any) -> None:
@@ -264,28 +260,21 @@ def test_what_outlives_its_body_is_refused(rig: Rig) -> None:
             copied.run(rig.add.delay, 1, 1)
 
 
-@contextmanager
-def running(task: Any) -> Iterator[None]:
-    """Inside a run of a task, as a worker begins one."""
-    task.push_request(id="mine", called_directly=False, root_id="mine", children=[])
-    _task_stack.push(task)
-    try:
-        yield
-    finally:
-        _task_stack.pop()
-        task.pop_request()
-
-
 def test_a_running_task_that_continues_is_sent_at_once(rig: Rig, outbox: OutboxCollection) -> None:
     """What `retry` and `replace` raise aborts the transaction: stored with it they would be lost."""
-    add = rig.add
-    with running(rig.total), transactional(rig.database.client):
-        add.s(1, 1).set(task_id="mine").apply_async()
-        chain(add.s(1, 1), add.s(2).set(task_id="mine")).apply_async()
-        assert rig.sent() == [[1, 1], [1, 1]]
-        result = add.delay(5, 5)
-        trail: Any = rig.total.request.children
-        assert trail[-1].id == result.id
+    add, running = rig.add, rig.total
+    running.push_request(id="mine", called_directly=False, root_id="mine", children=[])  # as a worker begins one
+    _task_stack.push(running)
+    try:
+        with transactional(rig.database.client):
+            add.s(1, 1).set(task_id="mine").apply_async()
+            chain(add.s(1, 1), add.s(2).set(task_id="mine")).apply_async()
+            assert rig.sent() == [[1, 1], [1, 1]]
+            result, trail = add.delay(5, 5), list[Any](running.request.children or ())
+            assert trail[-1].id == result.id
+    finally:
+        _task_stack.pop()
+        running.pop_request()
     deliver(outbox)
     assert rig.sent() == [[5, 5]]
 

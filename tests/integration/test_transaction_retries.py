@@ -30,28 +30,14 @@ from tests.fixtures.proxy import Proxy
 from tests.integration.locking_rig import SHORT, Document, held
 from tests.rig.commands import CommandRecorder
 
-BehindProxy = tuple[Proxy, Collection[Document]]
-
 APP = "transaction-retries"
 TRANSIENT = "TransientTransactionError"
 CONFLICT = {"failCommands": ["update"], "appName": APP, "errorCode": 112, "errorLabels": [TRANSIENT]}
-"""A write conflict as the server reports it."""
-
-NOT_COMMITTED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 251, "errorLabels": [TRANSIENT]}
-"""The transaction is gone: its body must run again."""
-
-LOST = {"failCommands": ["commitTransaction"], "appName": APP, "closeConnection": True}
-"""The connection is cut before the commit is done."""
-
-APPLIED = {"failCommands": ["commitTransaction"], "appName": APP, "writeConcernError": {"code": 64, "errmsg": "late"}}
+COMMIT = {"failCommands": ["commitTransaction"], "appName": APP}
+GONE = {**COMMIT, "errorCode": 251, "errorLabels": [TRANSIENT]}
+LOST = {**COMMIT, "closeConnection": True}
+APPLIED = {**COMMIT, "writeConcernError": {"code": 64, "errmsg": "late"}}
 """The commit is done, and its answer says that nobody knows whether it will last."""
-
-EXPIRED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 50}
-"""The commit's own time limit has passed."""
-
-REFUSED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 8000}
-"""An error without any label."""
-
 
 FUNCTIONS = ("function", "coroutine function")
 FORMS = (*FUNCTIONS, "block", "async block")
@@ -116,13 +102,6 @@ def counter(database: Database[Document], mongo_url: str, make_client: MakeClien
     yield Counter(mongo_url, database["things"], make_client)
     # A failpoint that answers for a commit leaves the transaction open, which no real server does.
     database.client.admin.command("killAllSessions", [])
-
-
-@pytest.fixture
-def behind_proxy(counter: Counter, proxy: Proxy, make_client: MakeClient) -> BehindProxy:
-    client = make_client(proxy.mongo_url)
-    client.admin.command("ping")
-    return proxy, client[counter.things.database.name][counter.things.name]
 
 
 def test_the_result_is_returned_and_a_snapshot_is_committed_by_a_majority(counter: Counter) -> None:
@@ -225,7 +204,7 @@ def test_a_commit_that_finds_the_transaction_gone_repeats_the_body(
     counter: Counter, failpoint: Failpoint, code: int, form: str
 ) -> None:
     """LockTimeout, WriteConflict, SnapshotUnavailable, NoSuchTransaction, with the labels of the server's own."""
-    with failpoint(mode={"times": 2}, failCommands=["commitTransaction"], appName=APP, errorCode=code):
+    with failpoint(mode={"times": 2}, **COMMIT, errorCode=code):
         assert counter.run(form) == "run 3"
     assert (counter.n, counter.commits) == (1, 3)
 
@@ -233,7 +212,7 @@ def test_a_commit_that_finds_the_transaction_gone_repeats_the_body(
 @pytest.mark.parametrize(
     ("refusal", "code", "n"),
     [
-        (REFUSED, 8000, 0),
+        ({**COMMIT, "errorCode": 8000}, 8000, 0),
         ({**APPLIED, "writeConcernError": {"code": 79, "errmsg": "no such members"}}, 79, 1),
         ({**APPLIED, "writeConcernError": {"code": 100, "errmsg": "no such members"}}, 100, 1),
     ],
@@ -252,7 +231,7 @@ def test_a_refused_commit_is_no_reason_to_repeat(
 
 def test_a_commit_whose_time_has_passed_is_not_repeated(counter: Counter, failpoint: Failpoint) -> None:
     """MaxTimeMSExpired has the label of an unknown result, and is the one that must not be repeated."""
-    with failpoint(mode={"times": 1}, **EXPIRED), pytest.raises(TransactionTimeoutError) as caught:
+    with failpoint(mode={"times": 1}, **COMMIT, errorCode=50), pytest.raises(TransactionTimeoutError) as caught:
         counter.run()
     assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
     assert (counter.runs, counter.commits) == (1, 1)
@@ -320,7 +299,7 @@ def test_a_call_that_the_server_ends_with_the_time_is_the_end_of_the_time(
 
 def test_commits_that_find_the_transaction_gone_end_with_the_time(counter: Counter, failpoint: Failpoint) -> None:
     """The body is repeated no longer; nothing was committed. A body that the time ends in has no commit any more."""
-    with failpoint(**NOT_COMMITTED), pytest.raises(TransactionTimeoutError) as caught:
+    with failpoint(**GONE), pytest.raises(TransactionTimeoutError) as caught:
         counter.run(timeout=SHORT)
     assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
     assert counter.commits > 1
@@ -344,10 +323,11 @@ def test_commits_of_unknown_result_end_with_the_time_and_say_so(
 
 @pytest.mark.parametrize(("held_back", "outcome"), [(b"never sent", "aborted"), (b"commitTransaction", "unknown")])
 def test_a_server_that_hangs_does_not_hold_the_caller(
-    counter: Counter, behind_proxy: BehindProxy, held_back: bytes, outcome: str
+    counter: Counter, proxy: Proxy, make_client: MakeClient, held_back: bytes, outcome: str
 ) -> None:
     """In the body, what it had locked is free. A commit may yet arrive, so nobody knows."""
-    proxy, things = behind_proxy
+    client = make_client(proxy.mongo_url)
+    things = client[counter.things.database.name][counter.things.name]
 
     def body(session: ClientSession) -> None:
         things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
@@ -355,7 +335,7 @@ def test_a_server_that_hangs_does_not_hold_the_caller(
 
     proxy.hold(held_back)
     with pytest.raises(TransactionTimeoutError) as caught:
-        transactional(things.database.client, timeout=SHORT).run(body)
+        transactional(client, timeout=SHORT).run(body)
     proxy.wait_until_held()
     assert caught.value.outcome == outcome  # type: ignore[attr-defined]
     if outcome == "aborted":
