@@ -216,8 +216,11 @@ class Once(Task):  # type: ignore[type-arg]
         return super().apply_async(args, *given, **{**options, "headers": {"locked": True}})
 
 
+def _nothing(_number: int) -> None: ...
+
+
 def test_a_task_class_that_sends_in_its_own_way_runs_once(rig: Rig, outbox: OutboxCollection) -> None:
-    task: Any = rig.app.task(name="once", base=Once, shared=False)(lambda _number: None)
+    task: Any = rig.app.task(name="once", base=Once, shared=False)(_nothing)
     task.locks = set()
 
     def body(_session: Any) -> None:

@@ -68,6 +68,9 @@ async def _async_generator(*, session: Any) -> AsyncIterator[Any]:
     yield session
 
 
+def _task(*, session: Any) -> None: ...
+
+
 REFUSED: list[Any] = [
     *(_async_generator, lambda *, session: (yield session), lambda text: text, lambda session, /: session),
     *(ClientSession, 5),
@@ -81,7 +84,7 @@ def test_what_cannot_run_in_a_transaction_is_refused(function: Any, app: Celery)
     with pytest.raises(ConfigurationError):
         decorate(function)
     with pytest.raises(ConfigurationError):
-        decorate(app.task(shared=False, autoretry_for=(Exception,))(lambda *, session: session))
+        decorate(app.task(shared=False, autoretry_for=(Exception,))(_task))
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "5", True])

@@ -34,7 +34,12 @@ def test_what_another_application_queues_meanwhile_is_not_canceled(
         for name in ("one", "two")
     )
     identity = one.transfer("A", "B", 100, run=False)
-    monkeypatch.setattr(get_engine(two).log, "refuse_foreign", lambda _: one.delay(identity))
+
+    def queue(_seen: object) -> None:
+        monkeypatch.undo()
+        one.delay(identity)
+
+    monkeypatch.setattr(get_engine(two).log, "refuse_foreign", queue)
     with pytest.raises(TransactionStateError):
         two.cancel(identity)
     assert one.read(identity).state == "initial"
