@@ -244,14 +244,17 @@ def test_an_error_passes_though_what_was_sent_cannot_be_stored(
     outbox = rig.messages(client[rig.database.name]["outbox"])
     outbox.add([rig.add.s(1, 1)])  # which makes what it needs
 
-    def body(session: Any) -> None:
-        client[rig.database.name]["seats"].find_one({}, session=session)
+    def part(_session: Any) -> None:
         rig.add.delay(2, 2)
         raise ZeroDivisionError
 
+    def body(session: Any) -> None:
+        client[rig.database.name]["seats"].find_one({}, session=session)
+        transactional(client, outbox=outbox).run(part)
+
     lost: Document = {"failCommands": ["insert", "update"], "appName": "lost", "closeConnection": True}
     with failpoint(**lost), pytest.raises(ZeroDivisionError):
-        transactional(client, outbox=outbox).run(body)
+        transactional(client).run(body)
 
 
 def test_what_cannot_be_stored_is_refused(rig: Rig) -> None:

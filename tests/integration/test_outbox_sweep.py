@@ -13,7 +13,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.errors import OperationFailure
 
 from mongo_celery import Outbox
-from mongo_celery.outbox import pending_documents
+from mongo_celery.outbox import claims, pending_documents
 from mongo_celery.outbox.pending import NOBODY
 from mongo_celery.outbox.sweep import OutboxSweep, sweep_all, take_turns
 from tests.rig.outbox import Publish, Rig, hold, publishing
@@ -110,7 +110,8 @@ def test_a_document_with_more_than_its_share_goes_on_when_the_others_have_had_th
 
 def test_a_sweep_does_not_go_on_with_what_is_written_meanwhile(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it has no end while others write. An entry of a clock that is far ahead is found all the same."""
-    monkeypatch.setattr(pending_documents, "SKEW_SECONDS", 0.0)
+    for module in (claims, pending_documents):
+        monkeypatch.setattr(module, "SKEW_SECONDS", 0.0)
     leave(rig, "orders", 150)
     due = rig.outbox(at_once=False).runtime.pending.find_due(0.0)
     found = [next(due)]

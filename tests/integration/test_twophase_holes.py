@@ -97,28 +97,6 @@ def test_a_driver_that_was_overtaken_applies_nothing_again_and_leaves_nothing_ha
     assert markers(accounts) == []
 
 
-@pytest.mark.parametrize("number", [FIRST_APPLY, SECOND_APPLY])
-def test_without_the_fence_the_same_schedule_applies_twice(
-    rescuer: TwoPhaseCommit,
-    accounts: Db,
-    mongo_url: str,
-    number: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The tests above can fail: a change that is guarded by the marker alone goes through."""
-
-    def marker_alone(collection: Any, part: Any, transaction_id: Any, _participant_version: Any) -> bool:
-        guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}}
-        change = {**part.apply, "$push": {MARKERS: transaction_id}}
-        return bool(collection.update_one(guard, change).matched_count)
-
-    monkeypatch.setattr(documents, "apply", marker_alone)
-    with held(rescuer, mongo_url, hold_before=number):
-        rescuer.recover(0)
-
-    assert balances(accounts) != {"A": 900, "B": 1100}
-
-
 def test_a_version_that_is_given_between_two_statements_leaves_no_marker(accounts: Db, mongo_url: str) -> None:
     """A participant of the tutorial's own code has none, and may be given one at any moment while it is settled."""
     part = Part(None, accounts["accounts"].full_name, "A", {}, {}, {}, {})
