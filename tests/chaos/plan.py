@@ -22,7 +22,6 @@ _POISON_UNTIL = 0.7
 
 
 def draw(seed: int, seconds: float, members: int = 1) -> Plan:
-    """The plan of a seed."""
     chance = random.Random(f"chaos/{seed}/{seconds}/{members}")
     steps = [*_faults(chance, seconds, members), *_poison(chance, seconds), *_person(chance, seconds)]
     return Plan(seed, seconds, members, tuple(sorted(steps, key=lambda step: (step.at, step.does))))

@@ -113,7 +113,6 @@ FLOWS: Mapping[str, Flow] = MappingProxyType(
 
 
 def keys_of(flow: Flow) -> list[str]:
-    """The sound keys of a flow, without the hot one."""
     return [f"{flow.name}-{number}" for number in range(flow.keys)]
 
 
@@ -140,7 +139,6 @@ def order_of(subscription: str, key: str, partition: int) -> int:
 
 
 def keys_in(subscription: str, partition: int, prefix: str) -> Iterator[str]:
-    """Keys of one partition, without end."""
     number = 0
     while True:
         key = f"{prefix}-{number}"
@@ -150,5 +148,4 @@ def keys_in(subscription: str, partition: int, prefix: str) -> Iterator[str]:
 
 
 def is_poison(key: str) -> bool:
-    """Whether the plan has poisoned a key."""
     return key.startswith(POISON)

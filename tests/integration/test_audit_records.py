@@ -18,7 +18,7 @@ from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.cli.changes import changes
 from mongo_celery.cli.listener import listener
 from mongo_celery.errors import CommandRefusedError, DeploymentError
-from tests.integration.test_position_commands import plain, run
+from tests.integration.test_rewinds import plain, run
 from tests.rig.changes import letter_of
 from tests.rig.positions import HANDLER, NAME, PositionsRig, bridge_on, staged
 

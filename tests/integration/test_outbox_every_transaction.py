@@ -220,12 +220,12 @@ def _nothing(_number: int) -> None: ...
 
 
 def test_a_task_class_that_sends_in_its_own_way_runs_once(rig: Rig, outbox: OutboxCollection) -> None:
-    task: Any = rig.app.task(name="once", base=Once, shared=False)(_nothing)
+    task: Any = rig.app.task(name="once", base=Once, shared=False, expires=60)(_nothing)
     task.locks = set()
 
     def body(_session: Any) -> None:
         task.delay(1)
-        task.apply_async((2,), countdown=1)
+        task.apply_async((2,), countdown=1, expires=None)
         group(task.s(3)).delay()
         rig.app.send_task("pickled", args=(4,), serializer="pickle")
 
@@ -235,6 +235,7 @@ def test_a_task_class_that_sends_in_its_own_way_runs_once(rig: Rig, outbox: Outb
     assert isinstance(by_name.body, bytes)
     assert [message.args for message in messages] == [[1], [2], [3]]
     assert all(message.headers["locked"] for message in messages)
+    assert [bool(message.headers["expires"]) for message in messages] == [True, False, True]
 
 
 def test_tasks_of_another_app_are_sent_by_name(rig: Rig, outbox: OutboxCollection) -> None:

@@ -32,12 +32,10 @@ _SOME = 3
 
 
 def partition_id(index: int = 0, bridge: str = "shop") -> str:
-    """The `_id` of a partition."""
     return f"{bridge}/record/7/{index}"
 
 
 def store_some(backlog: Backlog, *numbers: int, index: int = 0, bridge: str = "shop", padding: int = 0) -> int:
-    """Store the changes with these numbers of a partition; their bytes."""
     raws = [raw_event(_id={"_data": token_data(number)}, padding=bytes(padding)) for number in numbers]
     changes = [StoredChange(token_data(number), raw, 1) for number, raw in zip(numbers, raws, strict=True)]
     backlog.insert(partition_id(index, bridge), changes, TERM)
@@ -45,7 +43,6 @@ def store_some(backlog: Backlog, *numbers: int, index: int = 0, bridge: str = "s
 
 
 def stored(backlog: Backlog, index: int = 0) -> int:
-    """How many changes are stored of a partition."""
     return backlog.count(partition_id(index), "", token_data(9999))
 
 
@@ -57,7 +54,6 @@ def ask(removal: Removal, done: int, *, index: int = 0) -> None:
 
 @pytest.fixture
 def make_backlog(make_client: MakeClient, state_database: str) -> Callable[..., Backlog]:
-    """Give what makes the backlog of a bridge."""
     client: MongoClient[dict[str, Any]] = make_client(appName=APP)
 
     def made(bridge: str = "shop") -> Backlog:
@@ -68,7 +64,6 @@ def make_backlog(make_client: MakeClient, state_database: str) -> Callable[..., 
 
 @pytest.fixture
 def backlog(make_backlog: Callable[..., Backlog]) -> Backlog:
-    """Give the backlog of a bridge, which is empty."""
     return make_backlog()
 
 
@@ -126,7 +121,6 @@ def test_what_another_bridge_has_stored_stops_nobody_else(make_backlog: Callable
 
 
 def noisy(number: int, size: int) -> StoredChange:
-    """A change that cannot be compressed."""
     raw = raw_event(_id={"_data": token_data(number)}, padding=random.Random(number).randbytes(size))
     return StoredChange(token_data(number), raw, 1)
 

@@ -114,7 +114,6 @@ raws = st.one_of(valid, spoilt(), st.binary(max_size=60))
 
 
 def customer(change: Mapping[str, Any]) -> Any:
-    """A rule as users write one."""
     return change["fullDocument"]["customer"]
 
 

@@ -40,7 +40,6 @@ def said(look: Any) -> tuple[str, object]:
 
 
 def same(one: RawEvent | RawBSONDocument, other: RawBSONDocument) -> None:
-    """Both look alike from everywhere."""
     for name in FIELDS:
         assert said(lambda name=name: one.get(name)) == said(lambda name=name: other.get(name))
         assert said(lambda name=name: one[name]) == said(lambda name=name: other[name])
@@ -148,7 +147,6 @@ def usual(draw: st.DrawFn) -> bytes:
 
 
 def decoded_event(raw: bytes) -> RawEvent:
-    """The same event, of which all fields are decoded."""
     event = RawEvent(raw)
     event.plain = None
     return event
@@ -181,7 +179,6 @@ def looks_decoded(raw: bytes) -> None:
 
 
 def make_usual(operation: str, left_out: tuple[str, ...], more: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields of an event as a server sends them."""
     fields = {
         **dict(IN_A_TRANSACTION),
         "_id": {"_data": "826553F1A4000000012B022C0100296E5A1004"},

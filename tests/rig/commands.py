@@ -45,7 +45,6 @@ class CommandRecorder(CommandListener):
         return [name for name in (next(iter(command)) for _, command in self.sent) if name not in _OF_THE_DRIVER]
 
     def of(self, name: str) -> list[tuple[str, Mapping[str, Any]]]:
-        """Return all commands of a name, with their databases."""
         return [(database, command) for database, command in self.sent if next(iter(command)) == name]
 
     def hold(self, command: str, value: object, *, after: int = 0) -> None:
@@ -53,7 +52,6 @@ class CommandRecorder(CommandListener):
         self._awaited, self._passing = (command, value), after
 
     def named(self, name: str) -> list[Mapping[str, Any]]:
-        """Return all commands of a name."""
         return [command for _, command in self.of(name)]
 
     def started(self, event: CommandStartedEvent) -> None:
@@ -71,5 +69,4 @@ class CommandRecorder(CommandListener):
         """Do nothing."""
 
     def failed(self, event: CommandFailedEvent) -> None:  # noqa: ARG002 - the listener's signature
-        """Note that one has failed."""
         self.failures.set()
