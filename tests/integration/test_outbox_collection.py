@@ -13,12 +13,7 @@ from bson import ObjectId
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
-from mongo_celery.errors import (
-    ConfigurationError,
-    OutboxRefusedError,
-    TransactionError,
-    TransactionRequiredError,
-)
+from mongo_celery.errors import ConfigurationError, OutboxRefusedError, TransactionError, TransactionRequiredError
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for

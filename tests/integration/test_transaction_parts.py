@@ -28,16 +28,7 @@ from tests.fixtures.forking import fork
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
-from tests.integration.locking_rig import (
-    CONFLICT,
-    GENEROUS,
-    SHORT,
-    Client,
-    Notes,
-    as_block_or_function,
-    held,
-    texts,
-)
+from tests.integration.locking_rig import CONFLICT, GENEROUS, SHORT, Client, Notes, as_block_or_function, held, texts
 from tests.rig.commands import CommandRecorder
 
 TRANSIENT = "TransientTransactionError"

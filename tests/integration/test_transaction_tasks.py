@@ -19,12 +19,7 @@ from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.database import Database
 
-from mongo_celery.errors import (
-    ConfigurationError,
-    TransactionError,
-    TransactionRequiredError,
-    TransactionTimeoutError,
-)
+from mongo_celery.errors import ConfigurationError, TransactionError, TransactionRequiredError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
 from tests.fixtures.proxy import Direction, Proxy
 from tests.integration.locking_rig import GENEROUS, NOTES_APP, SHORT, Document

@@ -12,11 +12,7 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.embedded import MongoServer
-from mongo_celery.errors import (
-    TransactionCanceledError,
-    TransactionStateError,
-    TransactionTimeoutError,
-)
+from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
 from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
 from mongo_celery.twophase.twophase import get_engine

@@ -21,11 +21,7 @@ from mongo_celery import Outbox, TwoPhaseCommit
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.errors import (
-    TransactionCanceledError,
-    TransactionStateError,
-    TransactionTimeoutError,
-)
+from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.twophase import recovery
 from mongo_celery.twophase.prometheus import TransactionCollector

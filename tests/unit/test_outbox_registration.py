@@ -22,9 +22,7 @@ def client() -> Client:
     return MongoClient(connect=False)
 
 
-def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(
-    client: Client,
-) -> None:
+def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(client: Client) -> None:
     """Due as often as any of them asks. Messages outlive the pause until the next, but at least a minute."""
     app = Celery("shop", broker="memory://")
     for name, every in (("orders", 7.0), ("carts", 3.0), ("notes", None)):
