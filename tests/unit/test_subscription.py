@@ -12,7 +12,8 @@ from bson import Timestamp
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import make_handler
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
-from mongo_celery.bridge.listener.subscription import Dispatch, Subscription, TermFacts
+from mongo_celery.bridge.listener.subscription import Dispatch, Subscription
+from mongo_celery.bridge.listener.term_facts import TermFacts
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.partitions import Image
