@@ -312,11 +312,7 @@ class Wiring:
         return (parts.get(make) or parts.setdefault(make, PerProcess(partial(make, self)))).get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
-        """
-        Return a new client for one change stream, with a socket timeout in seconds. It does not repeat reads.
-
-        It reads events by `EVENT_TYPES`. Types in the URL are for handlers.
-        """
+        """Return a new client for one change stream. See `open_stream_client`."""
         return open_stream_client(self.url, timeout)
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:
