@@ -57,7 +57,6 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _break(copy: Path, mutant: Mutant) -> set[str]:
-    """Return the tests that fail with a mutant."""
     file = copy / "mongo_celery" / mutant.file
     text = file.read_text()
     file.write_text(text.replace(mutant.old, mutant.new))

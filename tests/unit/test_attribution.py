@@ -7,19 +7,13 @@ from collections.abc import Callable
 
 import pytest
 from bson.errors import InvalidDocument
-from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection
 from kombu.exceptions import OperationalError
 from pymongo import MongoClient
 from pymongo import errors as driver
 
-from mongo_celery.bridge.worker.attribution import (
-    conflict_cause,
-    has_reached_limit,
-    infrastructure_cause,
-    is_autoretried,
-)
+from mongo_celery.bridge.worker.attribution import conflict_cause, has_reached_limit, infrastructure_cause
 from mongo_celery.errors import DocumentLockedError, TransactionTimeoutError
 
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -30,8 +24,6 @@ class TranslatedError(Exception):
 
 
 class MuteError(Exception):
-    """An error without a text."""
-
     def __str__(self) -> str:
         raise ValueError
 
@@ -50,7 +42,6 @@ def _bulk_error(*codes: int) -> driver.BulkWriteError:
 
 
 def _left(raising: Callable[[], object]) -> BaseException:
-    """The exception as it has left a function."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - any
         raising()
     return caught.value
@@ -92,7 +83,6 @@ def _ask_somebody() -> None:
     ids=repr,
 )
 def test_servers_and_networks_are_infrastructure(error: BaseException) -> None:
-    """Each class, number and label by which driver and server speak of themselves; and what was raised from it."""
     assert infrastructure_cause(error)
 
 
@@ -157,7 +147,6 @@ def test_a_limit_that_is_reached_says_nothing_but_that(error: BaseException, rea
     ids=lambda error: type(error).__name__,
 )
 def test_everything_else_is_the_handlers_own(error: BaseException) -> None:
-    """A bad query, a limit of its own, a mistake while it deals with an outage, somebody else's service."""
     assert infrastructure_cause(error) is None
     assert conflict_cause(error) is None
 
@@ -175,28 +164,3 @@ def test_a_soft_time_limit_in_the_search_for_a_server_is_infrastructure() -> Non
         del client._topology._condition.wait
     assert isinstance(error, SoftTimeLimitExceeded)
     assert infrastructure_cause(error)
-
-
-def test_celerys_autoretry_is_recognized() -> None:
-    """An exception that it holds has left the handler; one that the handler holds has not."""
-    app = Celery(broker="memory://")
-    seen: list[bool] = []
-
-    class Watching(app.Task):  # type: ignore[name-defined,misc]
-        def retry(self, exc: BaseException, **_options: object) -> None:
-            seen.append(is_autoretried(exc))
-            raise exc
-
-    def fails(task: Watching, asks_itself: bool) -> None:
-        try:
-            raise ValueError
-        except ValueError as error:
-            if asks_itself:
-                task.retry(exc=error)
-            raise
-
-    task = app.task(base=Watching, bind=True, name="fails", shared=False, autoretry_for=(ValueError,))(fails)
-    for asks_itself in (False, True):
-        with pytest.raises(ValueError):  # noqa: PT011 - its own
-            task(asks_itself)
-    assert seen == [True, False, True]

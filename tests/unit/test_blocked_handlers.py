@@ -9,7 +9,7 @@ from typing import Any
 from mongo_celery.bridge.listener.blocked import LAG_SECONDS, RETRYING_SECONDS, BlockedHandlers
 from mongo_celery.bridge.listener.subscription import Subscription
 from tests.fixtures.samples import image
-from tests.unit.test_subscription import change, subscription
+from tests.fixtures.subscriptions import change, subscription
 
 HALTED = image(state="halted", head={"at": None, "key": "k", "resumeToken": {"_data": "82"}}, error="ValueError: no")
 RETRYING = image(due_in=9.0)

@@ -14,7 +14,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.broker.occupancy import Occupancy
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import image
-from tests.unit.test_subscription import PARTITIONS, subscription
+from tests.fixtures.subscriptions import PARTITIONS, subscription
 
 TASK = "shop.handle"
 SENT = 1000.0
