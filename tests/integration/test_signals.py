@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import pytest
@@ -180,9 +179,8 @@ def test_a_leader_names_the_one_before_it(mongo_url: str, state_database: str, r
 def test_lost_history_is_signalled_once_whether_a_handler_stops_or_is_moved(
     mongo_client: MongoClient[Document], state_database: str
 ) -> None:
-    make = partial(make_on, mongo_client, state_database)
     with receiving(history_lost) as received:
-        stopped = make(record=ROLLED)
+        stopped = make_on(mongo_client, state_database, record=ROLLED)
         stopped.begin()
         stopped.begin()
         stopped.begin("now")
