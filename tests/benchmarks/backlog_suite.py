@@ -38,16 +38,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """
-    A backlog that is measured.
-
-    Attributes:
-        title: of its table.
-        handlers: its handlers.
-        changes: its length.
-        warm_up: changes before it.
-        options: of the bridge.
-    """
+    """A backlog that is measured; ``warm_up``: changes before it."""
 
     title: str
     handlers: Wanted

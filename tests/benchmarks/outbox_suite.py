@@ -24,8 +24,6 @@ class Case:
     Writes whose cost is measured.
 
     Attributes:
-        title: of their table.
-        kind: of the ways.
         part: of `Sizes.writes`: how many each way makes in a round.
         size: messages of a write.
         threads: how many write together.

@@ -30,8 +30,6 @@ class Reading:
     One figure.
 
     Attributes:
-        name: its name in the report.
-        unit: the unit of the value.
         rounds: one value for each round. The median counts.
         ratio: the ratio to the reading named by `ratio_to`: the median of the rounds' ratios.
         ratio_to: the reference, or None.

@@ -40,7 +40,7 @@ def target(database: Database[Document]) -> Collection[Document]:
 
 @pytest.fixture
 def spied(make_client: MakeClient, target: Collection[Document]) -> tuple[Collection[Document], CommandRecorder]:
-    commands = CommandRecorder(target.database.client)
+    commands = CommandRecorder()
     client = make_client(event_listeners=[commands])
     return client[target.database.name][target.name], commands
 

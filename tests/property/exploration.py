@@ -74,10 +74,7 @@ class Model(NamedTuple, Generic[WorldT, StateT]):
     def search(self, world: WorldT, *, watched: frozenset[str] | None = None, limit: int = 500_000) -> Search:
         """Explore every interleaving of a scenario, breadth first, up to the first violation.
 
-        Args:
-            world: The scenario.
-            watched: The invariants to judge; all if left out.
-            limit: The largest number of states; more is an error of the scenario, never a silent cut.
+        It judges the ``watched`` invariants, or all. More states than the limit are an error, never a silent cut.
         """
         judged = self.invariants if watched is None else watched
         oracles = [(name, oracle) for name, found in self.oracles.items() if name in judged for oracle in found]

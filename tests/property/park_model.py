@@ -228,22 +228,22 @@ class Target(NamedTuple):
 class State(NamedTuple):
     """Everything: the documents, who is at work, the targets, what may still happen, and the ghosts.
 
-    Ghosts: ``done`` and ``discarded`` changes; ``starts`` of each one's handler, and how many of these are
+    Ghosts: ``done`` and ``discarded`` changes; ``starts`` of each one's handler, and how many of these are = ()
     ``justified``; ``owed``: letters for whose replay a person has asked, and that have not ended.
     """
 
-    stored: Stored
-    actors: frozenset[Actor]
-    transactions: frozenset[Transaction]
-    targets: tuple[Target, ...]
-    failures: int
-    commands: int
-    budget: int
-    done: frozenset[int]
-    discarded: frozenset[int]
-    starts: tuple[int, ...]
-    justified: tuple[int, ...]
-    owed: frozenset[int]
+    stored: Stored = Stored()
+    actors: frozenset[Actor] = frozenset()
+    transactions: frozenset[Transaction] = frozenset()
+    targets: tuple[Target, ...] = ()
+    failures: int = 0
+    commands: int = 0
+    budget: int = 0
+    done: frozenset[int] = frozenset()
+    discarded: frozenset[int] = frozenset()
+    starts: tuple[int, ...] = ()
+    justified: tuple[int, ...] = ()
+    owed: frozenset[int] = frozenset()
 
 
 Steps = Iterator[tuple[Step, State]]
@@ -252,10 +252,8 @@ Steps = Iterator[tuple[Step, State]]
 def initial(world: World) -> State:
     count = len(world.keys)
     return State(
-        stored=Stored(), actors=frozenset(), transactions=frozenset(),
-        targets=(Target(),) * (max(world.keys) + 1),
-        failures=world.failures, commands=world.commands, budget=world.budget,
-        done=frozenset(), discarded=frozenset(), starts=(0,) * count, justified=(1,) * count, owed=frozenset(),
+        targets=(Target(),) * (max(world.keys) + 1), failures=world.failures, commands=world.commands,
+        budget=world.budget, starts=(0,) * count, justified=(1,) * count,
     )  # fmt: skip
 
 

@@ -245,20 +245,20 @@ class State(NamedTuple):
     of the change's own: a retry, a failure; ``era`` counts rewinds.
     """
 
-    version: int
-    holder: int
-    epoch: int
-    watermark: int
-    partitions: tuple[Partition, ...]
-    listeners: tuple[Listener, ...]
-    messages: frozenset[Message]
-    runs: frozenset[Run]
-    targets: tuple[Target, ...]
-    budget: int
-    era: int
-    settled: frozenset[int]
-    starts: tuple[int, ...]
-    asked: tuple[int, ...]
+    version: int = 0
+    holder: int = 0
+    epoch: int = 0
+    watermark: int = 0
+    partitions: tuple[Partition, ...] = ()
+    listeners: tuple[Listener, ...] = ()
+    messages: frozenset[Message] = frozenset()
+    runs: frozenset[Run] = frozenset()
+    targets: tuple[Target, ...] = ()
+    budget: int = 0
+    era: int = 0
+    settled: frozenset[int] = frozenset()
+    starts: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
 
 
 Steps = Iterator[tuple[Step, State]]
@@ -266,13 +266,9 @@ Steps = Iterator[tuple[Step, State]]
 
 def initial(world: World) -> State:
     """Return the state before the first term: nothing read, nothing claimed."""
-    count = max(world.stream) + 1
-    return State(
-        version=0, holder=0, epoch=0, watermark=0,
-        partitions=(Partition(),) * count, listeners=(), messages=frozenset(), runs=frozenset(),
-        targets=(Target(),) * count, budget=world.budget, era=0,
-        settled=frozenset(), starts=(0,) * len(world.stream), asked=(0,) * len(world.stream),
-    )  # fmt: skip
+    count, none = max(world.stream) + 1, (0,) * len(world.stream)
+    partitions, targets = (Partition(),) * count, (Target(),) * count
+    return State(partitions=partitions, targets=targets, budget=world.budget, starts=none, asked=none)
 
 
 def owns(partition: Partition, run: Run) -> bool:

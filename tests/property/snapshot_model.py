@@ -273,24 +273,24 @@ class State(NamedTuple):
     rewound. The partitions stay those of ``generation`` 0.
     """
 
-    oplog: tuple[int, ...]
-    majority: int
-    written: int
-    epoch: int
-    watermark: Token
-    partitions: tuple[Partition, ...]
-    documents: frozenset[Document]
-    records: tuple[Record, ...]
-    letters: frozenset[tuple[int, Token | None]]
-    listeners: tuple[Listener, ...]
-    messages: frozenset[Message]
-    writes: frozenset[Write | RecordWrite]
-    delays: int
-    budget: int
-    copy: tuple[int | None, ...]
-    seen: tuple[int, ...]
-    starts: tuple[int, ...]
-    rewound: bool
+    oplog: tuple[int, ...] = ()
+    majority: int = 0
+    written: int = 0
+    epoch: int = 0
+    watermark: Token = START
+    partitions: tuple[Partition, ...] = ()
+    documents: frozenset[Document] = frozenset()
+    records: tuple[Record, ...] = ()
+    letters: frozenset[tuple[int, Token | None]] = frozenset()
+    listeners: tuple[Listener, ...] = ()
+    messages: frozenset[Message] = frozenset()
+    writes: frozenset[Write | RecordWrite] = frozenset()
+    delays: int = 0
+    budget: int = 0
+    copy: tuple[int | None, ...] = ()
+    seen: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    rewound: bool = False
     generation: int = 0
 
 
@@ -300,11 +300,9 @@ Steps = Iterator[tuple[Step, State]]
 def initial(world: World) -> State:
     """Return the state before the first term: documents exist, nothing is written, read or stored."""
     return State(
-        oplog=(), majority=0, written=0, epoch=0, records=(Record(),) * world.snapshots, letters=frozenset(),
-        watermark=START,
-        partitions=(Partition(token=START, spilled=START),) * world.partitions, documents=frozenset(),
-        listeners=(), messages=frozenset(), writes=frozenset(), delays=world.delays, budget=world.budget,
-        copy=(None,) * world.keys, seen=(-1,) * world.keys, starts=(0,) * world.keys, rewound=False,
+        records=(Record(),) * world.snapshots, partitions=(Partition(token=START, spilled=START),) * world.partitions,
+        delays=world.delays, budget=world.budget, copy=(None,) * world.keys, seen=(-1,) * world.keys,
+        starts=(0,) * world.keys,
     )  # fmt: skip
 
 

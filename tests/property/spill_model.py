@@ -179,24 +179,24 @@ class State(NamedTuple):
     of them are justified; the last start of each key; whether the operator has rewound.
     """
 
-    epoch: int
-    watermark: int
-    generation: int
-    partitions: tuple[Partition, ...]
-    documents: frozenset[Document]
-    listeners: tuple[Listener, ...]
-    messages: frozenset[Message]
-    writes: frozenset[Write]
-    oldest: int
-    rolls: int
-    delays: int
-    budget: int
-    done: frozenset[int]
-    excused: frozenset[int]
-    starts: tuple[int, ...]
-    justified: tuple[int, ...]
-    last: tuple[Started, ...]
-    rewound: bool
+    epoch: int = 0
+    watermark: int = 0
+    generation: int = 0
+    partitions: tuple[Partition, ...] = ()
+    documents: frozenset[Document] = frozenset()
+    listeners: tuple[Listener, ...] = ()
+    messages: frozenset[Message] = frozenset()
+    writes: frozenset[Write] = frozenset()
+    oldest: int = 1
+    rolls: int = 0
+    delays: int = 0
+    budget: int = 0
+    done: frozenset[int] = frozenset()
+    excused: frozenset[int] = frozenset()
+    starts: tuple[int, ...] = ()
+    justified: tuple[int, ...] = ()
+    last: tuple[Started, ...] = ()
+    rewound: bool = False
 
     @property
     def settled(self) -> frozenset[int]:
@@ -211,11 +211,8 @@ def initial(world: World) -> State:
     """Return the state before the first term: nothing read, nothing stored."""
     length = len(world.keys)
     return State(
-        epoch=0, watermark=0, generation=0, partitions=(Partition(),) * world.partitions[0],
-        documents=frozenset(), listeners=(), messages=frozenset(), writes=frozenset(), oldest=1, rolls=0,
-        delays=world.delays, budget=world.budget, done=frozenset(), excused=frozenset(),
+        partitions=(Partition(),) * world.partitions[0], delays=world.delays, budget=world.budget,
         starts=(0,) * length, justified=(1,) * length, last=(Started(),) * (max(world.keys) + 1),
-        rewound=False,
     )  # fmt: skip
 
 

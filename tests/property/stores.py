@@ -70,10 +70,7 @@ def acquire(world: Any, state: Any, make: Callable[[int, int], Any]) -> Steps:
     """A standby takes the lease and the subscription; without anybody in office it happens sooner or later.
 
     Else it is bounded by the scenario. The two writes are one step, since between them nobody learns anything. Epochs
-    count the terms; a rewind is a term without a listener.
-
-    Args:
-        make: A listener of a term, from that and from how many there were before.
+    count the terms; a rewind is a term without a listener. ``make`` gets the term, and how many there were before.
     """
     needed, begun = in_office(state) is None, state.epoch - state.rewound
     if needed or begun < world.terms:
@@ -264,12 +261,7 @@ def may_land(state: Any, one: Write) -> bool:
 
 
 def plain(world: Any, state: StateT, listeners: Iterable[Any], may_land: Callable[[Any, Any, Any], bool]) -> StateT:
-    """Return the state without what can never matter again: it differs in nothing, and is one state more often.
-
-    Args:
-        listeners: Those that may still act.
-        may_land: Whether the guard of a write may still match.
-    """
+    """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
     known = cast("Any", state)
     messages = frozenset(each for each in known.messages if may_claim(state, each))
     writes = frozenset(each for each in known.writes if may_land(world, state, each))

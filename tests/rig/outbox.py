@@ -59,15 +59,7 @@ def _same(value: Any) -> Any:
 
 
 class Rig:
-    """
-    An app with tasks, its queue, and outboxes.
-
-    Args:
-        database: of this test.
-        broker: URL of an emptied Redis.
-        backend: URL of the result backend.
-        conf: more of Celery's settings.
-    """
+    """An app with tasks, its queue, and outboxes."""
 
     def __init__(
         self, database: Database[Document], broker: str, backend: str = "cache+memory://", **conf: Any

@@ -35,13 +35,6 @@ class Project:
     """
     One app, which reads `PROJECT_MONGO`, `PROJECT_BROKER`, `PROJECT_NAMES` and `PROJECT_OPTIONS` from its environment.
 
-    Args:
-        processes: starts and ends its processes.
-        client: of the MongoDB that has all of its databases.
-        url: of the same.
-        broker: URL of the broker.
-        variables: more of its environment.
-
     Attributes:
         app: the module with the app, as `celery -A` takes it.
         options: of the bridge.
