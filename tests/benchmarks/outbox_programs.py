@@ -154,11 +154,8 @@ def costs(kind: str, rounds: str, count: str, size: str, threads: str, *servers:
     The ways take turns, and each begins when everything of the one before has arrived.
 
     Args:
-        kind: the kind of the ways.
-        rounds: how many turns.
         count: writes of each way in a turn, by each thread.
         size: messages of a write.
-        threads: how many write together.
         servers: pids of those whose processor time counts, beside this process's.
     """
     writers, pids = Writers(int(size)), [os.getpid(), *map(int, servers)]

@@ -58,15 +58,9 @@ class Flow:
 
     Attributes:
         keys: how many keys, beside the hot one.
-        rate: writes a second.
         hot: share of the writes that go to the hot key.
-        seconds: how long its handler takes.
-        policy: the failure policy.
-        group: of workers, where it has one.
         owned: whether the partition is chosen by the field `owner`, by a function that fails without it.
-        commit: who writes its positions.
         batch: most changes of a list, where its handler gets lists; else None.
-        max_running, delay: options of its handler.
     """
 
     name: str

@@ -33,11 +33,6 @@ class World:
     """
     All servers and processes of one run: a context manager.
 
-    Args:
-        directory: for logs and gates.
-        members: of the replica set.
-        environment: more variables for the processes.
-
     Attributes:
         keeper: starts listeners and workers again.
         mongo: the network between processes and MongoDB; None with several members.

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 from celery import Celery
 from kombu import Connection
+from kombu.asynchronous.timer import Timer
 
 from mongo_celery.broker.connection import reach_broker
+from mongo_celery.broker.late_notes import note_late
 from mongo_celery.broker.occupancy import Occupancy, read_occupancy
 from mongo_celery.embedded.server import free_port
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.entries import make_task_entries
 from mongo_celery.outbox.publisher import Publisher
+from tests.fixtures.process import wait_for
 
 TASK = "shop.handle"
 
@@ -80,6 +83,37 @@ def test_redis_shows_what_waits_and_what_workers_have(redis_url: str) -> None:
         }
         take(worker, "large", 2)
         assert read_occupancy(asking, ["large"]) == {"large": Occupancy(0, unacknowledged=None)}
+
+
+def test_redis_has_a_note_of_a_message_that_a_worker_holds_for_longer(redis_url: str, redis_client: Any) -> None:
+    """P8: until then of messages of other queues only. At the end of the worker all that it holds waits again."""
+    app, timer = an_app(redis_url), Timer()
+
+    def count_notes() -> int:
+        _, due = next(iter(timer))
+        if due is not None:
+            timer.apply_entry(due)
+        return int(redis_client.hlen("unacked"))
+
+    send(app, "shop.0", 4)
+    send(app, "else", 1)
+    with app.connection_for_write() as worker, app.connection_for_write() as asking:
+        channel: Any = worker.default_channel
+        note_late(channel, timer, lambda message: message.delivery_info["routing_key"] != "else")
+        take(worker, "else")
+        quick, slow, put_back = (channel.basic_get("shop.0") for _ in range(3))
+        quick.ack()
+        assert count_notes() == 1
+        wait_for(lambda: count_notes() == 3)
+        slow.ack()
+        put_back.reject(requeue=True)
+        assert count_notes() == 1
+        take(worker, "shop.0", 2)
+        channel.close()
+        found = read_occupancy(asking, ["shop.0", "else"])
+        assert found == dict.fromkeys(found, Occupancy(1, unacknowledged=frozenset())) | {
+            "shop.0": Occupancy(2, unacknowledged=frozenset())
+        }
 
 
 def test_redis_counts_all_priorities_under_a_prefix_of_its_own(redis_url: str) -> None:

@@ -139,6 +139,21 @@ def test_an_attempt_that_was_replaced_has_no_outcome(rig: Aside) -> None:
     assert replays.succeed(claim, id_)
 
 
+def test_a_replay_that_lapses_charges_no_change_and_a_change_that_lapses_is_charged(rig: Aside) -> None:
+    """P14: the counts of the partition are those of its first change."""
+    letter = rig.set_aside(1)
+    rig.request(letter)
+    rig.start(letter)
+    rig.lapse()
+    live = rig.claim(2, owner="live")
+    assert (live.crashes, rig.image.one_by_one_until) == (0, 1)
+    rig.lapse()
+    _, replay = rig.start(letter, starts=1, owner="again")
+    assert replay.crashes == 1
+    rig.lapse()
+    assert rig.claim(2, owner="later").crashes == 1
+
+
 def test_a_failure_leaves_the_letter_with_error_and_counts(rig: Aside) -> None:
     letter = rig.set_aside(1)
     rig.request(letter)

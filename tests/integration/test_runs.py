@@ -6,12 +6,14 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from typing import Any
 
 import bson
 import pytest
+from bson.errors import InvalidBSON
 from bson.int64 import Int64
-from celery.exceptions import Ignore
+from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.errors import AutoReconnect
@@ -25,7 +27,7 @@ from mongo_celery.signals import change_halted
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import event
-from tests.rig.changes import HANDLER, TERM, Document, hash_of, make_run, number_of, token
+from tests.rig.changes import HANDLER, TERM, Document, event_of_key, hash_of, make_run, number_of, token
 from tests.rig.worker import APP_NAME, Begin, WantedError, WorkerRig, fail_at, worker_with
 
 INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
@@ -84,6 +86,35 @@ def test_a_change_that_fails_at_any_place_of_a_run_is_started_once(
     if place < 8:
         runs.run(place + 1, *"abcdefgh"[place:], **options)
         assert runs.calls[place:] == [[number] for number in range(place + 1, 9)]
+
+
+def test_a_retry_at_a_later_place_is_that_changes_own(begin: Begin) -> None:
+    """P2: parked as the first, with its own count, behind what is done."""
+    runs = begin()
+
+    def handle(changes: Changes) -> None:
+        if number_of(changes[0]) == 3 and len(runs.calls) < 5:
+            raise Retry(exc=WantedError("later"), when=datetime.now(UTC))
+
+    runs.handle = handle
+    with pytest.raises(Retry):
+        runs.run(1, *"abcde")
+    image = runs.rig.image
+    assert (image.committed, image.retries, image.claim) == (2, 1, None)
+    with pytest.raises(Retry):
+        runs.run(3, *"cde")
+    assert runs.rig.image.retries == 2
+    runs.run(3, *"cde")
+    assert runs.calls == [[1], [2], [3], [3], [3], [4], [5]]
+    assert runs.retries == [0, 0, 0, 1, 2, 0, 0]
+
+
+def test_a_run_begins_no_change_when_its_seconds_are_over(begin: Begin) -> None:
+    """The rest is sent anew, with the whole time for each."""
+    runs = begin(run_seconds=0.000001)
+    runs.run(1, *"abcd")
+    assert runs.calls == [[1]]
+    assert runs.rig.document["handled"]["last"] == 1
 
 
 def test_a_newer_execution_ends_a_run_that_was_recorded_before(begin: Begin, always: None) -> None:
@@ -262,6 +293,49 @@ def test_an_outage_is_nobodys_and_the_list_is_not_split_for_it(begin: Begin) -> 
     lists.handle = bool
     lists.run(1, *"abcd")
     assert lists.calls[1:] == [[1], [2, 3, 4]]
+
+
+def test_time_that_a_list_has_used_up_is_charged_to_no_change(begin: Begin) -> None:
+    """P6: each gets the whole time limit, as a run of its own."""
+    lists = begin(single=False)
+
+    def handle(changes: Changes) -> None:
+        if any(number_of(change) == 3 for change in changes):
+            raise SoftTimeLimitExceeded
+
+    lists.handle = handle
+    with pytest.raises(Ignore):
+        lists.run(1, *"abcd")
+    image = lists.rig.image
+    assert (image.committed, image.one_by_one_until, image.claim, image.crashes) == (0, 4, None, 0)
+    lists.flow(*"abcd")
+    assert letters_of(lists) == [(3, "failed")]
+    assert lists.calls[1:] == [[1], [2], [3], [4]]
+
+
+def test_a_list_that_crashed_runs_change_by_change(begin: Begin) -> None:
+    """P6: a worker that was killed charges its first change alone."""
+    lists = begin(single=False)
+    lists.rig.claim(1, 4, owner="dead")
+    lists.rig.lapse()
+    lists.run(1, *"abcd")
+    assert lists.calls == [[1]]
+    assert lists.rig.document["handled"]["last"] == 1
+
+
+def test_a_change_that_cannot_be_decoded_is_found_without_halving(begin: Begin) -> None:
+    """P6: what it fails with says which it is; what is before it is given, and the others are not asked for it."""
+    lists = begin(single=False)
+    lists.handle = lambda changes: [number_of(change) for change in changes]
+    raws = [bson.encode(event_of_key(number, key)) for number, key in enumerate("abcdefgh", 1)]
+    raws[4] = raws[4].replace(b"insert", b"ins\xffrt")
+    with pytest.raises(InvalidBSON):
+        lists.run(1, *"abcdefgh", changes=tuple(raws))
+    assert lists.calls[-1:] == [[1, 2, 3, 4]]
+    assert len(lists.calls) <= 2
+    assert lists.rig.image.committed == 5
+    (letter,) = lists.find().letters
+    assert letter.attempts == 1
 
 
 @pytest.mark.parametrize("chained", [True, False])

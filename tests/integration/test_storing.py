@@ -83,10 +83,19 @@ def test_one_run_of_a_partition_is_out_and_each_change_that_is_owed_comes_once(b
     term.look()
     assert ([numbers(run) for run in term.dispatch()], term.watermark) == ([[4]], None)
     term.run(first)
+    term.look()
+    (second,) = term.dispatch()
+    claim = term.claim(second)
     later = begin(run_size=10)
     later.read(1, 2)
     later.read(3, 4, 5, index=1)
-    assert ([numbers(run) for run in later.dispatch()], later.watermark) == ([[2], [4, 5]], token_data(1))
+    later.read(6)
+    assert [numbers(run) for run in later.dispatch()] == [[4, 5]], "an execution of the term before is at work"
+    assert later.rig.store.claims.handle(claim, 2, {"_data": token_data(2)})
+    assert later.rig.store.claims.commit(second.partition_id, 2)
+    later.look()
+    (run,) = later.dispatch()
+    assert (run.first, numbers(run), later.watermark) == (3, [6], token_data(3))
 
 
 def test_a_run_carries_as_many_changes_as_the_options_allow(begin: Begin) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -48,18 +47,10 @@ class Watching(StreamReading):
         asked = [selector_of(target or collection.full_name, operations=operations)]
         scope = replace(make_scope(asked, state_database="state_of_nobody", **options), last=tuple(pipeline))
         self.commands = CommandRecorder()
-        self._collection = collection
         (self.selector,) = resolve_selectors(asked, Bookkeeping())
         address = "{}:{}".format(*(client.address or ("", 0)))
         url = f"mongodb://{address}/?directConnection=true"
         super().__init__(url, scope, now(client), commands=self.commands, comment=comment)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.reader.stop()
-        self._collection.insert_one({})  # ends the read that is under way
-        super().__exit__(kind, error, traceback)
 
     def changes(self, count: int) -> list[Change]:
         """What the handler gets, once it is so much; the bridge has met no error."""

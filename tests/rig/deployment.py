@@ -51,14 +51,7 @@ class Deployment(Project):
     Args:
         client: the test's own client; facts and judgements go through it.
         url: of the MongoDB for data, state and facts; failpoints name the bridge's clients, not that of the facts.
-        directory: for the processes' output and the gates.
         options: of the bridge, over `SHORT_TIMES`.
-        handlers: the project's handlers to register; all of them if left out.
-        include: a module with more handlers.
-        transport: Celery's `broker_transport_options`.
-        conf: more of Celery's settings.
-        environment: more variables.
-        redis: options of the Redis server.
 
     Attributes:
         is_recorded: whether `judge` can read all that the bridge has stored. False once a test has rolled the oplog

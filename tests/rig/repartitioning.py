@@ -56,8 +56,6 @@ class SwitchingTerm:
     One term, which repartitions handlers whose options ask for it.
 
     Args:
-        rig: the term.
-        events: the stream.
         handled: takes the numbers of events as workers handle them.
     """
 

@@ -7,13 +7,19 @@ from collections.abc import Callable
 
 import pytest
 from bson.errors import InvalidDocument
+from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from kombu import Connection
 from kombu.exceptions import OperationalError
 from pymongo import MongoClient
 from pymongo import errors as driver
 
-from mongo_celery.bridge.worker.attribution import conflict_cause, has_reached_limit, infrastructure_cause
+from mongo_celery.bridge.worker.attribution import (
+    conflict_cause,
+    has_reached_limit,
+    infrastructure_cause,
+    is_autoretried,
+)
 from mongo_celery.errors import DocumentLockedError, TransactionTimeoutError
 
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -164,3 +170,28 @@ def test_a_soft_time_limit_in_the_search_for_a_server_is_infrastructure() -> Non
         del client._topology._condition.wait
     assert isinstance(error, SoftTimeLimitExceeded)
     assert infrastructure_cause(error)
+
+
+def test_celerys_autoretry_is_recognized() -> None:
+    """An exception that it holds has left the handler; one that the handler holds has not."""
+    app = Celery(broker="memory://")
+    seen: list[bool] = []
+
+    class Watching(app.Task):  # type: ignore[name-defined,misc]
+        def retry(self, exc: BaseException, **_options: object) -> None:
+            seen.append(is_autoretried(exc))
+            raise exc
+
+    def fails(task: Watching, asks_itself: bool) -> None:
+        try:
+            raise ValueError
+        except ValueError as error:
+            if asks_itself:
+                task.retry(exc=error)
+            raise
+
+    task = app.task(base=Watching, bind=True, name="fails", shared=False, autoretry_for=(ValueError,))(fails)
+    for asks_itself in (False, True):
+        with pytest.raises(ValueError):  # noqa: PT011 - its own
+            task(asks_itself)
+    assert seen == [True, False, True]
