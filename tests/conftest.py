@@ -32,6 +32,7 @@ pytest_plugins = [
     "tests.rig.deployment",
     "tests.rig.outbox",
     "tests.integration.clusters_rig",
+    "tests.integration.django_rig",
 ]
 
 _PROCESSES_PER_CORE = 3
