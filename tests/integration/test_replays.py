@@ -155,15 +155,17 @@ def test_a_replay_that_lapses_charges_no_change_and_a_change_that_lapses_is_char
 
 
 def test_a_failure_leaves_the_letter_with_error_and_counts(rig: Aside) -> None:
-    letter = rig.set_aside(1)
-    rig.request(letter)
+    """P2: later requests of its key are withdrawn with its own, and none of another key."""
+    letter, behind, other = rig.set_aside(1), rig.set_aside(2), rig.set_aside(3, hash_=8)
+    for each in (letter, behind, other):
+        rig.request(each)
     claim, replay = rig.start(letter)
     assert rig.store.replays.fail(claim, replay, "TypeError: worse", "trace", 1)
-    (left,) = rig.found()
+    left = rig.found()[0]
     assert (left.error, left.traceback, left.attempts, left.replays) == ("TypeError: worse", "trace", 2, 1)
-    assert rig.store.replays.read() == []
+    assert [each.letter for each in rig.store.replays.read()] == [other.document_id]
     assert rig.request(left) == "done", "a person may ask again at once"
-    assert [each.starts for each in rig.store.replays.read()] == [1]
+    assert [each.starts for each in rig.store.replays.read()] == [1, 0]
 
 
 def test_a_replay_that_waits_counts_no_retry(rig: Aside) -> None:

@@ -26,7 +26,7 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.rig.commands import CommandRecorder
-from tests.rig.repartitioning import Document
+from tests.rig.repartitioning import NAME, Document, TermsOfShop
 from tests.rig.term import BRIDGE, TTL, TermRig, begin_term, mark_at
 
 _FEW, _MANY = 2, 60
@@ -215,3 +215,17 @@ def test_what_an_older_term_commits_in_a_locked_partition_counts(begin: Callable
     assert (image.term, image.committed, image.data, image.handled) == (rig.version, 1, _PLACE.data, None)
     partition.observe(image, time.monotonic())
     assert partition.next_sequence == 2
+
+
+def test_repartitioning_waits_for_a_locked_partition(mongo_client: MongoClient[Document], state_database: str) -> None:
+    """P2, P16: what an older term may still commit there lies before the place at which the new partitions begin."""
+    shop = TermsOfShop(mongo_client, state_database)
+    before = shop.begin(_PARTITIONS)
+    with open_transaction(mongo_client, state_database, before.rig.partition_id(NAME, 0)):
+        term = shop.begin(_PARTITIONS + 1)
+        for _ in range(3):
+            term.turn()
+        assert term.waits.keys() == {NAME}
+    assert term.rig.store.partitions.win([before.rig.partition_id(NAME, 0)], term.rig.version)
+    term.finish()
+    assert shop.in_force(term).partitions == _PARTITIONS + 1
