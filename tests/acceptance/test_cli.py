@@ -157,6 +157,8 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert shop.wait_for_halt()["fencingToken"] == second["fencingToken"]
     skipped = shop.changes("skip", "summarise", index, text="y\n")
     assert (skipped.returncode, skipped.stdout) == (0, f"summarise: partition {index} skipped\n")
+    kept = shop.state["dead_letters"].find_one({"cause": "skipped"}) or {}
+    assert kept["change"]["fullDocument"] == head["event"]["fullDocument"]
     shop.orders.insert_many([{"_id": number} for number in range(4)])
     shop.wait_for_summaries(4)
     again = shop.changes("skip", "summarise", index, "--yes")
