@@ -138,6 +138,15 @@ def test_a_participant_that_is_replaced_stops_it_until_a_person_has_put_it_right
     assert clusters.balances() == (UNTOUCHED if is_stale else expected(("own", "east")))
 
 
+def test_a_validator_in_another_cluster_that_refuses_the_version_cancels_it(clusters: Clusters) -> None:
+    """P9: the answer says what the validator has to allow."""
+    accounts = clusters.accounts("east")
+    accounts.database.command("collMod", accounts.name, validator={"transactionFence": {"$exists": False}})
+    with pytest.raises(TransactionCanceledError, match="validator"):
+        clusters.begin("own", "east", run=True)
+    assert clusters.balances() == UNTOUCHED
+
+
 def test_one_that_cannot_be_settled_keeps_no_other_from_being_done(clusters: Clusters) -> None:
     """A validator that came meanwhile refuses one document: it stays applied, and says why."""
     west = clusters.accounts("west")
