@@ -429,18 +429,6 @@ def test_a_source_that_is_dropped_renamed_or_made_anew_is_gone_loudly(world: Sna
     assert {each.value for each in world.seen if each.operation == "snapshot"} == {1}
 
 
-def test_a_chunk_of_a_collection_that_was_made_anew_behind_it_is_thrown_away(
-    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """F6: before it has a place in the stream, where it would come after the rows of the new collection."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
-    term = world.term(start_from="now").begin()
-    around(monkeypatch, (ChunkReader, "read"), lambda: make_anew(world), behind=True)
-    ask(world, term)
-    term.until(lambda: world.record["state"] == "source gone")
-    assert not any(each.operation == "snapshot" for each in world.seen)
-
-
 @pytest.mark.needs_mongodb(5, 0)
 def test_a_collection_that_can_have_none_fails_alone(world: SnapshotWorld) -> None:
     """P9: capped collections, views and time series, with a sentence; the handler's changes flow."""
