@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PARTS = ("checks", "slow", "browser", "brokers", "versions", "mutants", "chaos")
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n\n### Added\n\n- Something.\n"
 
 
@@ -22,14 +23,16 @@ def _commit(folder: Path) -> None:
     """Commit everything, and note a green nightly for it."""
     _git(folder, "add", ".")
     _git(folder, "commit", "-q", "-m", "all")
-    _git(folder, "notes", "--ref=nightly", "add", "-m", "green", _git(folder, "rev-parse", "HEAD^{tree}").strip())
+    green = "\n\n".join(f"{part}: status 0 after 1 minutes" for part in PARTS)
+    _git(folder, "notes", "--ref=nightly", "add", "-m", green, _git(folder, "rev-parse", "HEAD^{tree}").strip())
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """Give a small project with the script, whose checks fail."""
     (tmp_path / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci" / "release", tmp_path / ".ci" / "release")
+    for script in ("release", "nightly"):
+        shutil.copy(ROOT / ".ci" / script, tmp_path / ".ci" / script)
     (tmp_path / ".ci" / "run").write_text("#!/bin/sh\necho checks fail\nexit 3\n", encoding="utf-8")
     (tmp_path / ".ci" / "run").chmod(0o755)
     (tmp_path / "CHANGELOG.md").write_text(CHANGELOG, encoding="utf-8")
@@ -43,6 +46,12 @@ def _later_than_the_nightly(folder: Path) -> None:
     (folder / "new.py").touch()
     _git(folder, "add", ".")
     _git(folder, "commit", "-q", "-m", "later than the nightly")
+
+
+def _without_chaos(folder: Path) -> None:
+    tree = _git(folder, "rev-parse", "HEAD^{tree}").strip()
+    note = _git(folder, "notes", "--ref=nightly", "show", tree).replace("chaos: status 0", "chaos: status 1")
+    _git(folder, "notes", "--ref=nightly", "add", "-f", "-m", note, tree)
 
 
 def _without_news(folder: Path) -> None:
@@ -61,10 +70,11 @@ def _nothing(_folder: Path) -> None:
         (_nothing, "v1.0.0"),
         (lambda folder: (folder / "new.py").touch(), "0.2.0"),
         (_later_than_the_nightly, "0.2.0"),
+        (_without_chaos, "0.2.0"),
         (_without_news, "0.2.0"),
         (_nothing, "0.2.0"),
     ],
-    ids=["no version", "a letter", "changes", "no nightly", "no news", "a check fails"],
+    ids=["no version", "a letter", "changes", "no nightly", "chaos was red", "no news", "a check fails"],
 )
 def test_what_is_no_release_is_refused(checkout: Path, prepare: Callable[[Path], None], version: str) -> None:
     """With a reason, without a tag, and with the checkout as it was."""
