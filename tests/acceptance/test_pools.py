@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import celery
 import psutil  # type: ignore[import-untyped]
 import pytest
 from pymongo import MongoClient
