@@ -16,7 +16,6 @@ settings.load_profile("repeatable")
 
 pytest_plugins = [
     "tests.fixtures.memory",
-    "tests.fixtures.bytecode",
     "tests.fixtures.leaks",
     "tests.fixtures.mongo",
     "tests.fixtures.redis",

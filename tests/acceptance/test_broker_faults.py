@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-import signal
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import bson
@@ -16,9 +14,9 @@ import pytest
 from bson import Int64
 
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
+from mongo_celery.broker.late_notes import HELD_SECONDS
 from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
-from tests.fixtures.proxy import Proxy
 from tests.rig.deployment import Deployment, MakeDeployment
 from tests.rig.history import Due
 
@@ -67,7 +65,8 @@ def test_repeated_and_reordered_messages_run_nothing_twice(chain: Deployment) ->
     """P6, P8: copies of runs and commits on any queue, in any order, long after they are done."""
     chain.listener()
     shuffled = random.Random(7)
-    chain.write_many("plain", [next(chain.keys("plain", 0)), next(chain.keys("plain", 1))], 8, seconds=0.05)
+    keys = [next(chain.keys("plain", 0)), next(chain.keys("plain", 1))]
+    chain.write_many("plain", keys, 8, seconds=2 * HELD_SECONDS)  # so that Redis has a note of each message
     wait_for(lambda: all(_waiting(chain).values()))
     seen = _seen(chain)
     chain.worker()
@@ -146,28 +145,6 @@ def test_a_handler_slower_than_the_visibility_timeout_starts_once(chain: Deploym
     start = chain.starts(item)[0]
     ids = re.findall(rf"\[(chain\.plain\.{start.partition}\.{start.seq}\.\w+)\] received", worker.text)
     assert max(Counter(ids).values()) > 1
-
-
-def test_a_message_that_dies_between_queue_and_worker_is_dispatched_again(
-    deployment: MakeDeployment, make_proxy: Callable[[int], Proxy]
-) -> None:
-    """P1, P8: Redis has given it away, the worker is killed before it notes it as unacknowledged."""
-    chain = deployment("plain", options={"partitions": 1})
-    chain.listener()
-    proxy = make_proxy(chain.redis.port)
-    worker = chain.worker(name="first", PROJECT_BROKER=proxy.redis_url)
-    proxy.hold(b"unacked_index")
-    item = chain.write("plain", "gap", 1)
-    proxy.wait_until_held()
-    worker.send_group(signal.SIGKILL)
-    wait_for(lambda: not worker.running)
-    proxy.release()
-    with chain.broker as broker:
-        assert broker.llen("chain.0") == 0
-    chain.worker(name="second")
-    chain.wait_done()
-    chain.judge()
-    assert len(chain.starts(item)) == 1
 
 
 @pytest.fixture

@@ -36,12 +36,10 @@ def ask(scene: Scene, module: str, *arguments: str) -> dict[str, Any]:
 
 
 def answers(setting: BenchSetting) -> list[dict[str, Any]]:
-    """All answers so far."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(setting.clock).glob("*.answer"))]
 
 
 def give_sign(setting: BenchSetting) -> None:
-    """Let the programs begin that wait for it."""
     (Path(setting.clock) / _GO).touch()
 
 
@@ -53,5 +51,4 @@ def await_sign(setting: BenchSetting) -> None:
 
 
 def ready(setting: BenchSetting) -> int:
-    """How many programs wait for the sign."""
     return len(list(Path(setting.clock).glob("*.ready")))

@@ -38,16 +38,7 @@ Announce = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """
-    A backlog that is measured.
-
-    Attributes:
-        title: of its table.
-        handlers: its handlers.
-        changes: its length.
-        warm_up: changes before it.
-        options: of the bridge.
-    """
+    """A backlog that is measured; ``warm_up``: changes before it."""
 
     title: str
     handlers: Wanted
@@ -75,7 +66,6 @@ class Measured:
 
 
 def run_backlog(stage: Stage, sizes: Sizes, announce: Announce) -> Tables:
-    """Measure each length of a backlog."""
     lengths = [length for part in _PARTS if (length := sizes.owed // part) >= _SHORTEST]
     many = Wanted(lists=_LIST)
     return _measure_all(stage, sizes, announce, (
@@ -85,10 +75,7 @@ def run_backlog(stage: Stage, sizes: Sizes, announce: Announce) -> Tables:
 
 
 def run_handlers(stage: Stage, sizes: Sizes, announce: Announce) -> Tables:
-    """Measure each number of handlers, in each of the ways in which they share a stream."""
-
     def make_case(name: str, count: int, run_size: int, *, together: bool) -> Case:
-        """Have as many changes as make measurements of similar length."""
         wanted = sizes.reached // (_CHAINS_PART if run_size == 1 else 1)
         changes = max(wanted // (count if together else 1), 2)
         title = f"A change of {changes:,} for one handler, {name}, {count} handlers"
@@ -161,7 +148,6 @@ def _make_readings(rounds: list[Measured]) -> list[Reading]:
 
 
 def _listen(scene: Scene) -> ChildProcess:
-    """Start a listener, and wait until it leads."""
     before = scene.lease().get("term", 0)
     listener = scene.listener(_APP)
 

@@ -46,8 +46,8 @@ def benchmarks(
     Measure the named suites on this machine, or all of them.
 
     \b
-    outbox        a write with its task, beside a plain write and delay(); sweeps, idle outboxes
-    transactions  two-phase commits, transactions and locks, beside plain updates and PyMongo
+    outbox        a write with its task, beside a plain write and delay(); sweeps
+    transactions  two-phase commits, transactions and locks, beside plain updates
     backlog       a listener's memory, and the CPU time of a change, behind backlogs of several lengths
     handlers      the CPU time of a change for each of 1, 10 and 60 handlers on one stream
     latency       from a write to the start of its handler, and the take-over after SIGTERM and SIGKILL

@@ -84,7 +84,6 @@ def _trees(commits: Sequence[str]) -> Iterator[list[Path]]:
 
 
 def _measure(tree: Path, only: Sequence[str]) -> dict[str, Any]:
-    """Run one round of the bench in a checkout, and return its modes."""
     modes = [word for name in only for word in ("--only", name)]
     ended = subprocess.run(
         [sys.executable, "-c", _BENCH, "bench", "--rounds", "1", "--json", *modes],

@@ -39,7 +39,6 @@ def note_wait(document: Mapping[str, Any] | None) -> None:
 
 @app.task(ignore_result=True, name="latency.handle_event")
 def handle_event(event: str) -> None:
-    """Note the wait of an event."""
     note_wait(json_util.loads(event)["fullDocument"])
 
 
@@ -48,12 +47,10 @@ if setting.mode != NAIVE:
 
     @bridge.on_change(f"{setting.database}.orders")
     def handle(change: Change) -> None:
-        """Note the wait of a change."""
         note_wait(change.full_document)
 
 
 def watch() -> None:
-    """Start a task for each change."""
     client: MongoClient[dict[str, Any]] = MongoClient(setting.mongo_url)
     with client[setting.database]["orders"].watch(start_at_operation_time=setting.timestamp) as stream:
         for event in stream:

@@ -40,7 +40,6 @@ _SLACK_SECONDS = 30.0
 
 
 def run_latency(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Tables:
-    """Measure each mode in each round, then the take-overs."""
     found: dict[str, list[list[float]]] = {name: [] for name in MODES}
     for number in range(sizes.rounds):
         for name, waits in found.items():

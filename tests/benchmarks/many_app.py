@@ -29,7 +29,6 @@ class Wanted:
     lists: int = 0
 
     def leave(self, setting: BenchSetting) -> None:
-        """Before the processes start."""
         (Path(setting.clock) / _FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod

@@ -1,8 +1,4 @@
-"""
-The measured processes of the suite `outbox`: `python -m tests.benchmarks.outbox_programs NAME ARGUMENT...`.
-
-It is also the Celery app of their worker: a task that does nothing.
-"""
+"""The measured processes of the suite `outbox`: `python -m tests.benchmarks.outbox_programs NAME ARGUMENT...`."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -23,13 +18,11 @@ from pymongo.collection import Collection
 from mongo_celery import STORED_ID, Outbox
 from mongo_celery.bench.payload import make_order
 from mongo_celery.bench.setting import BenchSetting, make_app
-from mongo_celery.bench.stopwatch import Laps, Stopwatch, cpu_seconds
+from mongo_celery.bench.stopwatch import Stopwatch, cpu_seconds
 from tests.benchmarks.answers import answer
 
-_APART_SECONDS = 0.015
 _LOOK_SECONDS = 0.02
 _SETTLE_SECONDS_MAX = 60.0
-_IDLE_SECONDS = 2.0
 _WARM_UP = 20
 _BATCH = 5000
 _CHANGE = {"$set": {"paid": True}, "$inc": {"number": 1}}
@@ -38,14 +31,11 @@ Found = dict[str, list[float]]
 
 setting = BenchSetting.from_environment()
 app = make_app(setting)
-received = Stopwatch(setting.clock, "received")
 
 
-@app.task(ignore_result=True, name="bench.send_receipt")  # here and in a worker
+@app.task(ignore_result=True, name="bench.send_receipt")
 def send_receipt(order: str) -> None:
-    """What follows an order."""
     del order
-    received.lap()
 
 
 def orders(number: int = 0) -> Collection[dict[str, Any]]:
@@ -62,7 +52,6 @@ def outbox(collection: Collection[dict[str, Any]], **options: Any) -> Outbox:
 
 @cache
 def _client() -> MongoClient[dict[str, Any]]:
-    """Return the client of this process, which all collections share."""
     return MongoClient(setting.mongo_url)
 
 
@@ -79,7 +68,6 @@ class Writers:
         self.outbox = outbox(self.collection)
         self.sent = 0
         self._broker: Any = redis.Redis.from_url(setting.redis_url)
-        self._received = Laps(Path(setting.clock), "received")
         self._size = size
         self._there = self._documents()
         self._hot = next(self._there)
@@ -92,7 +80,6 @@ class Writers:
             yield from (document["_id"] for document in documents)
 
     def ways(self, kind: str) -> dict[str, Callable[[], None]]:
-        """Return the ways of a kind by name."""
         kinds: dict[str, tuple[Callable[[], None], ...]] = {
             "single": (self.insert_plain, self.insert_outbox, self.update_plain, self.update_outbox),
             "bulk": (
@@ -150,9 +137,9 @@ class Writers:
         self.outbox.update_one({"_id": self._hot}, _CHANGE, tasks=tasks)
 
     def settle(self) -> None:
-        """Wait until the broker or a worker has every message, and no document an entry."""
+        """Wait until the broker has every message, and no document an entry."""
         deadline = time.monotonic() + _SETTLE_SECONDS_MAX
-        while self._broker.llen(setting.name) + self._received.count() < self.sent or self._pending():
+        while self._broker.llen(setting.name) < self.sent or self._pending():
             assert time.monotonic() < deadline, f"{self._pending()} documents were not delivered"
             time.sleep(_LOOK_SECONDS)
 
@@ -160,19 +147,15 @@ class Writers:
         return self.collection.count_documents({"pendingEvents.count": {"$gt": 0}})
 
 
-def costs(kind: str, rounds: str, count: str, size: str, threads: str, paced: str, *servers: str) -> None:
+def costs(kind: str, rounds: str, count: str, size: str, threads: str, *servers: str) -> None:
     """
     Measure seconds of the caller, and processor seconds of all processes, of one write in each way.
 
     The ways take turns, and each begins when everything of the one before has arrived.
 
     Args:
-        kind: the kind of the ways.
-        rounds: how many turns.
         count: writes of each way in a turn, by each thread.
         size: messages of a write.
-        threads: how many write together.
-        paced: 1 for writes that are 15 ms apart.
         servers: pids of those whose processor time counts, beside this process's.
     """
     writers, pids = Writers(int(size)), [os.getpid(), *map(int, servers)]
@@ -185,12 +168,12 @@ def costs(kind: str, rounds: str, count: str, size: str, threads: str, paced: st
     writers.settle()
     caller: Found = {name: [] for name in ways}
     used: Found = {name: [] for name in ways}
-    pause, writes = _APART_SECONDS if int(paced) else 0.0, together * int(count)
+    writes = together * int(count)
     for number in range(int(rounds)):
         names = list(ways)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             before = cpu_seconds(pids)
-            seconds = _take_turn(ways[name], int(count), together, pause)
+            seconds = _take_turn(ways[name], int(count), together)
             writers.sent += writes * int(size)
             writers.settle()
             caller[name].append(seconds)
@@ -199,8 +182,7 @@ def costs(kind: str, rounds: str, count: str, size: str, threads: str, paced: st
     answer(setting, {"caller": caller, "cpu": used})
 
 
-def _take_turn(write: Callable[[], None], count: int, threads: int, pause: float) -> float:
-    """Return the seconds of one write, the mean of those of some threads."""
+def _take_turn(write: Callable[[], None], count: int, threads: int) -> float:
     inside: list[float] = []
 
     def turn() -> None:
@@ -208,8 +190,6 @@ def _take_turn(write: Callable[[], None], count: int, threads: int, pause: float
             began = time.perf_counter()
             write()
             inside.append(time.perf_counter() - began)
-            if pause:
-                time.sleep(pause)
 
     others = [threading.Thread(target=turn) for _ in range(threads - 1)]
     for thread in others:
@@ -255,41 +235,7 @@ def held_back(rounds: str, documents: str, due: str) -> None:
     answer(setting, {"seconds": found})
 
 
-def idle(rounds: str, outboxes: str, *servers: str) -> None:
-    """
-    Measure threads, connections to the broker and processor time of a process whose outboxes have nothing to do.
-
-    Args:
-        rounds: how often the processor time is measured.
-        outboxes: the outboxes of the process in the end; before, it has none and then one.
-        servers: as for `costs`.
-    """
-    pids, broker = [os.getpid(), *map(int, servers)], redis.Redis.from_url(setting.redis_url)
-    progress, known, sent = Stopwatch(setting.clock, "progress"), 0, 0
-    found: dict[str, Found] = {"threads": {}, "connections": {}, "idle": {}}
-    orders().insert_one({})
-    for count in (0, 1, int(outboxes)):
-        while known < count:
-            outbox(orders(known), at_once=True).insert_one({}, tasks=[send_receipt.s(STORED_ID)])
-            known, sent = known + 1, sent + 1
-        deadline = time.monotonic() + _SETTLE_SECONDS_MAX
-        while broker.llen(setting.name) < sent:
-            assert time.monotonic() < deadline, f"{sent} messages were not published"
-            time.sleep(_LOOK_SECONDS)
-        time.sleep(_IDLE_SECONDS)  # what follows a write has ended, too
-        name = f"outboxes_{count}"
-        found["threads"][name] = [float(threading.active_count())] * int(rounds)
-        found["connections"][name] = [float(len(broker.client_list()))] * int(rounds)
-        found["idle"][name] = []
-        for _ in range(int(rounds)):
-            before = cpu_seconds(pids)
-            time.sleep(_IDLE_SECONDS)
-            found["idle"][name].append((cpu_seconds(pids) - before) / _IDLE_SECONDS)
-            progress.lap()
-    answer(setting, found)
-
-
-PROGRAMS: dict[str, Callable[..., None]] = {each.__name__: each for each in (costs, held_back, idle)}
+PROGRAMS: dict[str, Callable[..., None]] = {each.__name__: each for each in (costs, held_back)}
 
 if __name__ == "__main__":
     PROGRAMS[sys.argv[1]](*sys.argv[2:])

@@ -1,13 +1,13 @@
-"""The cost of a write with its task through the outbox, beside a plain write and `delay()`; sweeps; idle outboxes."""
+"""The cost of a write with its task through the outbox, beside a plain write and `delay()`; sweeps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from mongo_celery.bench.stage import Scene, Stage
+from mongo_celery.bench.stage import Stage
 from tests.benchmarks.answers import ask
-from tests.benchmarks.readings import COUNT, MILLISECONDS, Reading, Tables, readings
+from tests.benchmarks.readings import MILLISECONDS, Reading, Tables, readings
 from tests.benchmarks.sizes import Sizes
 
 _PROGRAMS = "tests.benchmarks.outbox_programs"
@@ -16,7 +16,6 @@ _PLAIN = {f"{name}_outbox": f"{name}_plain" for name in _NAMES}
 _MANY = 100
 _HOT_THREADS = 8
 _DUE = 20
-_OUTBOXES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +24,9 @@ class Case:
     Writes whose cost is measured.
 
     Attributes:
-        title: of their table.
-        kind: of the ways.
         part: of `Sizes.writes`: how many each way makes in a round.
         size: messages of a write.
         threads: how many write together.
-        paced: whether writes are 15 ms apart.
-        worker: whether a worker receives the messages, and its processor time counts.
     """
 
     title: str
@@ -39,14 +34,10 @@ class Case:
     part: float
     size: int = 1
     threads: int = 1
-    paced: bool = False
-    worker: bool = False
 
 
 CASES = (
-    Case(title="Writes 15 ms apart", kind="single", part=1 / 3, paced=True),
     Case(title="Writes without a pause", kind="single", part=1),
-    Case(title="Writes without a pause, and a worker", kind="single", part=1, worker=True),
     Case(title=f"Bulks of {_MANY} writes", kind="bulk", part=1 / 75, size=_MANY),
     Case(title=f"Writes of {_HOT_THREADS} threads to one document", kind="hot", part=1 / 10, threads=_HOT_THREADS),
     Case(title=f"Writes with {_MANY} tasks each to one document", kind="hot", part=1 / 75, size=_MANY),
@@ -54,7 +45,7 @@ CASES = (
 
 
 def run_outbox(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Tables:
-    """Measure writes of each case, a sweep among documents that are held back, and outboxes with nothing to do."""
+    """Measure writes of each case, and a sweep among documents that are held back."""
     found: dict[str, list[Reading]] = {}
     for case in CASES:
         announce(case.title)
@@ -66,16 +57,6 @@ def run_outbox(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> T
     found[f"A sweep that finds {_DUE} due documents, {sizes.held:,} held back"] = readings(
         MILLISECONDS, _thousandths(swept["seconds"]), {"sweep_among_held_back": "sweep_alone"}
     )
-    announce("idle outboxes")
-    with stage.scene("outbox-idle") as scene:
-        counted = ask(scene, _PROGRAMS, "idle", str(sizes.rounds), str(_OUTBOXES), *_servers(stage))
-    idle = _thousandths(counted.pop("idle"))
-    if _servers(stage) and _is_measurable(idle):
-        found["CPU time per second of a process with idle outboxes, and of the servers"] = readings(
-            MILLISECONDS, idle, {}
-        )
-    for what, numbers in counted.items():
-        found[f"A process with idle outboxes: {what}"] = readings(COUNT, numbers, {})
     return found
 
 
@@ -83,20 +64,12 @@ def _costs(stage: Stage, sizes: Sizes, case: Case) -> Iterator[tuple[str, list[R
     """Yield the caller's time, and the processor time of all processes where the servers are this run's own."""
     count = max(int(sizes.writes * case.part), 1)
     with stage.scene("outbox-costs") as scene:
-        pids = [*_servers(stage), *(_start_worker(scene) if case.worker else [])]
-        numbers = (sizes.rounds, count, case.size, case.threads, int(case.paced))
-        found = ask(scene, _PROGRAMS, "costs", case.kind, *map(str, numbers), *pids)
+        numbers = (sizes.rounds, count, case.size, case.threads)
+        found = ask(scene, _PROGRAMS, "costs", case.kind, *map(str, numbers), *_servers(stage))
     for what, seconds in found.items():
         times = _thousandths(seconds)
-        if what == "caller" or (_servers(stage) and not case.paced and _is_measurable(times)):
+        if what == "caller" or (_servers(stage) and _is_measurable(times)):
             yield what, readings(MILLISECONDS, times, _PLAIN)
-
-
-def _start_worker(scene: Scene) -> list[str]:
-    """Start a worker. Return its pids once its pool is complete."""
-    worker = scene.worker(_PROGRAMS)
-    scene.wait("the worker's pool", lambda: len(worker.children()) == 2)
-    return [str(pid) for pid in (worker.pid, *worker.children())]
 
 
 def _servers(stage: Stage) -> list[str]:

@@ -20,7 +20,6 @@ MICROSECONDS = "us"
 SECONDS = "s"
 MEGABYTES = "MB"
 BYTES = "bytes"
-COUNT = "number"
 
 _WHOLE = 100  # from here on digits behind the point say nothing
 
@@ -31,8 +30,6 @@ class Reading:
     One figure.
 
     Attributes:
-        name: its name in the report.
-        unit: the unit of the value.
         rounds: one value for each round. The median counts.
         ratio: the ratio to the reading named by `ratio_to`: the median of the rounds' ratios.
         ratio_to: the reference, or None.
@@ -46,11 +43,9 @@ class Reading:
 
     @property
     def value(self) -> float:
-        """The median of the rounds."""
         return statistics.median(self.rounds)
 
     def plain(self) -> dict[str, Any]:
-        """Return the figure as JSON."""
         found: dict[str, Any] = {
             "unit": self.unit,
             "value": round(self.value, 3),
@@ -87,13 +82,11 @@ def readings(unit: str, rounds: Mapping[str, Sequence[float]], references: Mappi
 
 
 def quantile(values: Sequence[float], part: float) -> float:
-    """Return the smallest value that is not exceeded by this part of all values."""
     ordered = sorted(values)
     return ordered[min(int(part * len(ordered)), len(ordered) - 1)]
 
 
 def as_json(results: Mapping[str, Tables], seconds: float) -> dict[str, Any]:
-    """Return one object with one key for each suite."""
     suites = {
         suite: {title: {each.name: each.plain() for each in readings} for title, readings in tables.items()}
         for suite, tables in results.items()
@@ -102,7 +95,6 @@ def as_json(results: Mapping[str, Tables], seconds: float) -> dict[str, Any]:
 
 
 def show(results: Mapping[str, Tables], seconds: float, console: Console) -> None:
-    """Print a table for each title."""
     for tables in results.values():
         for title, readings in tables.items():
             table = Table("", "median", "lowest", "highest", "ratio", "to", title=title)

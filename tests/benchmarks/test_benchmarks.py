@@ -25,7 +25,6 @@ _EXPECTED = {
     "outbox": {
         "Writes without a pause: caller": {"insert_outbox", "update_outbox"},
         "A sweep that finds 20 due documents, 100 held back": {"sweep_alone", "sweep_among_held_back"},
-        "A process with idle outboxes: threads": {"outboxes_0", "outboxes_20"},
     },
     "transactions": {"Transfers per second among 2 accounts, 2 processes together": {"two_phase", "locked", "across"}},
     "backlog": {"A change of a backlog of 4,000": {"listener", "worker", "listener at its highest"}},

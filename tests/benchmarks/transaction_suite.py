@@ -1,4 +1,4 @@
-"""Two-phase commits, transactions and locked documents, beside plain updates and PyMongo's transactions."""
+"""Two-phase commits and locked documents, beside plain updates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pymongo.database import Database
 
 from mongo_celery.bench.stage import BenchError, Scene, Stage
 from mongo_celery.embedded import MongoReplicaSet
-from tests.benchmarks.answers import answers, ask, give_sign, ready
+from tests.benchmarks.answers import answers, give_sign, ready
 from tests.benchmarks.readings import RATE, Reading, Tables, readings
 from tests.benchmarks.sizes import Sizes
 
@@ -22,32 +22,15 @@ CONTENTION = {"low": 1000, "high": 2}
 """Accounts among which the processes transfer."""
 
 _REFERENCES = {"plain": None, "two_phase": "plain", "locked": "plain", "plain_across": None, "across": "plain_across"}
-_AT_ONCE = 100
-_LOCKS: dict[str, dict[str, str | None]] = {
-    "A document changed in a transaction, per second by one process": {
-        "plain_one": None,
-        "driver_transaction": "plain_one",
-        "transactional": "driver_transaction",
-        "driver_lock": "driver_transaction",
-        "locked_one": "driver_lock",
-    },
-    "A hundred documents changed together, per second by one process": {
-        "plain_hundred": None,
-        "locked_hundred": "plain_hundred",
-    },
-}
-"""Each way, with the one beside which it is set."""
 
 
 def run_transactions(stage: Stage, sizes: Sizes, announce: Callable[[str], None]) -> Tables:
-    """Measure transfers within a cluster and over two, and transactions and locks of one process."""
     found: dict[str, list[Reading]] = {}
     with MongoReplicaSet(oplog_mb=_OPLOG_MB) as other:
         for contention, accounts in CONTENTION.items():
             title = f"Transfers per second among {accounts:,} accounts, {sizes.processes} processes together"
             found[title] = _transfers(stage, other.url, contention, sizes, announce)
-    announce("transactions and locks")
-    return {**found, **dict(_locks(stage, sizes))}
+    return found
 
 
 def _transfers(
@@ -66,7 +49,7 @@ def _rate(stage: Stage, kind: str, accounts: int, sizes: Sizes, other: str) -> f
     """Return the transfers per second of all processes, from the first one's start to the last one's end."""
     with stage.scene(f"transfers-{kind.replace('_', '-')}") as scene, _places(scene, other) as places:
         _open_accounts(places, accounts)
-        arguments = ["transfers", kind, str(accounts), str(sizes.transfers), *([other] if other else [])]
+        arguments = [kind, str(accounts), str(sizes.transfers), *([other] if other else [])]
         processes = [scene.program(_PROGRAMS, *arguments) for _ in range(sizes.processes)]
         scene.wait("the processes", lambda: ready(scene.setting) == len(processes))
         give_sign(scene.setting)
@@ -87,15 +70,6 @@ def _places(scene: Scene, other: str) -> Iterator[list[Database[dict[str, Any]]]
     with MongoClient[dict[str, Any]](other) as client:
         yield [scene.data, client[scene.setting.database]]
         client.drop_database(scene.setting.database)
-
-
-def _locks(stage: Stage, sizes: Sizes) -> Iterator[tuple[str, list[Reading]]]:
-    """Yield what one process changes per second, of one document and of a hundred."""
-    with stage.scene("locks") as scene:
-        _open_accounts([scene.data], _AT_ONCE)
-        rates = ask(scene, _PROGRAMS, "locks", str(sizes.rounds), str(sizes.transfers))
-    for title, names in _LOCKS.items():
-        yield title, readings(RATE, {name: rates[name] for name in names}, names)
 
 
 def _open_accounts(places: Sequence[Database[dict[str, Any]]], accounts: int) -> None:

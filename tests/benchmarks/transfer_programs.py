@@ -1,4 +1,4 @@
-"""Processes that move money, or lock: `python -m tests.benchmarks.transfer_programs NAME ARGUMENT...`."""
+"""Processes that move money: `python -m tests.benchmarks.transfer_programs KIND ARGUMENT...`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from pymongo import MongoClient, UpdateOne, WriteConcern
 from pymongo.database import Database
 
-from mongo_celery import Participant, TwoPhaseCommit, select_for_update, select_many_for_update, transactional
+from mongo_celery import Participant, TwoPhaseCommit, select_many_for_update, transactional
 from mongo_celery.bench.setting import BenchSetting
 from mongo_celery.bench.stopwatch import Stopwatch
 from tests.benchmarks.answers import answer, await_sign
@@ -103,70 +103,5 @@ def transfers(kind: str, accounts: str, number: str, other: str = "") -> None:
     answer(setting, {"began": began, "ended": time.monotonic()})
 
 
-def locks(rounds: str, count: str) -> None:
-    """
-    Measure how often a second one process changes one account, or all, in a transaction and with locks.
-
-    Beside each way is the same with PyMongo alone. The ways take turns.
-
-    Args:
-        rounds: how many turns.
-        count: changes of each way in a turn.
-    """
-    ways, progress = _lock_ways(_data()), Stopwatch(setting.clock, "progress")
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(int(rounds)):
-        for name, way in ways.items():
-            way()
-            began = time.monotonic()
-            for _ in range(int(count)):
-                way()
-            rates[name].append(int(count) / (time.monotonic() - began))
-            progress.lap()
-    answer(setting, rates)
-
-
-def _lock_ways(data: Data) -> dict[str, Callable[[], object]]:
-    accounts, client, change = data["accounts"], data.client, {"$inc": {"balance": 1}}
-
-    def driver_transaction() -> None:
-        with client.start_session() as session:
-            session.with_transaction(lambda session: accounts.update_one({"_id": 0}, change, session=session))
-
-    @transactional(client)
-    def in_transaction(*, session: Any) -> None:
-        accounts.update_one({"_id": 0}, change, session=session)
-
-    def lock_and_change(session: Any) -> None:
-        accounts.find_one_and_update({"_id": 0}, {"$inc": {"locks": 1}}, session=session)
-        accounts.update_one({"_id": 0}, change, session=session)
-
-    def driver_lock() -> None:
-        with client.start_session() as session:
-            session.with_transaction(lock_and_change)
-
-    @transactional(client)
-    def locked(*, session: Any) -> None:
-        select_for_update(accounts, {"_id": 0}, session=session)
-        accounts.update_one({"_id": 0}, change, session=session)
-
-    @transactional(client)
-    def locked_hundred(*, session: Any) -> None:
-        found = select_many_for_update(accounts, {}, session=session)
-        accounts.update_many({"_id": {"$in": [each["_id"] for each in found]}}, change, session=session)
-
-    return {
-        "plain_one": lambda: accounts.update_one({"_id": 0}, change),
-        "driver_transaction": driver_transaction,
-        "transactional": in_transaction,
-        "driver_lock": driver_lock,
-        "locked_one": locked,
-        "plain_hundred": lambda: accounts.update_many({}, change),
-        "locked_hundred": locked_hundred,
-    }
-
-
-PROGRAMS: dict[str, Callable[..., None]] = {each.__name__: each for each in (transfers, locks)}
-
 if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]](*sys.argv[2:])
+    transfers(*sys.argv[1:])

@@ -54,7 +54,6 @@ def chaos(
 
 
 def _run(plan: Plan, *, keep: bool, is_broken: bool) -> bool:
-    """Play a plan. Return True if it went as it should."""
     directory, began = Path(tempfile.mkdtemp(prefix=_EVIDENCE)), time.monotonic()
 
     def say(line: str) -> None:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 from pymongo import WriteConcern
@@ -182,109 +181,70 @@ def _pass_whole_list(replace: Replace) -> None:
     replace(RunSubject, "reach", reach_end)
 
 
-BROKEN: Mapping[str, Callable[[Replace], None]] = MappingProxyType(
-    {
-        "gate removed": _remove_gate,
-        "commit out of order": _commit_out_of_order,
-        "fence not raised": _keep_fence,
-        "watermark as maximum": _watermark_as_maximum,
-        "sweep removed": _remove_sweep,
-        "w:1 lease": _lease_of_one,
-        "client's clock": _clients_clock,
-        "mark before insert": _mark_before_insert,
-        "removal above committed": _removal_above_committed,
-        "snapshot row kept": _keep_changed_documents,
-        "parked key passed": _pass_parked,
-        "failed list passed": _pass_whole_list,
-    }
-)
+BROKEN: Mapping[str, Callable[[Replace], None]] = {
+    "gate removed": _remove_gate,
+    "commit out of order": _commit_out_of_order,
+    "fence not raised": _keep_fence,
+    "watermark as maximum": _watermark_as_maximum,
+    "sweep removed": _remove_sweep,
+    "w:1 lease": _lease_of_one,
+    "client's clock": _clients_clock,
+    "mark before insert": _mark_before_insert,
+    "removal above committed": _removal_above_committed,
+    "snapshot row kept": _keep_changed_documents,
+    "parked key passed": _pass_parked,
+    "failed list passed": _pass_whole_list,
+}
 
 _SPILLS = (
     Step(4.0, "person: pause", where="quick", partition=0),
     Step(16.0, "person: resume", where="quick", partition=0),
     Step(18.0, "kill listener"),
 )
-_LISTED = partition_of("listed", HOT)
-_BAD = tuple(islice(keys_in("listed", _LISTED, f"{POISON}raises"), 4))
-_SHOWS: Mapping[str, tuple[float, int, tuple[Step, ...]]] = MappingProxyType(
-    {
-        "gate removed": (
-            15.0,
-            1,
-            tuple(Step(at, "repeat messages", lasts=2.0) for at in (3.0, 6.0, 9.0, 12.0)),
-        ),
-        "commit out of order": (
-            30.0,
-            1,
-            (Step(4.0, "freeze worker", lasts=10.0), Step(15.0, "freeze worker", lasts=10.0, choice=0.9)),
-        ),
-        "fence not raised": (
-            20.0,
-            1,
-            (
-                Step(3.0, "person: burst", where="slow", key=HOT),
-                Step(4.0, "kill worker"),
-                Step(6.0, "freeze worker", lasts=7.0, choice=0.9),
-                Step(14.0, "kill worker", choice=0.9),
-                Step(17.0, "kill worker"),
-            ),
-        ),
-        "watermark as maximum": (10.0, 1, (Step(2.0, "person: burst", where="slow", key=HOT),)),
-        "sweep removed": (
-            12.0,
-            1,
-            (
-                Step(2.0, "person: burst", where="slow", key=HOT),
-                Step(3.0, "kill worker"),
-                Step(3.1, "kill worker", choice=0.9),
-                Step(4.5, "flush redis"),
-            ),
-        ),
-        "w:1 lease": (15.0, 3, (Step(3.0, "take back a lease"),)),
-        "client's clock": (18.0, 1, (Step(3.0, "kill listener"), Step(10.0, "kill listener"))),  # each of the two
-        "mark before insert": (22.0, 1, _SPILLS),
-        "removal above committed": (22.0, 1, _SPILLS),
-        "snapshot row kept": (
-            20.0,
-            1,
-            tuple(
-                step
-                for n in range(8)
-                for step in (
-                    Step(2.0 + 2 * n, "snapshot", choice=0.65),
-                    Step(2.1 + 2 * n, "person: burst", where="quick", key=HOT),
-                )
-            ),
-        ),
-        "parked key passed": (
-            16.0,
-            1,
-            (
-                Step(2.0, "poison: raises", where="parking", key=HOT),
-                Step(2.5, "person: burst", where="parking", key=HOT),
-                Step(5.0, "person: discard a letter", where="parking"),
-                Step(7.0, "person: burst", where="parking", key=HOT),
-                Step(10.0, "person: replay letters", where="parking"),
-            ),
-        ),
-        "failed list passed": (
-            18.0,
-            1,
-            tuple(
-                step
-                for n, key in enumerate(_BAD)
-                for step in (
-                    Step(2.0 + 3 * n, "person: burst", where="listed", key=HOT),
-                    Step(2.2 + 3 * n, "poison: raises", where="listed", partition=_LISTED, key=key),
-                    Step(2.4 + 3 * n, "person: burst", where="listed", key=HOT),
-                )
-            ),
-        ),
-    }
-)
+
+
+def _burst(at: float, where: str) -> Step:
+    return Step(at, "person: burst", where=where, key=HOT)
+
+
+def _fail_in_lists() -> Iterator[Step]:
+    """A key that fails, in the middle of a list of the hot key: they share a partition."""
+    partition = partition_of("listed", HOT)
+    for n, key in enumerate(islice(keys_in("listed", partition, f"{POISON}raises"), 4)):
+        poison = Step(2.2 + 3 * n, "poison: raises", where="listed", partition=partition, key=key)
+        yield from (_burst(2.0 + 3 * n, "listed"), poison, _burst(2.4 + 3 * n, "listed"))
+
+
+_SHOWS: Mapping[str, tuple[float, int, Iterable[Step]]] = {
+    "gate removed": (15.0, 1, [Step(at, "repeat messages", lasts=2.0) for at in (3.0, 6.0, 9.0, 12.0)]),
+    "commit out of order": (30.0, 1, [
+        Step(4.0, "freeze worker", lasts=10.0), Step(15.0, "freeze worker", lasts=10.0, choice=0.9),
+    ]),
+    "fence not raised": (20.0, 1, [
+        _burst(3.0, "slow"), Step(4.0, "kill worker"), Step(6.0, "freeze worker", lasts=7.0, choice=0.9),
+        Step(14.0, "kill worker", choice=0.9), Step(17.0, "kill worker"),
+    ]),
+    "watermark as maximum": (10.0, 1, [_burst(2.0, "slow")]),
+    "sweep removed": (12.0, 1, [
+        _burst(2.0, "slow"), Step(3.0, "kill worker"), Step(3.1, "kill worker", choice=0.9), Step(4.5, "flush redis"),
+    ]),
+    "w:1 lease": (15.0, 3, [Step(3.0, "take back a lease")]),
+    "client's clock": (18.0, 1, [Step(at, "kill listener") for at in (3.0, 10.0)]),  # each of the two
+    "mark before insert": (22.0, 1, _SPILLS),
+    "removal above committed": (22.0, 1, _SPILLS),
+    "snapshot row kept": (20.0, 1, [
+        step for at in range(2, 18, 2) for step in (Step(at, "snapshot", choice=0.65), _burst(at + 0.1, "quick"))
+    ]),
+    "parked key passed": (16.0, 1, [
+        Step(2.0, "poison: raises", where="parking", key=HOT), _burst(2.5, "parking"),
+        Step(5.0, "person: discard a letter", where="parking"), _burst(7.0, "parking"),
+        Step(10.0, "person: replay letters", where="parking"),
+    ]),
+    "failed list passed": (18.0, 1, [*_fail_in_lists()]),
+}  # fmt: skip
 
 
 def directed(name: str) -> Plan:
     """A plan that shows what a broken build does; with a sound build it shows nothing."""
     seconds, members, steps = _SHOWS[name]
-    return Plan(name, seconds, members, steps)
+    return Plan(name, seconds, members, tuple(steps))

@@ -49,7 +49,6 @@ class Stop(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
         return self.end - self.begin
 
 
@@ -91,8 +90,6 @@ def charged_innocents(history: Sequence[Fact], faults: Sequence[Fault]) -> list[
 
 
 class _Heads:
-    """Which change stands where in its partition."""
-
     def __init__(self, history: Sequence[Fact]) -> None:
         self._at: dict[Where, dict[str, Due]] = defaultdict(dict)
         self._times: dict[Due, float] = {}
@@ -105,7 +102,6 @@ class _Heads:
                 self._at[fact.where][fact.place] = fact.due
 
     def at(self, where: Where, place: str) -> Due | None:
-        """The change at a place."""
         return self._at[where].get(place)
 
     def after(self, where: Where, place: str) -> Due | None:
@@ -115,7 +111,6 @@ class _Heads:
         return None if first is None else found[first]
 
     def written_at(self, due: Due) -> float:
-        """When a change was written."""
         return self._times[due]
 
 
@@ -156,7 +151,6 @@ class _Waiting:
             self._dues.discard(due)
 
     def ended(self, at: float) -> list[Stop]:
-        """All that was found, at the end of the history."""
         self._go_on(at)
         return self._stops
 
@@ -193,7 +187,6 @@ def stopped(found: Iterable[Stop], faults: Sequence[Fault], load: float = 1.0) -
 
 
 def overlapping(stop: Stop, faults: Iterable[Fault]) -> list[Fault]:
-    """The faults that may have kept something from going on."""
     return [fault for fault in faults if fault.begin <= stop.end and stop.begin <= fault.until]
 
 
@@ -293,7 +286,6 @@ class Judgement:
 
     @property
     def good(self) -> bool:
-        """Whether every promise was kept."""
         return not any(self.wrong.values())
 
 
@@ -303,17 +295,12 @@ class Evidence:
     What there is to judge.
 
     Attributes:
-        history: in the order of the oplog.
         acknowledged: what the writer knows to be written.
-        status: what the bridge says of itself in the end.
         load: how many processes wanted each core of the machine.
         announced: by versions, who has said that it leads with them.
         ends: by names, how listeners have ended that nobody had ended.
         troubles: what the runner itself could not do.
-        discarded: the changes whose letters a person has told to discard.
-        parked: the partitions in which a key is parked in the end.
-        unlike: writes of the bridge's state that the models do not allow.
-        steps: how many others there were.
+        unlike: writes of the bridge's state that the models do not allow; ``steps``: how many others there were.
     """
 
     history: Sequence[Fact]

@@ -78,12 +78,9 @@ class Step:
     One thing that happens.
 
     Attributes:
-        at: seconds after the writer's start.
+        at: seconds after the writer's start; it `lasts` for seconds.
         does: a kind of fault, `poison: ...`, or `person: ...`.
-        lasts: seconds.
-        where: subscription, of a poison or of what a person does.
-        partition: of the subscription.
-        key: that is poisoned.
+        where: the subscription of a poison, or of what a person does.
         choice: from 0 to 1, for whatever is chosen when it happens.
     """
 
@@ -96,7 +93,6 @@ class Step:
     choice: float = 0.0
 
     def __str__(self) -> str:
-        """Return a line for people."""
         place = f" {self.where}/{self.partition}" if self.where else ""
         lasts = f" for {self.lasts:.1f} s" if self.lasts else ""
         return f"{self.at:7.2f} s  {self.does}{place}{f' {self.key}' if self.key else ''}{lasts}"
@@ -104,13 +100,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All steps of a run, in the order of their times."""
-
     seed: int | str
     seconds: float
     members: int
     steps: tuple[Step, ...]
 
     def lines(self) -> list[str]:
-        """The plan for people."""
         return [f"seed {self.seed}, {self.seconds:.0f} s, {self.members} members", *map(str, self.steps)]

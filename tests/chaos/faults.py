@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -93,7 +94,6 @@ class Fault:
 
     @property
     def kind(self) -> Kind:
-        """Its kind."""
         return STALL if self.name == STALL.name else KINDS[self.name]
 
     @property
@@ -215,7 +215,6 @@ def _fail_commands(**data: Any) -> Do:
 
 
 def _kill_cursors(world: World, _step: Step) -> Doing:
-    """Of the stream, whoever reads it."""
     with suppress(PyMongoError), MongoClient[dict[str, Any]](_primary(world).url) as client:
         streams = {"$match": {"appName": LISTENER, "cursor.cursorId": {"$exists": True}}}
         options = {"allUsers": True, "idleCursors": True, "idleConnections": True}
@@ -234,12 +233,6 @@ def _lost_network(world: World, step: Step) -> Doing:
     """What was swallowed is gone: nobody waits for it."""
     proxy = _proxy(world) if step.choice < 0.6 else world.network
     return _between(proxy.black_hole, proxy.pass_through, proxy.reset)
-
-
-def _reset_network(world: World, _step: Step) -> Doing:
-    for proxy in filter(None, (world.mongo, world.network)):
-        proxy.reset()
-    yield
 
 
 def _step_down(world: World, _step: Step) -> Doing:
@@ -264,17 +257,6 @@ def _recover(world: World, _step: Step) -> Doing:
         )
 
 
-def _kill_primary(world: World, _step: Step) -> Doing:
-    member = _primary(world)
-    return _between(member.kill, member.restart, world.replica_set.wait_until_ready)
-
-
-def _take_back(world: World, _step: Step) -> Doing:
-    """The primary dies with writes of the bridge that nobody else has."""
-    Elections(world.replica_set).under_load(STATE)
-    yield
-
-
 def _take_back_lease(world: World, step: Step) -> Doing:
     """Whoever takes the lease on a primary that nobody else hears of has it no more when that is gone."""
     with Elections(world.replica_set).held_back():
@@ -287,7 +269,6 @@ def _take_back_lease(world: World, step: Step) -> Doing:
 
 
 def _terms(world: World) -> int:
-    """How often a listener has said that it leads."""
     return sum(path.read_bytes().count(b"leading bridge") for path in world.logs.glob("*listener*"))
 
 
@@ -313,24 +294,19 @@ def _snapshot(world: World, step: Step) -> Doing:
 
 
 def choose_snapshot(step: Step) -> tuple[str, tuple[str, ...]]:
-    """Return of which handler a snapshot is, and with which rate."""
     names = sorted(FLOWS)
     place = step.choice * len(names)
     return names[int(place)], ("--rate", str(_RATE)) if place % 1 < _SLOWLY else ()
 
 
-def _with_pool(role: Role) -> tuple[int, ...]:
-    return (role.process.pid, *role.process.children())
-
-
-def _freeze_worker(world: World, step: Step) -> Doing:
+def _freeze_worker(world: World, step: Step, *, alone: bool) -> Doing:
     role = _chosen(world, step, "worker")
-    return _frozen(role, *_with_pool(role))
+    return _frozen(role, *([_pool_process(role, step)] if alone else [role.process.pid, *role.process.children()]))
 
 
-def _freeze_pool_process(world: World, step: Step) -> Doing:
-    role = _chosen(world, step, "worker")
-    return _frozen(role, _pool_process(role, step))
+def _kill_primary(world: World, _step: Step) -> Doing:
+    member = _primary(world)
+    return _between(member.kill, member.restart, world.replica_set.wait_until_ready)
 
 
 _KINDS = (
@@ -338,10 +314,10 @@ _KINDS = (
     Kind("freeze listener", "listener", _TAKE_OVER, lambda world, step: _frozen(_listener(world, step)), (3.0, 6.0)),
     Kind("end listener", "listener", 1.5, lambda world, step: _end(_listener(world, step))),
     Kind("kill worker", "worker", _DEAD_CLAIM, lambda world, step: _kill(_chosen(world, step, "worker"))),
-    Kind("freeze worker", "worker", _DEAD_CLAIM, _freeze_worker, (4.0, 8.0)),
+    Kind("freeze worker", "worker", _DEAD_CLAIM, partial(_freeze_worker, alone=False), (4.0, 8.0)),
     Kind("end worker", "worker", _LOST_MESSAGE, lambda world, step: _end(_chosen(world, step, "worker"))),
     Kind("kill pool process", "worker", _DEAD_CLAIM, _kill_pool_process),
-    Kind("freeze pool process", "worker", _DEAD_CLAIM, _freeze_pool_process, (4.0, 8.0)),
+    Kind("freeze pool process", "worker", _DEAD_CLAIM, partial(_freeze_worker, alone=True), (4.0, 8.0)),
     Kind(
         "kill redis", "redis", _LOST_MESSAGE, lambda world, _: _between(world.redis.kill, world.redis.restart),
         (0.5, 3.0),
@@ -367,12 +343,18 @@ _KINDS = (
         lambda world, _: _between(lambda: _proxy(world).delay(_SLOW_SECONDS), _proxy(world).pass_through),
         (2.0, 5.0), alone=True,
     ),
-    Kind("network resets", "network", _ELECTION, _reset_network, alone=True),
+    Kind(
+        "network resets", "network", _ELECTION,
+        lambda world, _: _between(_proxy(world).reset, world.network.reset), alone=True,
+    ),
     Kind("network is lost", "network", _HANG, _lost_network, (1.0, 4.0), alone=True),
     Kind("step down", "mongod", _ELECTION, _step_down, elects=True),
     Kind("member recovers", "mongod", _ELECTION, _recover, (2.0, 4.0), alone=True),
     Kind("kill primary", "mongod", _ELECTION, _kill_primary, (2.0, 4.0), members=3, elects=True),
-    Kind("take back writes", "mongod", _HANG, _take_back, members=3, elects=True),
+    Kind(
+        "take back writes", "mongod", _HANG,  # of the bridge, that nobody else has
+        lambda world, _: _between(lambda: Elections(world.replica_set).under_load(STATE)), members=3, elects=True,
+    ),
     Kind("snapshot", "snapshot", _SWEEP, _snapshot, (2.0, 6.0)),
     Kind("take back a lease", "mongod", _HANG + _TAKE_OVER, _take_back_lease, members=3, elects=True),
 )  # fmt: skip

@@ -36,7 +36,6 @@ class Person:
         self._retried: set[_Halted] = set()
 
     def act(self, step: Step) -> None:
-        """Do what a step of the plan says."""
         match step.does.partition(": ")[2]:
             case "pause" | "resume" as command:
                 self._world.command(command, step.where, str(step.partition))
@@ -77,18 +76,15 @@ class Person:
         return found
 
     def parked(self) -> list[str]:
-        """The partitions in which a key is parked."""
         found = self._world.client[STATE]["partitions"].find({"parkedKeys.0": {"$exists": True}}, {"_id": 1})
         return [each["_id"] for each in found]
 
     def _replay(self) -> None:
-        """All that waits for parked keys."""
         for flow in FLOWS.values():
             if flow.parks and self._letters(flow.name):
                 self._world.command("dead-letters", "replay", flow.name, "--yes")
 
     def _discard(self, step: Step) -> None:
-        """Any letter that waits, the first of its key or a later one."""
         letters = self._letters(step.where)
         if letters:
             place = letters[int(step.choice * len(letters))]

@@ -22,7 +22,6 @@ _POISON_UNTIL = 0.7
 
 
 def draw(seed: int, seconds: float, members: int = 1) -> Plan:
-    """The plan of a seed."""
     chance = random.Random(f"chaos/{seed}/{seconds}/{members}")
     steps = [*_faults(chance, seconds, members), *_poison(chance, seconds), *_person(chance, seconds)]
     return Plan(seed, seconds, members, tuple(sorted(steps, key=lambda step: (step.at, step.does))))
@@ -107,12 +106,3 @@ def _person(chance: random.Random, seconds: float) -> Iterator[Step]:
 def healthy_partitions() -> set[tuple[str, int]]:
     """Those in which no plan puts poison, and which no person stops."""
     return {(name, index) for name in FLOWS for index in range(PARTITIONS) if index not in STANDING_PARTITIONS}
-
-
-def beside_faults() -> Plan:
-    """Snapshots of all handlers, and what may befall them: whoever reads, runs or stores them ends or is away."""
-    ways = 2 * len(FLOWS)
-    orders = (Step(2.0 + 3 * n, "snapshot", lasts=1.0, choice=(n % ways + 0.5) / ways) for n in range(12))
-    befalls = ("kill listener", "kill worker", "kill cursors", "freeze listener", "step down", "kill pool process")
-    faults = (Step(3.0 + 3 * n, befalls[n % len(befalls)], lasts=2.0, choice=n % 5 / 5) for n in range(11))
-    return Plan("snapshots", 40.0, 1, tuple(sorted([*orders, *faults], key=lambda step: step.at)))

@@ -125,7 +125,6 @@ def _take_effect(change: Change, sink: str, fact: Mapping[str, Any]) -> None:
 
 
 def _take_effects(changes: Changes, effects: Sequence[UpdateOne]) -> None:
-    """One document for each key has its last effect."""
     if effects:
         changes.fenced(f"{DATA}.{SINK}").bulk_write(effects)
 

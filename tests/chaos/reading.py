@@ -49,7 +49,6 @@ class Reading:
         self._executions: set[tuple[Any, ...]] = set()
 
     def take(self, event: Event) -> list[Fact]:
-        """The facts of an event."""
         found = list(self._facts(event))
         self.history += found
         return found
@@ -204,7 +203,6 @@ class Following:
         self._thread.start()
 
     def backlog(self) -> int:
-        """How many changes are written and not done."""
         return len(self._open)
 
     def open(self, acknowledged: list[Due]) -> set[Due]:

@@ -66,8 +66,6 @@ def run(plan: Plan, directory: Path, say: Say, *, broken: str = "", rest: float 
 
 
 class _Playing:
-    """The part of a run in which processes live."""
-
     def __init__(self, plan: Plan, world: World, writer: Writer, following: Following, say: Say) -> None:
         self._plan = plan
         self._world = world
@@ -180,7 +178,6 @@ class _Playing:
 
 
 def _keep(directory: Path, plan: Plan, evidence: Evidence) -> None:
-    """The plan and the history, to look at afterwards."""
     (directory / "plan.txt").write_text("\n".join(plan.lines()) + "\n", encoding="utf-8")
     with (directory / "history.jsonl").open("w", encoding="utf-8") as file:
         for fact in (*evidence.faults, *evidence.history):

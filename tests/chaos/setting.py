@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from mongo_celery.bridge.partitioning import partition_hash
@@ -25,27 +24,20 @@ PARTITIONS = 8
 LEASE_TTL = 2.0
 CLAIM_TTL = 3.0
 DISPATCH_GRACE = 3.0
-COMMIT_GRACE = 1.0
-TRANSACTION_SECONDS = 4.0
-MAX_CRASHES = 3
-SPILL_AFTER = 2.0
-BUFFER_BYTES = 256 << 10
-OPTIONS: Mapping[str, Any] = MappingProxyType(
-    {
-        "name": BRIDGE,
-        "database": STATE,
-        "autodiscover": False,
-        "partitions": PARTITIONS,
-        "lease_ttl": LEASE_TTL,
-        "claim_ttl": CLAIM_TTL,
-        "dispatch_grace": DISPATCH_GRACE,
-        "commit_grace": COMMIT_GRACE,
-        "transaction_seconds": TRANSACTION_SECONDS,
-        "max_crashes": MAX_CRASHES,
-        "spill_after": SPILL_AFTER,
-        "buffer_bytes": BUFFER_BYTES,
-    }
-)
+OPTIONS: Mapping[str, Any] = {
+    "name": BRIDGE,
+    "database": STATE,
+    "autodiscover": False,
+    "partitions": PARTITIONS,
+    "lease_ttl": LEASE_TTL,
+    "claim_ttl": CLAIM_TTL,
+    "dispatch_grace": DISPATCH_GRACE,
+    "commit_grace": 1.0,
+    "transaction_seconds": 4.0,
+    "max_crashes": 3,
+    "spill_after": 2.0,
+    "buffer_bytes": 256 << 10,
+}
 
 LISTENERS, WORKERS, POOL = 2, 2, 4
 MESSAGE_BYTES_MAX = 1 << 20
@@ -66,15 +58,9 @@ class Flow:
 
     Attributes:
         keys: how many keys, beside the hot one.
-        rate: writes a second.
         hot: share of the writes that go to the hot key.
-        seconds: how long its handler takes.
-        policy: the failure policy.
-        group: of workers, where it has one.
         owned: whether the partition is chosen by the field `owner`, by a function that fails without it.
-        commit: who writes its positions.
         batch: most changes of a list, where its handler gets lists; else None.
-        max_running, delay: options of its handler.
     """
 
     name: str
@@ -97,23 +83,20 @@ class Flow:
         return self.policy == "park_key"
 
 
-FLOWS: Mapping[str, Flow] = MappingProxyType(
-    {
-        flow.name: flow
-        for flow in (
-            Flow("quick", keys=32, rate=12.0, hot=0.1),
-            Flow("slow", keys=16, rate=3.0, seconds=0.3, group="slow", commit="inline", max_running=2),
-            Flow("letters", keys=16, rate=4.0, policy="dead_letter", owned=True, delay=1.0),
-            Flow("together", keys=12, rate=2.0, policy="dead_letter", transactional=True),
-            Flow("parking", keys=16, rate=3.0, hot=0.3, policy="park_key"),
-            Flow("listed", keys=16, rate=4.0, hot=0.2, policy="dead_letter", commit="inline", batch=20),
-        )
-    }
-)
+FLOWS: Mapping[str, Flow] = {
+    flow.name: flow
+    for flow in (
+        Flow("quick", keys=32, rate=12.0, hot=0.1),
+        Flow("slow", keys=16, rate=3.0, seconds=0.3, group="slow", commit="inline", max_running=2),
+        Flow("letters", keys=16, rate=4.0, policy="dead_letter", owned=True, delay=1.0),
+        Flow("together", keys=12, rate=2.0, policy="dead_letter", transactional=True),
+        Flow("parking", keys=16, rate=3.0, hot=0.3, policy="park_key"),
+        Flow("listed", keys=16, rate=4.0, hot=0.2, policy="dead_letter", commit="inline", batch=20),
+    )
+}
 
 
 def keys_of(flow: Flow) -> list[str]:
-    """The sound keys of a flow, without the hot one."""
     return [f"{flow.name}-{number}" for number in range(flow.keys)]
 
 
@@ -140,7 +123,6 @@ def order_of(subscription: str, key: str, partition: int) -> int:
 
 
 def keys_in(subscription: str, partition: int, prefix: str) -> Iterator[str]:
-    """Keys of one partition, without end."""
     number = 0
     while True:
         key = f"{prefix}-{number}"
@@ -150,5 +132,4 @@ def keys_in(subscription: str, partition: int, prefix: str) -> Iterator[str]:
 
 
 def is_poison(key: str) -> bool:
-    """Whether the plan has poisoned a key."""
     return key.startswith(POISON)

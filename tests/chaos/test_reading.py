@@ -23,11 +23,9 @@ class Events:
         self._numbers = count(1)
 
     def put(self, where: tuple[str, str], key: str, document: dict[str, Any]) -> list[Any]:
-        """An insert."""
         return self._take(where, key, {"operationType": "insert", "fullDocument": {"_id": key, **document}})
 
     def update(self, where: tuple[str, str], key: str, fields: dict[str, Any]) -> list[Any]:
-        """An update that sets fields."""
         described = {"updatedFields": fields, "removedFields": []}
         return self._take(where, key, {"operationType": "update", "updateDescription": described})
 

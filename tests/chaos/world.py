@@ -33,11 +33,6 @@ class World:
     """
     All servers and processes of one run: a context manager.
 
-    Args:
-        directory: for logs and gates.
-        members: of the replica set.
-        environment: more variables for the processes.
-
     Attributes:
         keeper: starts listeners and workers again.
         mongo: the network between processes and MongoDB; None with several members.
@@ -86,7 +81,6 @@ class World:
             role.process.wait_for_output(r" ready\.")
 
     def those(self, sort: str) -> list[Role]:
-        """The listeners, or the workers."""
         return [role for name, role in self.keeper.roles.items() if name.startswith(sort)]
 
     def leader(self) -> Role:
@@ -96,7 +90,6 @@ class World:
         return next((role for role in listeners if role.process.pid == lease.get("pid")), listeners[0])
 
     def environment(self, name: str) -> dict[str, str]:
-        """The variables of a process."""
         url = self.mongo.mongo_url if self.mongo is not None else self.replica_set.url
         called = LISTENER if name.startswith("listener") else WORKER
         return {
@@ -124,7 +117,6 @@ class World:
 
     @property
     def unasked_ends(self) -> dict[str, list[int]]:
-        """How processes have ended that nobody had ended."""
         return {name: list(role.ends) for name, role in self.keeper.roles.items() if role.ends}
 
     def _start(self, name: str) -> ProjectProcess:

@@ -58,11 +58,9 @@ class Writer:
         self._thread = threading.Thread(target=self._write_on, name="chaos-writer", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Write what was ordered, and end."""
         self._stopping.set()
         self._thread.join()
         self._client.close()
@@ -72,7 +70,6 @@ class Writer:
         self._bursts.append(flow)
 
     def poison(self, step: Step) -> None:
-        """Write a poisoned document."""
         self._poison.append(step)
 
     def _write_on(self) -> None:

@@ -13,12 +13,14 @@ from pymongo.database import Database
 from pymongo.uri_parser import parse_uri
 
 from mongo_celery import Bridge
+from mongo_celery.bridge.listener import chunks
 from mongo_celery.bridge.stream import cursor, reader
 from tests.fixtures.proxy import Proxy
 from tests.integration.locking_rig import NOTES_APP
 from tests.rig.commands import CommandRecorder
 from tests.rig.fenced import Document, MakeClient
 from tests.rig.led import NAME, LedBridge, stored_change
+from tests.rig.snapshots import SnapshotWorld, worlds
 
 _AWAIT_SECONDS = 0.1
 MakeBridge = Callable[..., Bridge]
@@ -38,7 +40,7 @@ def target(database: Database[Document]) -> Collection[Document]:
 
 @pytest.fixture
 def spied(make_client: MakeClient, target: Collection[Document]) -> tuple[Collection[Document], CommandRecorder]:
-    commands = CommandRecorder(target.database.client)
+    commands = CommandRecorder()
     client = make_client(event_listeners=[commands])
     return client[target.database.name][target.name], commands
 
@@ -104,3 +106,16 @@ def storing(led: LedBridge) -> LedBridge:
     """Give a bridge whose first partition has three stored changes."""
     led.store_changes(*(stored_change(number, fullDocument={"_id": number, "note": "n" * 500}) for number in (1, 2, 3)))
     return led
+
+
+@pytest.fixture
+def world(
+    mongo_client: MongoClient[Document],
+    mongo_url: str,
+    state_database: str,
+    database: Database[Document],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[SnapshotWorld]:
+    """Give a world whose snapshots have chunks of four documents."""
+    monkeypatch.setattr(chunks, "ROWS", 4)
+    yield from worlds(mongo_client, mongo_url, state_database, database.name)

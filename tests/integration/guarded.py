@@ -38,13 +38,7 @@ class GuardedMongo(MongoServer):
         self.stop()
 
     def add_user(self, name: str, *rights: tuple[str, str]) -> str:
-        """
-        Create a user and return the address to log in with.
-
-        Args:
-            name: also the password.
-            rights: pairs of role and database.
-        """
+        """Create a user with these pairs of role and database, and return the address to log in with."""
         with MongoClient[dict[str, Any]](self.address_of("root")) as client:
             roles = [{"role": role, "db": database} for role, database in rights]
             client.admin.command("createUser", name, pwd=name, roles=roles)

@@ -55,7 +55,6 @@ class Tasks:
         self._loop.run(self._client.admin.command("ping"))
 
     def lock(self, name: str, *args: Any, timeout: float = _ANSWER_SECONDS_MAX, **options: Any) -> Any:
-        """As of `Threads`."""
         call = transactional(self._client, timeout=timeout)(getattr(asynchronous, name))
         return self._loop.run(call(*(_of_client(self._client, each) for each in args), **options))
 
@@ -74,7 +73,6 @@ def _of_client(client: Any, given: Any) -> Any:
 
 
 def texts(notes: Collection[Document]) -> list[Any]:
-    """Return the committed texts."""
     return [note["text"] for note in notes.find().sort("_id", 1)]
 
 

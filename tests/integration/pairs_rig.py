@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -55,20 +54,13 @@ class Shop:
         self._boxes: list[Outbox | OutboxCollection] = []
         self._conflicts = 1
 
-    def outbox(self, collection: str) -> Outbox:
-        """An embedded outbox; nothing but `send` dispatches what is in it."""
-        box = Outbox(self.app, lambda: self.db[collection], **_quiet(collection))
-        self._boxes.append(box)
-        return box
-
-    def outbox_collection(self, collection: str) -> OutboxCollection:
-        """An outbox of its own collection; nothing but `send` dispatches what is in it."""
-        box = OutboxCollection(self.app, lambda: self.db[collection], **_quiet(collection))
-        self._boxes.append(box)
-        return box
+    def box(self, kind: type[Outbox | OutboxCollection], collection: str) -> Any:
+        """An outbox; nothing but `send` dispatches what is in it."""
+        made = kind(self.app, lambda: self.db[collection], name=collection, at_once=False, sweep_every=None)
+        self._boxes.append(made)
+        return made
 
     def bank(self) -> TwoPhaseCommit:
-        """Accounts A and B with 100 each."""
         self.db["accounts"].insert_many([{"_id": name, "balance": 100} for name in "AB"])
         return TwoPhaseCommit(self.app, lambda: self.db["transactions"], recover_every=None)
 
@@ -85,18 +77,15 @@ class Shop:
     # -- what happens --------------------------------------------------------------------------------
 
     def add(self, key: str, session: ClientSession | None = None) -> None:
-        """Count an effect, by the client of the session."""
         client = self.client if session is None else session.client
         client[self.db.name]["done"].update_one({"_id": key}, {"$inc": {"n": 1}}, upsert=True, session=session)
 
     def fail(self, effect: str, key: Any) -> None:
-        """Raise as long as that is asked for."""
         if self._failed[effect, key] < self.failing[key]:
             self._failed[effect, key] += 1
             raise OSError("a service is away")
 
     def conflict(self, session: ClientSession) -> None:
-        """Meet a real write conflict, the first time."""
         hot = session.client[self.db.name]["hot"]
         hot.find_one({"_id": 1}, session=session)  # from here on it sees what was there
         if self._conflicts:
@@ -106,7 +95,6 @@ class Shop:
         hot.update_one({"_id": 1}, {"$inc": {"n": 1}}, upsert=True, session=session)
 
     def put(self, *places: Any, n: int = 0) -> None:
-        """Write orders as they are then."""
         for place in places:
             self.orders.replace_one({"_id": place}, {"n": n}, upsert=True)
 
@@ -127,15 +115,12 @@ class Shop:
         wait_for(lambda: reader.read_to is not None and reader.read_to >= aim)
 
     def send(self, runner: BridgeRunner) -> None:
-        """Dispatch what the outboxes have, and run all tasks."""
         for box in self._boxes:
             box.sweep(older_than=0)
-        for box in self._boxes:  # a dispatcher may have had some in hand
-            wait_for(functools.partial(_has_sent, box))
+        wait_for(lambda: not any(map(pending_entries, self._boxes)))  # a dispatcher may have had some in hand
         runner.run_tasks()
 
     def letters(self) -> Counter[str]:
-        """Return the number of dead letters by cause."""
         return Counter(letter.cause for letter in dead_letter_commands.find(self.bridge.wiring).letters)
 
     def replay(self, runner: BridgeRunner) -> None:
@@ -165,7 +150,6 @@ class Shop:
     # -- what was done -------------------------------------------------------------------------------
 
     def counted(self) -> dict[str, int]:
-        """Return how often each effect is there."""
         return {each["_id"]: each["n"] for each in self.db["done"].find()}
 
     def documents(self, collection: str) -> list[Document]:
@@ -173,16 +157,7 @@ class Shop:
         return list(self.db[collection].find({}, {"_fence": 0}, sort=[("_id", 1)]))
 
     def balances(self) -> dict[str, int]:
-        """Return the accounts."""
         return {each["_id"]: each["balance"] for each in self.db["accounts"].find()}
-
-
-def _quiet(collection: str) -> Any:
-    return {"name": collection, "at_once": False, "sweep_every": None}
-
-
-def _has_sent(box: Outbox | OutboxCollection) -> bool:
-    return not pending_entries(box)
 
 
 def _by_change(body: Callable[[Change], object]) -> Any:
@@ -207,11 +182,7 @@ def _by_list(body: Callable[[Change], object]) -> Any:
 
 
 def label(change: Change) -> str:
-    """Return the key under which a change is counted."""
     return f"{change.document_key['_id']}.{(change.full_document or {}).get('n')}"
-
-
-# -- effects: each meets the failure that is asked for at its worst place ------------------------------
 
 
 def _fenced(shop: Shop, name: str) -> Callable[[Change], None]:
@@ -255,7 +226,7 @@ def _once(shop: Shop, name: str) -> Callable[[Change], None]:
 
 
 def _outbox(shop: Shop, name: str) -> Callable[[Change], None]:
-    box = shop.outbox("summaries")
+    box = shop.box(Outbox, "summaries")
 
     def summarise(change: Change) -> None:
         entry = box.with_tasks({"$set": {"n": 1}}, [shop.count.s(f"{name} {label(change)}")])
@@ -270,7 +241,7 @@ def _collection(shop: Shop, name: str) -> Callable[[Change], None]:
     def note(key: str) -> None:
         shop.add(key)
 
-    @transactional(lambda: shop.client, outbox=shop.outbox_collection("leaving"))
+    @transactional(lambda: shop.client, outbox=shop.box(OutboxCollection, "leaving"))
     def leave(change: Change, *, session: ClientSession) -> None:
         shop.db["left"].insert_one({}, session=session)
         note.delay(f"{name} {label(change)}")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from celery import Celery, Task, current_task
 from celery.exceptions import SoftTimeLimitExceeded
-from pymongo import AsyncMongoClient, MongoClient
+from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
 
@@ -30,9 +30,8 @@ from mongo_celery.errors import ConfigurationError, HandlerUsageError, StaleFenc
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
-from tests.rig.fenced import Act, every_write, fence, view
+from tests.rig.fenced import Act, Document, every_write, fence, view
 
-Document = dict[str, Any]
 TRACE: ContextVar[str] = ContextVar("trace", default="none")
 
 
@@ -57,32 +56,25 @@ class Shop:
         self.seen: list[Any] = []
 
     def on_change(self, **options: Any) -> OnChange:
-        """Return the decorator of a handler of orders."""
         return self.bridge.on_change(f"{self.name}.orders", **options)
 
     def fenced(self, change: Any) -> AsyncFencedCollection:
-        """Return the view of copies over the bridge's asyncio client."""
         made: AsyncFencedCollection = change.fenced(self.bridge.async_client[self.name]["copies"])
         return made
 
     def deliver(self, *keys: Any, **options: Any) -> Any:
-        """Write orders and deliver them."""
         with BridgeRunner(self.bridge) as runner:
             self.data["orders"].insert_many([{"_id": key} for key in keys])
             return runner.deliver(**options)
 
     @property
     def copies(self) -> list[Any]:
-        """The keys of the copies."""
         return [each["_id"] for each in self.data["copies"].find().sort("_id", 1)]
 
 
 @pytest.fixture
 def shop(database: Database[Document], mongo_url: str) -> Shop:
     return Shop(database, mongo_url)
-
-
-# -- the loop --------------------------------------------------------------------------------------
 
 
 def test_all_handlers_share_a_loop_and_see_their_task(database: Database[Document], mongo_url: str) -> None:
@@ -139,8 +131,6 @@ def test_a_direct_call_returns_the_coroutine(shop: Shop) -> None:
 
 
 class Answer:
-    """An awaitable that is no coroutine."""
-
     def __await__(self) -> Iterator[None]:
         yield
 
@@ -169,9 +159,6 @@ def test_what_nothing_would_await_is_refused(shop: Shop) -> None:
             yield change
 
 
-# -- ends ------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def limit() -> Iterator[Callable[[], None]]:
     """Give a function that has a soft time limit raised in the waiting thread, as Celery's pools do, by a signal."""
@@ -185,7 +172,6 @@ def limit() -> Iterator[Callable[[], None]]:
 
 
 async def _end(end: str, stays: asyncio.Event, left: list[bool]) -> None:
-    """End a canceled coroutine."""
     if end == "canceled":
         raise asyncio.CancelledError
     if end == "raises":
@@ -241,13 +227,11 @@ def test_a_commit_that_the_limit_interrupts_blocks_no_outcome(
 ) -> None:
     """P2: PyMongo does not abort a transaction whose commit has begun, and its locks would stop the outcome."""
     shop = Shop(database, f"{mongo_url}&appName=interrupted")
-    commits: list[Document] = [
-        {"$currentOp": {}},
-        {"$match": {"command.commitTransaction": 1, "appName": "interrupted"}},
-    ]
+    match = {"command.commitTransaction": 1, "appName": "interrupted"}
+    slow = {"failCommands": ["commitTransaction"], "blockConnection": True, "blockTimeMS": 1000, "errorCode": 50}
 
     def interrupt() -> None:
-        wait_for(lambda: list(database.client.admin.aggregate(commits)))
+        wait_for(lambda: list(database.client.admin.aggregate([{"$currentOp": {}}, {"$match": match}])))
         limit()
 
     @shop.on_change(transactional=True)
@@ -255,17 +239,7 @@ def test_a_commit_that_the_limit_interrupts_blocks_no_outcome(
         await shop.fenced(change).replace_one({"_id": 1}, {}, upsert=True)
         threading.Thread(target=interrupt).start()
 
-    with (
-        BridgeRunner(shop.bridge) as runner,
-        failpoint(
-            mode={"times": 1},
-            failCommands=["commitTransaction"],
-            appName="interrupted",
-            blockConnection=True,
-            blockTimeMS=1000,
-            errorCode=50,
-        ),
-    ):
+    with BridgeRunner(shop.bridge) as runner, failpoint(mode={"times": 1}, appName="interrupted", **slow):
         shop.data["orders"].insert_one({"_id": 1})
         failures = runner.deliver(raises=False).failures
         assert [type(call.error) for call in failures] == [SoftTimeLimitExceeded]
@@ -293,9 +267,6 @@ def test_a_handler_that_cancels_itself_has_failed(shop: Shop) -> None:
             EVENT_LOOP.get().run(leave)
 
 
-# -- fenced writes ---------------------------------------------------------------------------------
-
-
 class Awaited:
     """A view whose coroutines run on the loop, for acts that are written for plain ones."""
 
@@ -307,19 +278,15 @@ class Awaited:
         return lambda *args, **kwargs: EVENT_LOOP.get().run(lambda: method(*args, **kwargs))
 
 
-@pytest.fixture
-def awaited(mongo_url: str, target: Collection[Document]) -> Iterator[Callable[[int], Any]]:
-    """Give a function that returns an asyncio view of the target with a token."""
-    client: AsyncMongoClient[Document] = AsyncMongoClient(mongo_url)
-    yield lambda token: Awaited(AsyncFencedCollection(client[target.database.name][target.name], fence(token)))
-    EVENT_LOOP.get().run(client.close)
-
-
 @every_write
 def test_each_asyncio_write_is_refused_or_done_as_a_plain_one(
-    target: Collection[Document], awaited: Callable[[int], Any], write: Act
+    target: Collection[Document], shop: Shop, write: Act
 ) -> None:
     """P3: a stale one changes nothing; a newer one writes what the plain method writes."""
+    copies = shop.bridge.async_client[shop.name][target.name]
+
+    def awaited(token: int) -> Any:
+        return Awaited(AsyncFencedCollection(copies, fence(token)))
 
     def fill(token: int) -> list[Document]:
         view(target, token).replace_one({"_id": 2}, {"kind": "b", "by": "newer"}, upsert=True)
@@ -338,9 +305,6 @@ def test_each_asyncio_write_is_refused_or_done_as_a_plain_one(
     fill(7)
     write(view(target, 8))
     assert read() == after != before
-
-
-# -- transactions ----------------------------------------------------------------------------------
 
 
 def test_effects_and_mark_of_a_transaction_are_one(shop: Shop, mongo_client: MongoClient[Document]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -26,56 +26,62 @@ from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import MakeRedis
 
 Document = dict[str, Any]
-MakeBeat = Callable[..., Scheduler]
 
 TTL = 1.0
 MINUTE = timedelta(minutes=1)
 START = datetime(2026, 3, 1, 12, tzinfo=UTC)
 
 
-class Clock:
-    """The clock of a test's schedules, which only the test moves."""
+class Beats:
+    """Beats of one app, what they store and send, and the clock of their schedules, which only the test moves."""
 
-    def __init__(self) -> None:
-        self.time = START
+    def __init__(self, mongo_url: str, redis_url: str, stored: Collection[Document], stack: ExitStack) -> None:
+        self.stored, self.time = stored, START
+        self._mongo_url, self._redis_url, self._stack = mongo_url, redis_url, stack
 
     def now(self) -> datetime:
         return self.time
 
+    def every(self, run_every: timedelta) -> schedule:
+        return schedule(run_every, nowfun=self.now)
+
+    def make(self, entries: Mapping[str, Any] | None = None, **settings: Any) -> Scheduler:
+        """Make a beat, by default with one entry that is due every minute."""
+        app = Celery("shop", broker=self._redis_url, set_as_current=False)
+        app.conf.update(
+            mongo_celery_database_url=self._mongo_url,
+            mongo_celery_database=self.stored.database.name,
+            mongo_celery_lease_ttl=TTL,
+        )
+        app.conf.update(settings)
+        app.conf.beat_schedule = entries or {"count": {"task": "shop.count", "schedule": self.every(MINUTE)}}
+        beat = Scheduler(app)
+        self._stack.enter_context(suppress(Exception))
+        self._stack.callback(beat.close)
+        return beat
+
+    def messages(self, url: str | None = None) -> list[Any]:
+        """Return all messages in the default queue, the first one first."""
+        with redis.Redis.from_url(url or self._redis_url) as client:
+            return [json.loads(each) for each in reversed(client.lrange("celery", 0, -1))]
+
+    def ids(self, url: str | None = None) -> list[str]:
+        return [each["headers"]["id"] for each in self.messages(url)]
+
+    @property
+    def tasks(self) -> list[str]:
+        return [each["headers"]["task"] for each in self.messages()]
+
+    @property
+    def entry(self) -> Document:
+        """The entry of the default schedule, as it is stored."""
+        return self.stored.find_one({"_id": "shop/count"}) or {}
+
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def make_beat(mongo_url: str, redis_url: str, state_database: str, clock: Clock) -> Iterator[MakeBeat]:
-    """Give a function that makes a beat, by default with one entry that is due every minute."""
+def beats(mongo_url: str, redis_url: str, mongo_client: MongoClient[Document], state_database: str) -> Iterator[Beats]:
     with ExitStack() as stack:
-
-        def make(entries: Mapping[str, Any] | None = None, **settings: Any) -> Scheduler:
-            app = Celery("shop", broker=redis_url, set_as_current=False)
-            app.conf.update(
-                mongo_celery_database_url=mongo_url, mongo_celery_database=state_database, mongo_celery_lease_ttl=TTL
-            )
-            app.conf.update(settings)
-            every_minute = schedule(MINUTE, nowfun=clock.now, app=app)
-            app.conf.beat_schedule = entries or {"count": {"task": "shop.count", "schedule": every_minute}}
-            beat = Scheduler(app)
-            stack.callback(close, beat)
-            return beat
-
-        yield make
-
-
-def close(beat: Scheduler) -> None:
-    with suppress(Exception):
-        beat.close()
-
-
-@pytest.fixture
-def stored(mongo_client: MongoClient[Document], state_database: str) -> Collection[Document]:
-    return mongo_client[state_database]["beat"]
+        yield Beats(mongo_url, redis_url, mongo_client[state_database]["beat"], stack)
 
 
 def leads(beat: Scheduler) -> bool:
@@ -91,165 +97,125 @@ def freeze(beat: Scheduler) -> None:
     beat._renewal.stop()
 
 
-def messages(url: str) -> list[Any]:
-    """All messages in the default queue, the first one first."""
-    with redis.Redis.from_url(url) as client:
-        return [json.loads(each) for each in reversed(client.lrange("celery", 0, -1))]
-
-
-def ids(url: str) -> list[str]:
-    return [each["headers"]["id"] for each in messages(url)]
-
-
 def events(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.event for each in caplog.records if each.name == "mongo_celery.beat"]  # type: ignore[attr-defined]
 
 
-def test_one_leads_and_another_continues_where_it_ended(
-    make_beat: MakeBeat, clock: Clock, redis_url: str, stored: Collection[Document], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_leads_and_another_continues_where_it_ended(beats: Beats, caplog: pytest.LogCaptureFixture) -> None:
     """A released lease is free immediately. The last run is that of the earlier leader."""
     caplog.set_level(logging.INFO, "mongo_celery.beat")
-    one, two = make_beat(), make_beat()
+    one, two = beats.make(), beats.make()
     assert [leads(one), leads(two)] == [True, False]
-    clock.time += MINUTE
+    beats.time += MINUTE
     assert [leads(one), leads(two)] == [True, False]
-    assert len(messages(redis_url)) == 1
+    assert len(beats.messages()) == 1
 
     one.close()
     one.close()
-    assert leads(two)
-    assert len(messages(redis_url)) == 1
-    clock.time += MINUTE
-    assert leads(two)
-    assert len(messages(redis_url)) == 2
-    entry = stored.find_one({"_id": "shop/count"}) or {}
-    assert (entry["lastRunAt"].replace(tzinfo=UTC), entry["totalRunCount"]) == (clock.time, 2)
+    for passed, count in ((0, 1), (60, 2), (1, 3)):  # the times of an hour are one run
+        beats.time += passed * MINUTE
+        assert leads(two)
+        assert len(beats.messages()) == count
+    entry = beats.entry
+    assert (entry["lastRunAt"].replace(tzinfo=UTC), entry["totalRunCount"]) == (beats.time, 3)
     assert "run" not in entry
     assert events(caplog) == ["beat_leading", "beat_standing_by", "beat_leading"]
 
 
-def test_missed_times_are_one_run(make_beat: MakeBeat, clock: Clock, redis_url: str) -> None:
-    """No beat ran for an hour: the entry runs once immediately, then as before."""
-    one = make_beat()
-    assert leads(one)
-    one.close()
-    clock.time += 60 * MINUTE
-    two = make_beat()
-    assert leads(two)
-    assert len(messages(redis_url)) == 1
-    clock.time += MINUTE
-    assert leads(two)
-    assert len(messages(redis_url)) == 2
-
-
 @pytest.mark.parametrize("trusts", [False, True])
 def test_a_frozen_leader_sends_nothing_when_it_resumes(
-    make_beat: MakeBeat, clock: Clock, redis_url: str, trusts: bool, monkeypatch: pytest.MonkeyPatch
+    beats: Beats, trusts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if it still trusts its lease, as when it was frozen after it looked: the stored term refuses its run."""
-    frozen, other = make_beat(), make_beat()
+    frozen, other = beats.make(), beats.make()
     assert leads(frozen)
     freeze(frozen)
     wait_for(lambda: leads(other))
-    clock.time += MINUTE
+    beats.time += MINUTE
     if trusts:
         renewal = frozen._renewal
         known = Renewal.is_trusted
         monkeypatch.setattr(Renewal, "is_trusted", lambda self: self is renewal or known(self))
     assert not leads(frozen)
-    assert messages(redis_url) == []
+    assert beats.messages() == []
     assert leads(other)
     assert not leads(frozen)
-    assert len(messages(redis_url)) == 1
+    assert len(beats.messages()) == 1
 
 
 @pytest.mark.parametrize("is_sent", [False, True])
 def test_the_next_leader_sends_a_stored_run_with_its_id(
-    make_beat: MakeBeat,
-    clock: Clock,
-    redis_url: str,
-    stored: Collection[Document],
-    is_sent: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    beats: Beats, is_sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The leader dies before it sends a stored run, or after, before it has noted that."""
-    dying, other = make_beat(), make_beat()
+
+    def die(*_given: object) -> None:
+        raise SystemExit
+
+    dying, other = beats.make(), beats.make()
     assert leads(dying)
-    clock.time += MINUTE
+    beats.time += MINUTE
     died_at = "settle" if is_sent else "_open_producer"
     monkeypatch.setattr(dying._entries if is_sent else dying, died_at, die)
     with pytest.raises(SystemExit):
         leads(dying)
     freeze(dying)
-    run = (stored.find_one({"_id": "shop/count"}) or {})["run"]["taskId"]
-    assert ids(redis_url) == [run] * is_sent
+    run = beats.entry["run"]["taskId"]
+    assert beats.ids() == [run] * is_sent
     wait_for(lambda: leads(other))
-    assert ids(redis_url) == [run] * (1 + is_sent)
-    clock.time += MINUTE
+    assert beats.ids() == [run] * (1 + is_sent)
+    beats.time += MINUTE
     assert leads(other)
-    assert len(set(ids(redis_url))) == 2
-
-
-def die(*_given: object) -> None:
-    raise SystemExit
+    assert len(set(beats.ids())) == 2
 
 
 def test_without_the_broker_a_run_waits_and_keeps_its_id(
-    make_beat: MakeBeat,
-    clock: Clock,
-    make_redis: MakeRedis,
-    stored: Collection[Document],
-    caplog: pytest.LogCaptureFixture,
+    beats: Beats, make_redis: MakeRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Times that pass meanwhile are one more run. The beat leads all the time."""
     server = make_redis()
-    beat = make_beat(broker_url=server.url)
+    beat = beats.make(broker_url=server.url)
     assert leads(beat)
     server.kill()
-    clock.time += MINUTE
+    beats.time += MINUTE
     assert leads(beat)
-    run = (stored.find_one({"_id": "shop/count"}) or {})["run"]["taskId"]
-    clock.time += 3 * MINUTE
+    run = beats.entry["run"]["taskId"]
+    beats.time += 3 * MINUTE
     assert leads(beat)
     server.restart()
-    wait_for(lambda: leads(beat) and len(messages(server.url)) == 2)
-    assert ids(server.url)[0] == run
-    assert (stored.find_one({"_id": "shop/count"}) or {})["totalRunCount"] == 2
+    wait_for(lambda: leads(beat) and len(beats.messages(server.url)) == 2)
+    assert beats.ids(server.url)[0] == run
+    assert beats.entry["totalRunCount"] == 2
     assert set(events(caplog)) == {"beat_run_unsent"}
 
 
-def test_without_mongodb_nothing_is_sent(
-    make_beat: MakeBeat, clock: Clock, redis_url: str, proxy: Proxy, caplog: pytest.LogCaptureFixture
-) -> None:
-    beat = make_beat(mongo_celery_database_url=proxy.mongo_url)
+def test_without_mongodb_nothing_is_sent(beats: Beats, proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
+    beat = beats.make(mongo_celery_database_url=proxy.mongo_url)
     assert leads(beat)
-    clock.time += MINUTE
+    beats.time += MINUTE
     proxy.refuse()
     wait_for(lambda: not leads(beat))
-    assert messages(redis_url) == []
+    assert beats.messages() == []
     assert {"beat_waiting", "beat_lost"} <= set(events(caplog))
     proxy.pass_through()
     wait_for(lambda: leads(beat))
-    assert len(messages(redis_url)) == 1
+    assert len(beats.messages()) == 1
 
 
-def test_a_last_run_in_the_future_counts_as_now(
-    make_beat: MakeBeat, clock: Clock, redis_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_last_run_in_the_future_counts_as_now(beats: Beats, caplog: pytest.LogCaptureFixture) -> None:
     """The clock of the leader was a month ahead, or this clock goes back."""
-    clock.time += timedelta(days=30)
-    beat = make_beat()
+    beats.time += timedelta(days=30)
+    beat = beats.make()
     assert leads(beat)
-    clock.time = START
+    beats.time = START
     assert leads(beat)
     beat.close()
-    other = make_beat()
+    other = beats.make()
     assert leads(other)
-    assert messages(redis_url) == []
-    clock.time += MINUTE
+    assert beats.messages() == []
+    beats.time += MINUTE
     assert leads(other)
-    assert len(messages(redis_url)) == 1
+    assert len(beats.messages()) == 1
     assert events(caplog) == ["beat_clock_wrong", "beat_clock_wrong"]
 
 
@@ -261,20 +227,12 @@ class OnTheHour(schedule):
         return now.hour != last_run_at.hour, 3600.0 - now.minute * 60
 
 
-def test_all_kinds_of_entries_are_sent_as_celery_sends_them(
-    make_beat: MakeBeat, clock: Clock, redis_url: str, stored: Collection[Document]
-) -> None:
-    """With arguments and options; a disabled one is not sent."""
-    clocked: Any = {"nowfun": clock.now}
-    beat = make_beat(
+def test_all_kinds_of_entries_are_sent_as_celery_sends_them(beats: Beats) -> None:
+    clocked: Any = {"nowfun": beats.now}
+    given = {"args": (1, "two"), "kwargs": {"three": 3}, "options": {"expires": 60, "headers": {"of": "user"}}}
+    beat = beats.make(
         {
-            "crontab": {
-                "task": "shop.report",
-                "schedule": crontab(minute="30", **clocked),
-                "args": (1, "two"),
-                "kwargs": {"three": 3},
-                "options": {"expires": 60, "headers": {"of": "user"}},
-            },
+            "crontab": {"task": "shop.report", "schedule": crontab(minute="30", **clocked), **given},
             "own": {"task": "shop.own", "schedule": OnTheHour(**clocked)},
             "relative": {"task": "shop.relative", "schedule": schedule(60 * MINUTE, relative=True, **clocked)},
             "off": {"task": "shop.off", "schedule": schedule(MINUTE, **clocked), "enabled": False},
@@ -283,103 +241,100 @@ def test_all_kinds_of_entries_are_sent_as_celery_sends_them(
     )
     assert leads(beat)
     beat.app.add_periodic_task(60.0, beat.app.signature("shop.late"), name="a.name/with $signs")
-    clock.time += timedelta(hours=8)
+    beats.time += timedelta(hours=8)
     beat.close()
-    other = make_beat(dict(beat.app.conf.beat_schedule))
+    other = beats.make(dict(beat.app.conf.beat_schedule))
     assert leads(other)
-    found = {each["headers"]["task"]: each for each in messages(redis_url)}
+    found = {each["headers"]["task"]: each for each in beats.messages()}
     assert found.keys() == {"shop.report", "shop.own", "shop.relative"}
     report = found["shop.report"]
     args, kwargs, _ = json.loads(base64.b64decode(report["body"]))
     assert (args, kwargs) == ([1, "two"], {"three": 3})
     assert report["headers"]["of"] == "user"
     assert report["headers"]["expires"]
-    names = {each["entry"] for each in stored.find({"_id": {"$ne": "shop"}})}
+    names = {each["entry"] for each in beats.stored.find({"_id": {"$ne": "shop"}})}
     assert names == {"crontab", "own", "relative", "a.name/with $signs", "celery.backend_cleanup"}
 
 
-def test_an_entry_keeps_its_last_run_through_a_deploy(
-    make_beat: MakeBeat, clock: Clock, redis_url: str, stored: Collection[Document]
-) -> None:
+def test_an_entry_keeps_its_last_run_through_a_deploy(beats: Beats) -> None:
     """Older code without the entry leads for a while, then code with another schedule of the entry."""
-    new = make_beat()
+    new = beats.make()
     assert leads(new)
     new.close()
-    old = make_beat({"other": {"task": "shop.other", "schedule": schedule(MINUTE, nowfun=clock.now)}})
+    old = beats.make({"other": {"task": "shop.other", "schedule": beats.every(MINUTE)}})
     assert leads(old)
-    assert "removedAt" in (stored.find_one({"_id": "shop/count"}) or {})
-    clock.time += timedelta(seconds=30)
+    assert "removedAt" in beats.entry
+    beats.time += timedelta(seconds=30)
     old.close()
-    changed = make_beat(
-        {"count": {"task": "shop.count", "schedule": schedule(timedelta(seconds=20), nowfun=clock.now)}}
+    changed = beats.make(
+        {"count": {"task": "shop.count", "schedule": schedule(timedelta(seconds=20), nowfun=beats.now)}}
     )
     assert leads(changed)
-    assert [each["headers"]["task"] for each in messages(redis_url)] == ["shop.count"]
-    assert "removedAt" not in (stored.find_one({"_id": "shop/count"}) or {})
+    assert beats.tasks == ["shop.count"]
+    assert "removedAt" not in beats.entry
 
     changed.close()
-    stored.update_one({"_id": "shop/other"}, {"$set": {"removedAt": datetime.now(UTC) - timedelta(days=2)}})
-    assert leads(make_beat())
-    assert stored.count_documents({"_id": "shop/other"}) == 0
+    beats.stored.update_one({"_id": "shop/other"}, {"$set": {"removedAt": datetime.now(UTC) - timedelta(days=2)}})
+    assert leads(beats.make())
+    assert beats.stored.count_documents({"_id": "shop/other"}) == 0
 
 
-def test_a_run_that_cannot_be_sent_stops_no_other_entry(
-    make_beat: MakeBeat, clock: Clock, redis_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """P12: such as arguments that JSON cannot hold."""
-    every_minute = schedule(MINUTE, nowfun=clock.now)
-    beat = make_beat(
-        {
-            "broken": {"task": "shop.broken", "schedule": every_minute, "args": (object(),)},
-            "also broken": {"task": "shop.broken", "schedule": every_minute, "args": (object(),)},
-            "sound": {"task": "shop.sound", "schedule": every_minute},
-        }
-    )
+def broken_and_sound(beats: Beats) -> tuple[Document, Document]:
+    """Two entries for each minute, one of them with arguments that JSON cannot hold."""
+    every_minute = {"schedule": beats.every(MINUTE)}
+    return {"task": "broken", "args": (object(),), **every_minute}, {"task": "sound", **every_minute}
+
+
+def test_a_run_that_cannot_be_sent_stops_no_other_entry(beats: Beats, caplog: pytest.LogCaptureFixture) -> None:
+    """P12."""
+    broken, sound = broken_and_sound(beats)
+    beat = beats.make({"broken": broken, "also broken": broken, "sound": sound})
     assert leads(beat)
     for count in (1, 2, 3):
-        clock.time += MINUTE
+        beats.time += MINUTE
         assert leads(beat)
-        assert [each["headers"]["task"] for each in messages(redis_url)] == ["shop.sound"] * count
+        assert beats.tasks == ["sound"] * count
     reported = {getattr(each, "entry", None) for each in caplog.records if each.name == "mongo_celery.beat"}
     assert reported == {"broken", "also broken"}
 
 
-def test_another_environment_is_refused(make_beat: MakeBeat, redis_url: str, stored: Collection[Document]) -> None:
+def test_another_environment_is_refused(beats: Beats, redis_url: str) -> None:
     """Also while no beat of the first one runs. Without the stored identity it may lead."""
-    one = make_beat()
+    one = beats.make()
     assert leads(one)
-    other = make_beat(broker_url=redis_url.removesuffix("/0") + "/1")
+    other = beats.make(broker_url=redis_url.removesuffix("/0") + "/1")
     with pytest.raises(ForeignBridgeError):
         other.tick()
     one.close()
     with pytest.raises(ForeignBridgeError):
         other.tick()
-    stored.update_one({"_id": "shop"}, {"$unset": {"identity": 1}})
+    beats.stored.update_one({"_id": "shop"}, {"$unset": {"identity": 1}})
     assert leads(other)
 
 
-def test_an_app_without_mongodb_or_a_name_is_refused(redis_url: str, mongo_url: str) -> None:
+def test_what_cannot_lead_is_refused(beats: Beats, redis_url: str, mongo_url: str, standalone_url: str) -> None:
+    """An app without MongoDB or a name, an entry whose name cannot be stored, and a standalone server."""
     for app in (
         Celery("shop", broker=redis_url, set_as_current=False),
         Celery(broker=redis_url, set_as_current=False, mongo_celery_database_url=mongo_url),
     ):
         with pytest.raises(ConfigurationError):
             Scheduler(app, lazy=True)
+    names: list[Any] = ["", 1]
+    for name in names:
+        with pytest.raises(ConfigurationError):
+            beats.make({name: {"task": "shop.count", "schedule": 60.0}})
+    with pytest.raises(DeploymentError):
+        beats.make(mongo_celery_database_url=standalone_url).tick()
 
 
-def test_a_run_that_cannot_be_sent_delays_no_stored_run(
-    make_beat: MakeBeat, clock: Clock, make_redis: MakeRedis
-) -> None:
+def test_a_run_that_cannot_be_sent_delays_no_stored_run(beats: Beats, make_redis: MakeRedis) -> None:
     """Both wait after an outage, and each turn would try the broken one first."""
-    server, every_minute = make_redis(), schedule(MINUTE, nowfun=clock.now)
-    entries = {
-        "broken": {"task": "shop.broken", "schedule": every_minute, "args": (object(),)},
-        "sound": {"task": "shop.sound", "schedule": every_minute},
-    }
-    beat = make_beat(entries, broker_url=server.url)
+    server, entries = make_redis(), dict(zip(("broken", "sound"), broken_and_sound(beats), strict=True))
+    beat = beats.make(entries, broker_url=server.url)
     assert leads(beat)
     server.kill()
-    clock.time += MINUTE
+    beats.time += MINUTE
     assert leads(beat)
     server.restart()
     beat._runs = {name: beat._runs[name] for name in entries}
@@ -387,27 +342,15 @@ def test_a_run_that_cannot_be_sent_delays_no_stored_run(
     def is_sent() -> bool:
         beat._runs["broken"].retry_at = 0.0  # as after the pause of a beat with few entries
         beat.tick()
-        return messages(server.url) != []
+        return beats.messages(server.url) != []
 
     wait_for(is_sent)
 
 
-@pytest.mark.parametrize("name", ["", 1])
-def test_a_name_that_cannot_be_stored_is_refused(make_beat: MakeBeat, name: Any) -> None:
-    """Its beat would try to lead forever."""
-    with pytest.raises(ConfigurationError):
-        make_beat({name: {"task": "shop.count", "schedule": 60.0}})
-
-
-def test_a_bridge_names_the_state(mongo_url: str, redis_url: str, stored: Collection[Document]) -> None:
+def test_a_bridge_names_the_state(beats: Beats, mongo_url: str, redis_url: str) -> None:
     app = Celery("shop", broker=redis_url, set_as_current=False)
-    Bridge(app, mongo_url, name="bridge", database=stored.database.name)
+    Bridge(app, mongo_url, name="bridge", database=beats.stored.database.name)
     beat = Scheduler(app)
     assert leads(beat)
-    assert stored.find_one({"_id": "bridge"})
+    assert beats.stored.find_one({"_id": "bridge"})
     beat.close()
-
-
-def test_a_standalone_server_is_refused(make_beat: MakeBeat, standalone_url: str) -> None:
-    with pytest.raises(DeploymentError):
-        make_beat(mongo_celery_database_url=standalone_url).tick()

@@ -19,76 +19,61 @@ from tests.rig.term import Document
 
 _MOMENT = 0.01
 
-Begin = Callable[[], StoringTerm]
-
 
 class Stage:
-    """A bridge whose state is recorded from the beginning on."""
-
     def __init__(self, client: MongoClient[Document], database: str) -> None:
         self._client, self._database = client, database
         self._start = operation_time(client)
         self._terms: list[StoringTerm] = []
 
     def begin(self) -> StoringTerm:
-        """Begin a term, whatever the one before is doing."""
         self._terms.append(StoringTerm(self._client, self._database, mark(0)))
         return self._terms[-1]
 
     def record(self) -> Recording:
-        """Return what was recorded up to now."""
         return record(self._client, self._database, self._start)
-
-    def close(self) -> None:
-        """End all terms."""
-        for term in self._terms:
-            term.close()
 
 
 @pytest.fixture
 def stage(mongo_client: MongoClient[Document], state_database: str) -> Iterator[Stage]:
     made = Stage(mongo_client, state_database)
     yield made
-    made.close()
+    for term in made._terms:
+        term.close()
 
 
-def _try_claim(term: StoringTerm, first: int, owner: str, index: int = 0) -> Claim | None:
-    where = term.rig.partition_id("record", index)
-    given: Any = {"term": term.rig.version, "first": first, "last": first, "token": token_data(first)}
-    return term.rig.store.claims.take(where, owner=owner, **given)
+def _try_claim(term: StoringTerm, owner: str) -> Claim | None:
+    given: Any = {"term": term.rig.version, "first": 1, "last": 1, "token": token_data(1)}
+    return term.rig.store.claims.take(term.rig.partition_id("record", 0), owner=owner, **given)
 
 
 def _lapse(term: StoringTerm) -> None:
-    """Let the time of all claims be over."""
     over = {"claim.until": {"$subtract": ["$$NOW", 1]}}
     term.rig.partitions.update_many({"claim": {"$ne": None}}, [{"$set": over}])
-
-
-# -- what shows that a rule is broken --------------------------------------------------------------
 
 
 def _claim_twice(stage: Stage) -> None:
     """Two messages ask for one run."""
     term = stage.begin()
-    assert _try_claim(term, 1, "first")
-    _try_claim(term, 1, "second")
+    assert _try_claim(term, "first")
+    _try_claim(term, "second")
 
 
 def _claim_after_a_lapse(stage: Stage) -> None:
     """A worker has died, and another one runs the change."""
     term = stage.begin()
-    assert _try_claim(term, 1, "first")
+    assert _try_claim(term, "first")
     _lapse(term)
-    assert _try_claim(term, 1, "second")
+    assert _try_claim(term, "second")
 
 
 def _succeed_late(stage: Stage) -> None:
     """A worker that was frozen records its success after another one has begun."""
     term = stage.begin()
-    frozen = _try_claim(term, 1, "frozen")
+    frozen = _try_claim(term, "frozen")
     assert frozen is not None
     _lapse(term)
-    assert _try_claim(term, 1, "other")
+    assert _try_claim(term, "other")
     term.rig.store.claims.handle(frozen, 1, {"_data": token_data(1)})
 
 

@@ -20,9 +20,7 @@ from mongo_celery.outbox import claims
 from mongo_celery.outbox.replay import replay
 from tests.fixtures.serializer import ACCEPTED, NEW
 from tests.fixtures.tasks import register_tasks
-from tests.rig.outbox import ripen
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, ripen
 
 TASK = "shop.bill"
 
@@ -41,7 +39,6 @@ class Orders:
         self._broker = broker_client
 
     def bill(self, order: object) -> Any:
-        """A task that the relay cannot read."""
         return self.writer.app.signature(TASK, args=(str(order),), serializer=NEW)
 
     def make_dead_letter(self, order: object) -> str:
@@ -53,31 +50,24 @@ class Orders:
         return found
 
     def entries(self, order: object) -> list[Document]:
-        """What is pending in an order."""
-        document = self.orders.find_one({"_id": order})
-        assert document is not None
-        field: Document = document.get("pendingEvents", {"count": 0, "events": []})
+        (document,) = self.orders.find({"_id": order})
+        field: Any = document.get("pendingEvents", {"count": 0, "events": []})
         assert field["count"] == len(field["events"]), "the index is on the count"
-        found: list[Document] = field["events"]
-        return found
+        return list(field["events"])
 
     def ids(self, order: object) -> list[str]:
-        """Of the entries that are pending in an order."""
         return [entry["id"] for entry in self.entries(order)]
 
     def published(self) -> list[str]:
-        """The ids of all tasks in the queue, the oldest first."""
         return [json.loads(text)["headers"]["id"] for text in reversed(self._broker.lrange("celery", 0, -1))]
 
     def close(self) -> None:
-        """Close what was opened."""
         for each in (self.writer, self.outbox):
             each.runtime.publisher.close()
 
 
 @pytest.fixture
 def orders(database: Database[Document], redis_url: str, redis_client: Any) -> Iterator[Orders]:
-    """Give orders on the session's servers."""
     made = Orders(database, redis_url, redis_client)
     yield made
     made.close()
@@ -88,9 +78,7 @@ def test_a_replayed_entry_is_last_with_a_new_id_and_its_tasks_own(orders: Orders
     id_ = orders.make_dead_letter(1)
     orders.writer.update_one({"_id": 1}, {"$set": {"paid": True}}, tasks=[orders.bill(2)])
     (other,) = orders.ids(1)
-
     assert replay(orders.outbox, id_) == f"{id_}~1"
-
     relay = orders.outbox.runtime.relay
     for removed in (claims.build_removal, claims.build_any_removal):  # by a relay that wakes up late
         relay.removals.quick.update_one(*removed(1, [id_]))
@@ -104,13 +92,10 @@ def test_a_replayed_entry_is_last_with_a_new_id_and_its_tasks_own(orders: Orders
 def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -> None:
     """A relay may be about to remove that entry: without the dead letter nothing would be left."""
     id_ = orders.make_dead_letter(1)
-    found = orders.outbox.runtime.dead_letters.get(id_)
-    assert found is not None
+    found: Any = orders.outbox.runtime.dead_letters.get(id_)
     orders.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events": [found.entry], "pendingEvents.count": 1}})
-
     with pytest.raises(CommandRefusedError):
         replay(orders.outbox, id_)
-
     assert orders.ids(1) == [id_]
     assert orders.outbox.runtime.dead_letters.get(id_) == found
 
@@ -118,13 +103,10 @@ def test_a_letter_whose_entry_is_still_in_the_document_is_kept(orders: Orders) -
 def test_a_replay_that_was_cut_short_adds_nothing_twice_and_may_be_replayed_again(orders: Orders) -> None:
     """The entry is back and its dead letter was not removed: the repetition only removes it."""
     id_ = orders.make_dead_letter(1)
-    stored = orders.stored.find_one()
-    assert stored is not None
+    (stored,) = orders.stored.find()
     replay(orders.outbox, id_)
     orders.stored.insert_one(stored)
-
     assert replay(orders.outbox, id_) == f"{id_}~1"
-
     assert orders.ids(1) == [f"{id_}~1"]
     assert orders.outbox.runtime.dead_letters.find() == []
     ripen(orders.orders, 1)
@@ -135,17 +117,14 @@ def test_a_replay_that_was_cut_short_adds_nothing_twice_and_may_be_replayed_agai
 
 
 def test_without_its_document_a_letter_is_kept_or_published_on_request(orders: Orders) -> None:
-    """Nothing is made anew in the collection."""
     id_ = orders.make_dead_letter(1)
     orders.orders.delete_one({"_id": 1})
-
     with pytest.raises(CommandRefusedError):
         replay(orders.outbox, id_)
     with pytest.raises(CommandRefusedError):
         replay(orders.outbox, id_, without_document=True)
     assert orders.outbox.runtime.dead_letters.get(id_) is not None
     done = replay(orders.writer, id_, without_document=True)
-
     assert (done, orders.published()) == (None, [id_])
     assert orders.orders.count_documents({}) == 0
     assert orders.outbox.runtime.dead_letters.find() == []
@@ -157,9 +136,7 @@ def test_an_event_keeps_its_own_id(orders: Orders) -> None:
     (entry,) = orders.entries(1)
     orders.outbox.runtime.dead_letters.add(1, entry, ValueError("no"))
     orders.orders.update_one({"_id": 1}, {"$set": {"pendingEvents.events": [], "pendingEvents.count": 0}})
-
     replay(orders.outbox, entry["id"])
-
     (again,) = orders.entries(1)
     assert again["id"] == f"{entry['id']}~1"
     assert again["payload"] == entry["payload"]
@@ -169,12 +146,9 @@ def test_an_event_keeps_its_own_id(orders: Orders) -> None:
 def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> None:
     """Somebody else has written to the field; what they wrote is there to be looked at."""
     orders.outbox.runtime.dead_letters.add(1, {"id": "x", "at": "noon"}, ValueError("no"))
-
     with pytest.raises(CommandRefusedError):
         replay(orders.outbox, "x")
-
-    found = orders.outbox.runtime.dead_letters.get("x")
-    assert found is not None
+    found: Any = orders.outbox.runtime.dead_letters.get("x")
     assert found.plain()["entry"] == {"id": "x", "at": "noon"}
     assert orders.outbox.runtime.dead_letters.remove("x")
     assert not orders.outbox.runtime.dead_letters.remove("x")
@@ -186,16 +160,13 @@ def test_an_entry_that_cannot_be_read_can_only_be_discarded(orders: Orders) -> N
 def test_documents_are_found_again_whatever_their_id_is(
     database: Database[Document], redis_url: str, redis_client: Any, id_: Any
 ) -> None:
-    """A dead letter keeps the id as MongoDB has it, and shows it as JSON."""
     options: CodecOptions[Document] = CodecOptions(uuid_representation=UuidRepresentation.STANDARD, tz_aware=True)
     orders = Orders(database.with_options(codec_options=options), redis_url, redis_client)
     orders.writer.insert_one({"_id": id_}, tasks=[orders.bill(1)])
     ripen(orders.orders, id_)
     assert orders.outbox.sweep(older_than=0).dead == 1
     (found,) = orders.outbox.runtime.dead_letters.find()
-
     replay(orders.outbox, found.id)
-
     assert orders.ids(id_) == [f"{found.id}~1"]
     assert json.loads(json.dumps(found.plain()))["id"] == found.id
     orders.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +14,6 @@ from mongo_celery import Bridge, Change, Changes
 from mongo_celery.testing import BridgeRunner
 
 Document = dict[str, Any]
-Seen = list[tuple[str, list[Any]]]
-Make = Callable[..., Bridge]
 
 
 @pytest.fixture
@@ -31,14 +28,11 @@ def bridge(mongo_url: str) -> Bridge:
 
 
 def read_n(change: Change) -> Any:
-    """The number that the change has set; an update has its own."""
     updated = (change.update_description or {}).get("updatedFields", {})
     return updated.get("n", (change.full_document or {}).get("n"))
 
 
-def test_a_runner_delivers_what_is_delayed_when_nothing_else_is_left(
-    bridge: Bridge, orders: Any, mongo_url: str
-) -> None:
+def test_a_runner_delivers_what_is_delayed_when_nothing_else_is_left(bridge: Bridge, orders: Any) -> None:
     """A test does not wait: in order, with the last state of a burst once; also what handlers write meanwhile."""
     seen: list[tuple[str, Any]] = []
 
@@ -56,18 +50,16 @@ def test_a_runner_delivers_what_is_delayed_when_nothing_else_is_left(
     def lists(changes: Changes) -> None:
         seen.append(("lists", [read_n(each) for each in changes]))
 
-    with BridgeRunner(bridge, url=mongo_url) as runner:
+    with BridgeRunner(bridge) as runner:
         orders.insert_one({"_id": 1, "n": 0})
         for n in (1, 2):
             orders.update_one({"_id": 1}, {"$set": {"n": n}})
         runner.deliver()
     of = {name: [each for which, each in seen if which == name] for name in ("every", "last", "lists")}
-    assert of["every"] == [0, 1, 2, 9]
-    assert of["last"] == [2, 9]
-    assert of["lists"] == [[2], [9]]
+    assert of == {"every": [0, 1, 2, 9], "last": [2, 9], "lists": [[2], [9]]}
 
 
-def test_rows_of_a_snapshot_and_replays_are_not_delayed(bridge: Bridge, orders: Any, mongo_url: str) -> None:
+def test_rows_of_a_snapshot_and_replays_are_not_delayed(bridge: Bridge, orders: Any) -> None:
     """A row has no time of a change. A dead letter has waited before."""
     seen: list[Any] = []
 
@@ -77,7 +69,7 @@ def test_rows_of_a_snapshot_and_replays_are_not_delayed(bridge: Bridge, orders: 
         if not change.replayed and change.operation_type == "insert":
             raise ValueError("no")
 
-    with BridgeRunner(bridge, url=mongo_url) as runner:
+    with BridgeRunner(bridge) as runner:
         term = runner._terms[0]
         vars(term)["end_delays"] = lambda: False
         orders.insert_one({"_id": 1})
@@ -98,7 +90,7 @@ def test_rows_of_a_snapshot_and_replays_are_not_delayed(bridge: Bridge, orders: 
 
 
 def test_what_waits_is_stored_and_its_watermark_goes_on(
-    bridge: Bridge, orders: Any, mongo_url: str, mongo_client: MongoClient[Document]
+    bridge: Bridge, orders: Any, mongo_client: MongoClient[Document]
 ) -> None:
     """P13: a delay that is longer than `spill_after` costs no oplog, and a coalescing handler sees both parts."""
     seen: list[Any] = []
@@ -107,7 +99,7 @@ def test_what_waits_is_stored_and_its_watermark_goes_on(
     def note(change: Change) -> None:
         seen.append(read_n(change))
 
-    with BridgeRunner(bridge, url=mongo_url) as runner:
+    with BridgeRunner(bridge) as runner:
         orders.insert_one({"_id": 1, "n": 0})
         state = mongo_client[bridge.options.database]
         term = runner._terms[0]

@@ -32,50 +32,40 @@ def test_data_in_a_given_directory_outlives_the_object(tmp_path: Path, mongo_url
     with MongoReplicaSet(directory=tmp_path) as first, MongoClient[dict[str, Any]](first.url) as client:
         client.test.kept.insert_one({"_id": 1})
         url = first.url
-
     with MongoReplicaSet(directory=tmp_path) as second, MongoClient[dict[str, Any]](second.url) as client:
         assert second.url == url
         assert client.test.kept.find_one() == {"_id": 1}
 
 
 def test_stop_leaves_no_process_and_no_directory(make_replica_set: MakeReplicaSet, make_redis: MakeRedis) -> None:
-    """After stop() the processes and the temporary directories are gone."""
     own, cache = make_replica_set(), make_redis()
     pids = [own.pid, cache.pid]
     directories = [own.members[0].directory, cache.directory]
-
     own.stop()
     cache.stop()
-
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert not any(directory.exists() for directory in directories)
 
 
 @pytest.mark.parametrize("appendonly", [True, False])
 def test_redis_keeps_its_data_over_a_restart_only_if_told_to(make_redis: MakeRedis, *, appendonly: bool) -> None:
-    """With an append-only file a regular restart loses nothing; without one it loses everything."""
     cache = make_redis(appendonly=appendonly)
     url = cache.url
     with redis.Redis.from_url(url) as client:
         client.set("key", "value")
-
     cache.restart()
-
     assert cache.url == url
     with redis.Redis.from_url(url) as client:
         assert client.get("key") == (b"value" if appendonly else None)
 
 
 def test_servers_die_with_a_killed_parent(processes: Processes, mongo_url: str) -> None:
-    """SIGKILL of the process that started them ends the servers. Their directories are left behind."""
     del mongo_url
     parent = processes.python("parent", "-c", _PARENT)
     match = parent.wait_for_output(r"pids (\d+) (\d+) (\S+) (\S+)\n")
     servers = [psutil.Process(int(match[index])) for index in (1, 2)]
     directories = [Path(match[index]) for index in (3, 4)]
-
     parent.kill()
-
     gone, left = psutil.wait_procs(servers, timeout=PATIENCE_SECONDS)
     assert len(gone) == 2, left
     for directory in directories:

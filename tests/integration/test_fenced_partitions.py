@@ -7,38 +7,43 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from pymongo import DeleteOne, ReplaceOne, UpdateOne
+from pymongo import DeleteOne, ReplaceOne
 from pymongo.database import Database
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Bridge, Change, Changes
 from mongo_celery.bridge.fenced import FencedCollection
-from mongo_celery.bridge.fenced.fence import Origin
 from mongo_celery.bridge.operations import dead_letter_commands as commands
-from mongo_celery.errors import OutdatedChangeError
+from mongo_celery.errors import OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
-from tests.rig.fenced import FENCE, KEY, fence, stored
+from tests.rig.fenced import Document, stored
 
-Document = dict[str, Any]
-Write = Callable[[FencedCollection, Any, Any], Any]
+Write = Callable[[FencedCollection, Change], Any]
 
 
-def by_operation(event: Mapping[str, Any]) -> str:
-    """An insert, a replace and a delete of one document are in three partitions."""
-    return str(event["operationType"])
+def set_n(change: Change) -> Document:
+    return {"$set": {"n": (change.full_document or {})["n"]}}
+
+
+def replace(change: Change) -> Any:
+    if change.full_document is None:
+        return DeleteOne(change.document_key)
+    return ReplaceOne(change.document_key, change.full_document, upsert=True)
 
 
 WRITES: dict[str, Write] = {
-    "replace_one": lambda target, key, n: target.replace_one({"_id": key}, {"n": n}, upsert=True),
-    "update_one": lambda target, key, n: target.update_one({"_id": key}, {"$set": {"n": n}}, upsert=True),
-    "a pipeline": lambda target, key, n: target.update_one({"_id": key}, [{"$set": {"n": n}}], upsert=True),
-    "find_one_and_update": lambda target, key, n: target.find_one_and_update(
-        {"_id": key}, {"$set": {"n": n}}, upsert=True
-    ),
-    "bulk_write": lambda target, key, n: target.bulk_write([ReplaceOne({"_id": key}, {"n": n}, upsert=True)]),
-    "update_many": lambda target, key, n: target.update_many({"_id": key}, {"$set": {"n": n}}, upsert=True),
+    "replace_one": lambda to, change: to.replace_one(change.document_key, change.full_document or {}, upsert=True),
+    "update_one": lambda to, change: to.update_one(change.document_key, set_n(change), upsert=True),
+    "a pipeline": lambda to, change: to.update_one(change.document_key, [set_n(change)], upsert=True),
+    "find_one_and_update": lambda to, change: to.find_one_and_update(change.document_key, set_n(change), upsert=True),
+    "bulk_write": lambda to, change: to.bulk_write([replace(change)]),
+    "update_many": lambda to, change: to.update_many(change.document_key, set_n(change), upsert=True),
 }
+
+
+def by_operation(event: Mapping[str, Any]) -> str:
+    return str(event["operationType"])
 
 
 class Shop:
@@ -60,14 +65,16 @@ class Shop:
 
         def copy(change: Change) -> None:
             self.meet_outage(change)
-            self.write(change.fenced(self.copies.full_name), change)
+            target = change.fenced(self.copies.full_name)
+            if change.full_document is None:
+                target.delete_one(change.document_key)
+            else:
+                write(target, change)
 
         def copy_all(changes: Changes) -> None:
             self.meet_outage(changes[0])
-            target = changes.fenced(self.copies.full_name)
-            target.bulk_write([_request(change) for change in changes])
+            changes.fenced(self.copies.full_name).bulk_write([replace(each) for each in changes])
 
-        self._write = write
         if "batch_size" in given:
             self.bridge.on_changes(self.orders.full_name, **given)(copy_all)
         else:
@@ -81,22 +88,9 @@ class Shop:
                 self.late.discard(change.operation_type)
             raise AutoReconnect("away")
 
-    def write(self, target: FencedCollection, change: Change) -> None:
-        key, document = change.document_key["_id"], change.full_document
-        if document is None:
-            target.delete_one({"_id": key})
-        else:
-            self._write(target, key, document["n"])
-
     @property
     def errors(self) -> list[str]:
-        """Of the dead letters."""
         return [each.error.partition(":")[0] for each in commands.find(self.bridge.wiring).letters]
-
-
-def _request(change: Change) -> Any:
-    key, document = {"_id": change.document_key["_id"]}, change.full_document
-    return DeleteOne(key) if document is None else ReplaceOne(key, document, upsert=True)
 
 
 @pytest.mark.parametrize("later", ["a replace", "a delete"])
@@ -129,7 +123,6 @@ def test_an_older_change_never_goes_over_a_newer_one(
 def test_a_list_compares_each_document_with_its_own_change(
     database: Database[Document], mongo_url: str, options: Document
 ) -> None:
-    """The change of the list that is outdated fails, and no other one of the list."""
     shop = Shop(database, mongo_url, WRITES["bulk_write"], **options)
     with BridgeRunner(shop.bridge) as runner:
         shop.orders.insert_many([{"_id": key, "n": 1} for key in range(4)])
@@ -145,23 +138,14 @@ def test_a_handler_may_pass_over_what_is_outdated(database: Database[Document], 
     """Where only the latest state counts; in a transaction too, which the refusal does not end."""
     passed: list[Any] = []
 
-    def write(target: FencedCollection, key: Any, n: int) -> None:
-        options = {"session": current.session} if session else {}
+    def write(target: FencedCollection, change: Change) -> None:
+        options = {"session": change.session} if session else {}
         try:
-            target.update_one({"_id": key}, {"$set": {"n": n}}, upsert=True, **options)
+            target.update_one({"_id": 1}, set_n(change), upsert=True, **options)
         except OutdatedChangeError:
-            passed.append(n)
+            passed.append((change.full_document or {})["n"])
 
     shop = Shop(database, mongo_url, write, transactional=session)
-    current: Any = None
-    plain = shop.write
-
-    def noting(target: FencedCollection, change: Change) -> None:
-        nonlocal current
-        current = change
-        plain(target, change)
-
-    shop.write = noting  # type: ignore[method-assign]
     with BridgeRunner(shop.bridge) as runner:
         shop.orders.insert_one({"_id": 1, "n": 1})
         shop.orders.replace_one({"_id": 1}, {"n": 2})
@@ -175,16 +159,16 @@ def test_whoever_only_adds_or_writes_for_another_document_is_refused_nothing(
 ) -> None:
     """A sum, and what one target has of several documents, from changes in all partitions and whatever order."""
 
-    def write(target: FencedCollection, key: Any, n: int) -> None:
+    def write(target: FencedCollection, change: Change) -> None:
+        n = (change.full_document or {})["n"]
         target.update_one({"_id": "sum"}, {"$inc": {"n": n}}, upsert=True)
-        target.update_one({"_id": "last"}, {"$set": {f"of.{key}": n}}, upsert=True)
+        target.update_one({"_id": "last"}, {"$set": {f"of.{change.document_key['_id']}": n}}, upsert=True)
 
     shop = Shop(database, mongo_url, write)
     with BridgeRunner(shop.bridge) as runner:
-        shop.orders.insert_one({"_id": 1, "n": 1})
-        shop.orders.replace_one({"_id": 1}, {"n": 2})
-        shop.orders.insert_one({"_id": 2, "n": 1})
-        shop.orders.replace_one({"_id": 2}, {"n": 2})
+        for key in (1, 2):
+            shop.orders.insert_one({"_id": key, "n": 1})
+            shop.orders.replace_one({"_id": key}, {"n": 2})
         runner.deliver()
         assert stored(shop.copies, "sum")["n"] == 6  # type: ignore[index]
 
@@ -207,26 +191,32 @@ def test_an_existing_document_is_as_new_as_its_reading(database: Database[Docume
         assert (stored(shop.copies) or {})["n"] == 3
 
 
-@pytest.mark.parametrize("index", [0, 3])
-@pytest.mark.parametrize("document", [7, 8])
-@pytest.mark.parametrize("place", [b"1", b"2", b"3"])
-@pytest.mark.parametrize("since", [0, 9])
-def test_the_servers_guard_and_the_pure_one_agree_on_places(
-    database: Database[Document], index: int, document: int, place: bytes, since: int
+@pytest.mark.parametrize("over_newer", [False, True])
+@pytest.mark.parametrize("stamped", ["row", "partition"])
+def test_in_another_store_a_replay_is_older_than_its_partition_and_not_older_than_its_row(
+    database: Database[Document], mongo_url: str, stamped: str, over_newer: bool
 ) -> None:
-    """F5, as for the tokens; in each kind of write."""
-    target = database["copies"]
-    last = fence(8, index=3)
-    stamps = type(last)(KEY, 1, 3, 8, Origin(7, b"2")).stamp(None)
-    mine = type(last)(KEY, 1, index, 8, Origin(document, place, since))
-    target.insert_one({"_id": 1, FENCE: stamps})
-    assert (target.count_documents({"_id": 1, **mine.guard()}) == 1) == mine.admits(stamps)
-    for request in (UpdateOne({"_id": 1}, {"$set": {"n": 1}}), UpdateOne({"_id": 1}, [{"$set": {"n": 1}}])):
-        target.replace_one({"_id": 1}, {FENCE: stamps})
-        try:
-            FencedCollection(target, mine).bulk_write([request])
-        except OutdatedChangeError:
-            assert not mine.admits(stamps)
-            assert (stored(target) or {})[FENCE] == stamps
-        else:
-            assert (stored(target) or {})[FENCE] == mine.stamp(stamps)
+    """P3: a newer change of another document refuses it where one stamp stands for all of them, unless it is asked."""
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    bridge = Bridge(app, mongo_url, name="shop", partitions=1, run_size=1)
+    failing, written, stamps = {1}, list[int](), dict[object, Document]()
+
+    @bridge.on_change(f"{database.name}.orders", failure_policy="dead_letter")
+    def note(change: Change) -> None:
+        key = change.document_key["_id"]
+        if key in failing:
+            raise ValueError("no")
+        place = key if stamped == "row" else change.partition
+        stamps[place] = change.fence.stamp(stamps.get(place))  # raises StaleFencingTokenError
+        written.append(key)
+
+    with BridgeRunner(bridge) as runner:
+        database.orders.insert_many([{"_id": 1}, {"_id": 2}])
+        runner.deliver(raises=False)
+        failing.clear()
+        bridge.operations.replay_dead_letters(over_newer=over_newer).run()
+        wait_for(lambda: any(call.changes[0].replayed for call in runner.deliver(raises=False).calls))
+        is_refused = stamped == "partition" and not over_newer
+        assert written == ([2] if is_refused else [2, 1])
+        letters = commands.find(bridge.wiring).letters
+        assert [StaleFencingTokenError.__name__ in each.error for each in letters] == [True] * is_refused

@@ -14,10 +14,9 @@ from pymongo.database import Database
 from mongo_celery import STORED_ID, FencedCollection, Outbox
 from mongo_celery.bridge.worker.attribution import conflict_cause, infrastructure_cause
 from mongo_celery.errors import OutboxRefusedError, StaleFencingTokenError
-from tests.rig.fenced import FENCE, fence, stamp, view
+from tests.rig.fenced import FENCE, Document, fence, stamp, view
 from tests.rig.outbox import Rig, due_again, hold, opened
 
-Document = dict[str, Any]
 Write = Callable[[FencedCollection, Outbox, Any], Any]
 
 
@@ -40,12 +39,15 @@ WRITES: dict[str, Write] = {
         [outbox.with_tasks(ReplaceOne({"_id": 1}, {"a": 1}), [task])]
     ),
 }
-every_write = pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 
 
-@every_write
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_a_fenced_write_carries_its_tasks(rig: Rig, write: Write) -> None:
-    """Stamp, change and entry by one write; the stamp and what was pending before stay, in a new partitioning too."""
+    """
+    Stamp, change and entry by one write; the stamp and what was pending before stay, in a new partitioning too.
+
+    A stale execution enqueues nothing.
+    """
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1, "k": 1}, tasks=[rig.add.s(0, 0)])
     write(view(rig.orders, 5), outbox, rig.add.s(STORED_ID, 5))
@@ -57,34 +59,25 @@ def test_a_fenced_write_carries_its_tasks(rig: Rig, write: Write) -> None:
     sent = rig.drain()
     assert [message.args for message in sent] == [[0, 0], [1, 5], [1, 6]]
     assert len({message.id for message in sent}) == 3
-
-
-@every_write
-def test_a_stale_execution_enqueues_nothing(rig: Rig, write: Write) -> None:
-    """Both or neither: the write is refused, and with it the task."""
-    outbox = rig.outbox(at_once=False)
-    rig.orders.insert_one({"_id": 1, "k": 1, FENCE: stamp(9)})
+    before = {"_id": 1, "k": 1, FENCE: stamp(9)}
+    rig.orders.replace_one({"_id": 1}, before)
     with pytest.raises(StaleFencingTokenError):
         write(view(rig.orders, 5), outbox, rig.add.s(STORED_ID, 5))
-    assert list(rig.orders.find()) == [{"_id": 1, "k": 1, FENCE: stamp(9)}]
+    assert list(rig.orders.find()) == [before]
 
 
-@pytest.mark.parametrize("kind", ["operators", "a pipeline"])
-def test_a_fenced_upsert_creates_the_document_with_its_tasks(rig: Rig, kind: str) -> None:
+@pytest.mark.parametrize("update", [{"$set": {"a": 1}}, [{"$set": {"a": 1}}]], ids=["operators", "a pipeline"])
+def test_a_fenced_upsert_creates_the_document_with_its_tasks(rig: Rig, update: Any) -> None:
     """In the transaction in which the stamp's tombstone is looked at."""
     outbox = rig.outbox(at_once=False)
-    task = [rig.add.s(STORED_ID, 5)]
-    values: dict[str, Any] = {
-        "operators": outbox.with_tasks({"$set": {"a": 1}}, task),
-        "a pipeline": outbox.with_tasks([{"$set": {"a": 1}}], task),
-    }
-    view(rig.orders, 5).update_one({"_id": 1}, values[kind], upsert=True)
+    given = outbox.with_tasks(update, [rig.add.s(STORED_ID, 5)])
+    view(rig.orders, 5).update_one({"_id": 1}, given, upsert=True)
     [document] = rig.orders.find()
     assert (document["a"], document[FENCE], rig.pending(1)["count"]) == (1, stamp(5), 1)
     assert outbox.sweep(older_than=0).dispatched == 1
     view(rig.orders, 6).delete_one({"_id": 1})
     with pytest.raises(StaleFencingTokenError):
-        view(rig.orders, 5).update_one({"_id": 1}, values[kind], upsert=True)
+        view(rig.orders, 5).update_one({"_id": 1}, given, upsert=True)
     assert rig.orders.count_documents({}) == 0
 
 
@@ -102,38 +95,36 @@ DROPPING: dict[str, Others] = {
 }
 
 
-def fenced(rig: Rig, outboxes: list[Outbox], token: int = 5) -> FencedCollection:
+def fenced(rig: Rig, outbox: Outbox, token: int = 5) -> FencedCollection:
     """As `change.fenced` gives it: it knows the outboxes of the app."""
-    return FencedCollection(rig.orders, fence(token), outboxes=lambda: outboxes)
+    return FencedCollection(rig.orders, fence(token), outboxes=lambda: [outbox])
 
 
 @pytest.mark.parametrize("drop", DROPPING.values(), ids=DROPPING.keys())
 def test_a_replacement_keeps_what_is_pending(rig: Rig, drop: Others) -> None:
-    """Of every outbox on the collection; and where nothing is pending no field comes to be."""
-    outboxes = [rig.outbox(at_once=False)]
-    outboxes[0].update_one({"_id": 1}, {"$set": {"b": 1}}, upsert=True, tasks=[rig.add.s(0, 0)])
-    before = rig.orders.find_one()
-    assert before is not None
-    drop(fenced(rig, outboxes))
-    kept = {"pendingEvents": before["pendingEvents"]}
-    assert rig.orders.find_one() == {"_id": 1, "a": 1, FENCE: stamp(5), **kept}
-    assert [outbox.sweep(older_than=0).dispatched for outbox in outboxes] == [1]
-    drop(fenced(rig, outboxes, 6))
+    """And where nothing is pending no field comes to be."""
+    outbox = rig.outbox(at_once=False)
+    outbox.update_one({"_id": 1}, {"$set": {"b": 1}}, upsert=True, tasks=[rig.add.s(0, 0)])
+    kept = rig.orders.find_one({}, {"_id": 1, "pendingEvents": 1}) or {}
+    drop(fenced(rig, outbox))
+    assert rig.orders.find_one() == {**kept, "a": 1, FENCE: stamp(5)}
+    assert outbox.sweep(older_than=0).dispatched == 1
+    drop(fenced(rig, outbox, 6))
     assert rig.orders.find_one() == {"_id": 1, "a": 1, FENCE: stamp(6)}
     assert rig.sent() == [[0, 0]]
 
 
-@pytest.mark.parametrize("identity", [{}, {"_id": 1}], ids=["", "with an _id"])
-def test_a_replacement_that_brings_entries_is_refused(rig: Rig, identity: Document) -> None:
+def test_a_replacement_that_brings_entries_is_refused(rig: Rig) -> None:
     """P9: it would take others' away, and without an `_id` the server has no good word for it."""
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(0, 0)])
-    document = outbox.with_tasks({"a": 1, **identity}, [rig.add.s(1, 1)])
-    orders = fenced(rig, [outbox])
-    with pytest.raises(OutboxRefusedError):
-        orders.replace_one({"_id": 1}, document, upsert=True)
-    with pytest.raises(OutboxRefusedError):
-        orders.bulk_write([UpdateOne({"_id": 2}, {"$set": {"a": 1}}, upsert=True), ReplaceOne({"_id": 1}, document)])
+    orders, insert = fenced(rig, outbox), UpdateOne({"_id": 2}, {"$set": {"a": 1}}, upsert=True)
+    for given in ({"a": 1}, {"a": 1, "_id": 1}):
+        document = outbox.with_tasks(given, [rig.add.s(1, 1)])
+        with pytest.raises(OutboxRefusedError):
+            orders.replace_one({"_id": 1}, document, upsert=True)
+        with pytest.raises(OutboxRefusedError):
+            orders.bulk_write([insert, ReplaceOne({"_id": 1}, document)])
     assert (rig.orders.count_documents({}), rig.pending(1)["count"]) == (1, 1)
 
 
@@ -146,25 +137,16 @@ DELETES: dict[str, Others] = {
 
 @pytest.mark.parametrize("delete", DELETES.values(), ids=DELETES.keys())
 def test_a_delete_delivers_what_is_pending(rig: Rig, delete: Others) -> None:
-    """As `Outbox.delete_one`; a stale execution deletes nothing."""
+    """
+    As `Outbox.delete_one`; a stale execution deletes nothing.
+
+    In a transaction nothing is delivered, since a relay would wait for it: the delete is refused.
+    """
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": 1, "k": 1, FENCE: stamp(4)}, tasks=[rig.add.s(1, 1), rig.add.s(1, 2)])
-    rig.orders.insert_one({"_id": 2, "k": 2})
-    stale, mine = (FencedCollection(rig.orders, fence(token), outboxes=lambda: [outbox]) for token in (3, 5))
     with pytest.raises(StaleFencingTokenError):
-        delete(stale)
-    assert rig.sent() == []
-    delete(mine)
-    assert rig.orders.count_documents({"k": 1}) == 0
-    assert rig.sent() == [[1, 1], [1, 2]]
-
-
-@pytest.mark.parametrize("delete", DELETES.values(), ids=DELETES.keys())
-def test_in_a_transaction_a_delete_is_refused_while_something_is_pending(rig: Rig, delete: Others) -> None:
-    """Nothing is delivered there: a relay would wait for the transaction."""
-    outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": 1, "k": 1}, tasks=[rig.add.s(1, 1)])
-    orders = fenced(rig, [outbox])
+        delete(fenced(rig, outbox, 3))
+    orders = fenced(rig, outbox)
     orders.delete_one({"_id": "another"})  # tombstones are there before the transaction begins
     with rig.database.client.start_session() as session, session.start_transaction():
         for name in ("delete_one", "bulk_write"):
@@ -173,6 +155,8 @@ def test_in_a_transaction_a_delete_is_refused_while_something_is_pending(rig: Ri
             delete(orders)
     assert conflict_cause(refused.value) is not None, "a handler waits for it, in doubt"
     assert (rig.orders.count_documents({}), rig.sent()) == (1, [])
+    delete(fenced(rig, outbox))
+    assert (rig.orders.count_documents({}), rig.sent()) == (0, [[1, 1], [1, 2]])
 
 
 def test_a_delete_waits_for_a_broker_that_is_away(database: Database[Document]) -> None:
@@ -181,7 +165,7 @@ def test_a_delete_waits_for_a_broker_that_is_away(database: Database[Document]) 
         outbox = away.outbox(at_once=False)
         database["orders"].insert_one(outbox.with_tasks({"_id": 1}, [away.add.s(1, 1)]))
         with pytest.raises(OutboxRefusedError) as refused:
-            fenced(away, [outbox]).delete_one({"_id": 1})
+            fenced(away, outbox).delete_one({"_id": 1})
         assert infrastructure_cause(refused.value) is not None
         assert database["orders"].count_documents({}) == 1
 
@@ -193,6 +177,6 @@ def test_a_delete_waits_for_another_relay(rig: Rig) -> None:
     hold(rig.orders, 1)
     free = threading.Timer(0.2, lambda: due_again(rig.orders))
     free.start()
-    fenced(rig, [outbox]).delete_one({"_id": 1})
+    fenced(rig, outbox).delete_one({"_id": 1})
     free.join()
     assert (rig.orders.count_documents({}), rig.sent()) == (0, [[1, 1]])

@@ -23,15 +23,11 @@ STATE: Any = _state
 
 
 class Wish(mongoengine.Document):  # type: ignore[misc]
-    """Of MongoEngine, which is connected by the factory."""
-
     customer = mongoengine.StringField()
     meta = {"collection": "wishes", "db_alias": ALIAS, "strict": False}  # noqa: RUF012 - as MongoEngine wants it
 
 
 class FlaskShop:
-    """What stands at module level in a project, and what its factory makes of it."""
-
     def __init__(self, **options: Any) -> None:
         self.mongo: Any = PyMongo()
         self.bridge = Bridge(name="shop", autodiscover=False, **options)

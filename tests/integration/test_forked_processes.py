@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from pymongo import MongoClient
 from pymongo.database import Database
@@ -12,48 +10,39 @@ from mongo_celery import Bridge, Outbox, TwoPhaseCommit
 from mongo_celery.errors import ForkedClientError
 from tests.fixtures.forking import holds_after_a_fork
 from tests.integration.twophase_rig import make_accounts
-from tests.rig.fenced import view
+from tests.rig.fenced import Document, view
 from tests.rig.outbox import Rig, deliver_in_writes
-
-Document = dict[str, Any]
-
-
-def outbox_of(rig: Rig, mongo_url: str, how: str) -> Outbox:
-    name = rig.database.name
-    if how == "bridge":
-        bridge = Bridge(rig.app, mongo_url, name=name, autodiscover=False)
-        made = bridge.outbox(f"{name}.orders", watch=False, sweep_every=None)
-    else:
-        made = Outbox(rig.app, lambda: MongoClient(mongo_url)[name]["orders"], sweep_every=None)
-    deliver_in_writes(made)
-    return made
-
-
-def close(outbox: Outbox) -> None:
-    outbox.runtime.close()
-    outbox.collection.database.client.close()
 
 
 @pytest.mark.parametrize("how", ["callable", "bridge"])
 def test_parent_and_child_write_and_deliver_through_one_outbox(rig: Rig, mongo_url: str, how: str) -> None:
     """The driver warns, here by an error, when a client from before the fork is used; each entry arrives once."""
-    outbox = outbox_of(rig, mongo_url, how)
+    name = rig.database.name
+    if how == "bridge":
+        bridge = Bridge(rig.app, mongo_url, name=name, autodiscover=False)
+        outbox = bridge.outbox(f"{name}.orders", watch=False, sweep_every=None)
+    else:
+        outbox = Outbox(rig.app, lambda: MongoClient(mongo_url)[name]["orders"], sweep_every=None)
+    deliver_in_writes(outbox)
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 0)])
+
+    def close() -> None:
+        outbox.runtime.close()
+        outbox.collection.database.client.close()
 
     def writes() -> bool:
         outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
         done = outbox.status().pending == 0
-        close(outbox)
+        close()
         return done
 
     assert holds_after_a_fork(writes)
     outbox.insert_one({"_id": 3}, tasks=[rig.add.s(3, 0)])
     assert rig.sent() == [[1, 0], [2, 0], [3, 0]]
-    close(outbox)
+    close()
 
 
 def test_parent_and_child_drive_transactions_of_one_coordinator(database: Database[Document], mongo_url: str) -> None:
-    """As above, for two-phase commit."""
     make_accounts(database, A=100, B=0)
     bank = TwoPhaseCommit(None, lambda: MongoClient(mongo_url)[database.name]["transactions"], application="bank")
     bank.transfer("A", "B", 10)

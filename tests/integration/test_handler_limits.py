@@ -23,10 +23,9 @@ from mongo_celery.bridge.window import Mark
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
-from tests.rig.changes import event_of_key
+from tests.rig.changes import Document, event_of_key
+from tests.rig.partition import claim_run
 from tests.rig.term import begin_term, handle
-
-Document = dict[str, Any]
 
 PARTITIONS = 4
 CHANGES = 40
@@ -52,7 +51,6 @@ class LimitedTerm:
             self.led.ingest_item(ChangeEvent(mark, event, bson.encode(event)))
 
     def send(self) -> list[Run]:
-        """Send what is due."""
         now, runs = time.monotonic(), []
         for each in self.led.due(now):
             each.partition.note_sending()
@@ -61,7 +59,6 @@ class LimitedTerm:
         return runs
 
     def look(self) -> None:
-        """Read all partitions."""
         self.store.partitions.flush()
         for image in self.images():
             self.led.observe(image, time.monotonic())
@@ -75,25 +72,12 @@ class LimitedTerm:
         self.store.claims.void(self.rig.version, orphans)
         self.look()
 
-    def try_claim(self, run: Run) -> Claim | None:
-        """Take a message, once or again."""
-        return self.store.claims.take(
-            run.partition_id,
-            owner=f"here:1:{run.index}",
-            term=run.term,
-            first=run.first,
-            last=run.last,
-            token=bson.decode(run.changes[0])["_id"]["_data"],
-            expected=run.fencing_token,
-        )
-
     def claim(self, run: Run) -> Claim:
-        claim = self.try_claim(run)
+        claim = claim_run(self.store, run)
         assert claim is not None, "the message is the newest of its partition"
         return claim
 
     def finish(self, run: Run, claim: Claim) -> bool:
-        """End an execution with success."""
         return self.store.claims.finish(claim, run.last, bson.decode(run.changes[-1])["_id"])
 
 
@@ -102,7 +86,6 @@ MakeTerm = Callable[..., LimitedTerm]
 
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], state_database: str) -> MakeTerm:
-    """Return a function that begins a term. The one before may continue."""
     return lambda **limits: LimitedTerm(mongo_client, state_database, **limits)
 
 
@@ -132,7 +115,7 @@ def test_runs_of_an_earlier_term_count(begin: MakeTerm) -> None:
     assert first.finish(one, claim)
     second.look()
     assert len(second.send()) == 1
-    assert first.try_claim(unclaimed) is None
+    assert claim_run(first.store, unclaimed) is None
 
 
 def test_a_pause_before_a_retry_frees_the_slot_and_ends_the_message(begin: MakeTerm) -> None:
@@ -143,7 +126,7 @@ def test_a_pause_before_a_retry_frees_the_slot_and_ends_the_message(begin: MakeT
     term.look()
     (other,) = term.send()
     assert other.index != run.index
-    assert term.try_claim(run) is None
+    assert claim_run(term.store, run) is None
 
 
 @pytest.mark.parametrize("claims", [False, True], ids=["a message", "a lapsed claim"])
@@ -153,9 +136,8 @@ def test_a_paused_partition_keeps_no_slot(begin: MakeTerm, claims: bool) -> None
     (run,) = term.send()
     claim = term.claim(run) if claims else None
     lapsed = {"claim.until": {"$subtract": ["$$NOW", 1]}}
-    term.rig.partitions.update_one(
-        {"_id": run.partition_id}, [{"$set": {"state": "paused", **(lapsed if claims else {})}}]
-    )
+    update = {"$set": {"state": "paused", **(lapsed if claims else {})}}
+    term.rig.partitions.update_one({"_id": run.partition_id}, [update])
     term.look()
     assert term.send() == []
     if not term.led.list_orphans():
@@ -163,7 +145,7 @@ def test_a_paused_partition_keeps_no_slot(begin: MakeTerm, claims: bool) -> None
     term.void()
     assert [each.index for each in term.send()] != [run.index]
     assert term.store.partitions.resume(next(each for each in term.images() if each.index == run.index))
-    assert term.try_claim(run) is None
+    assert claim_run(term.store, run) is None
     if claim is not None:
         assert not term.finish(run, claim)
         assert term.rig.documents()[run.partition_id]["retry"]["crashes"] == 1
@@ -193,13 +175,8 @@ def test_the_next_run_is_due_when_its_token_is(begin: MakeTerm) -> None:
     assert before < term.led.next_due() < time.monotonic() + 1
 
 
-# -- in one process --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "limits",
-    [{"max_running": 1}, {"rate": "1/h"}, {"max_running": 2, "rate": 0.001}],
-    ids=["slots", "tokens", "both"],
+    "limits", [{"max_running": 1}, {"rate": "1/h"}, {"max_running": 2, "rate": 0.001}], ids=["slots", "tokens", "both"]
 )
 def test_a_runner_delivers_everything_under_a_limit(
     database: Database[Document], mongo_url: str, limits: Mapping[str, Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,40 +15,33 @@ from mongo_celery.bridge.listener.starts import Start, find_starts, start_time
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.oplog import operation_time, read_oplog
-from tests.fixtures.mongo import MakeClient
-from tests.rig.term import TermRig, advance, begin_term, mark_at
-
-Document = dict[str, Any]
+from tests.rig.term import Document, advance, begin_term, mark_at
 
 TOKEN = mark_at(Timestamp(1000, 5))
 SLOWEST = mark_at(Timestamp(2000, 1))
 
 
 @pytest.fixture(scope="module")
-def whole(replica_set: MongoReplicaSet) -> Iterator[MongoReplicaSet]:
-    """Give a set whose oplog is whole: the session's, which shows that there is a mongod, may have rolled over."""
-    del replica_set
-    with MongoReplicaSet() as started:
-        yield started
+def mongo_client(replica_set: MongoReplicaSet) -> Iterator[MongoClient[Document]]:
+    """Give a client of a set whose oplog is whole: the session's may have rolled over."""
+    del replica_set  # only to be skipped where there is no mongod
+    with MongoReplicaSet() as started, MongoClient[Document](started.url) as client:
+        yield client
 
 
-@pytest.fixture
-def mongo_client(whole: MongoReplicaSet, make_client: MakeClient) -> MongoClient[Document]:
-    """Give a client of that set."""
-    return make_client(whole.url)
-
-
-def found(rig: TermRig) -> Mapping[str, Start]:
-    """Where the handlers of a term begin."""
-    return find_starts(
-        rig.store, rig.database.client, rig.renewal, rig.options, rig.handlers, rig.take_over().documents
-    )
+def find_all(
+    client: MongoClient[Document], database: str, names: Sequence[str] = ("record",), **options: Any
+) -> Mapping[str, Start]:
+    """Begin a term, and find where its handlers begin."""
+    rig = begin_term(client, database, 2, names, **options)
+    return find_starts(rig.store, client, rig.renewal, rig.options, rig.handlers, rig.take_over().documents)
 
 
 def running(client: MongoClient[Document], database: str) -> None:
-    """A bridge that stands somewhere: `record` is behind, as it may be for days."""
-    rig = begin_term(client, database, 2, start_from=Timestamp(1500, 1))
-    found(rig)
+    """Let `record` be behind, as it may be for days."""
+    find_all(client, database, start_from=Timestamp(1500, 1))
+    rig = begin_term(client, database, 2)
+    rig.take_over()
     assert advance(rig.store.subscriptions, "record", rig.version, SLOWEST.token, SLOWEST.cluster_time, "stream")
 
 
@@ -70,15 +63,9 @@ def test_a_handler_begins_where_its_own_start_says(
     if has_begun:
         running(mongo_client, state_database)
     before = operation_time(mongo_client)
-    rig = begin_term(
-        mongo_client, state_database, 2, ("record", "late"), starts={"late": own}, start_from=Timestamp(1500, 1)
-    )
-    starts = found(rig)
-
-    assert starts["record"].place == (
-        SLOWEST.cluster_time if has_begun else Timestamp(1500, 1),
-        starts["record"].place[1],
-    )
+    given: Any = {"starts": {"late": own}, "start_from": Timestamp(1500, 1)}
+    starts = find_all(mongo_client, state_database, ("record", "late"), **given)
+    assert starts["record"].place[0] == (SLOWEST.cluster_time if has_begun else Timestamp(1500, 1))
     if place == "now":
         assert starts["late"].place[0] > before
     elif place == "oldest":
@@ -100,17 +87,15 @@ def test_without_a_start_of_its_own_it_begins_where_the_bridges_says_now(
     """Not where the slowest stands, and not where the bridge began under another option; it says so."""
     running(mongo_client, state_database)
     with caplog.at_level(logging.WARNING):
-        starts = found(begin_term(mongo_client, state_database, 2, ("record", "late"), start_from=option))
-
+        starts = find_all(mongo_client, state_database, ("record", "late"), start_from=option)
     assert starts["late"].place[0] == time
     assert "subscription_added" in [vars(each).get("event") for each in caplog.records]
 
 
 def test_a_start_is_judged_once(mongo_client: MongoClient[Document], state_database: str) -> None:
-    """Later values change nothing, neither for `now` nor for what lies ahead or behind."""
-    first = found(begin_term(mongo_client, state_database, 2, starts={"record": "now"}))
+    first = find_all(mongo_client, state_database, starts={"record": "now"})
     for own in ("now", "oldest", Timestamp(1, 1), None):
-        again = found(begin_term(mongo_client, state_database, 2, starts={"record": own}))
+        again = find_all(mongo_client, state_database, starts={"record": own})
         assert again["record"].place == first["record"].place
 
 
@@ -121,24 +106,24 @@ def test_a_crash_between_pinning_the_bridge_and_its_handlers_keeps_the_token(
     rig = begin_term(mongo_client, state_database, 2)
     assert rig.store.leases.pin_start(rig.renewal.term, start_time(mongo_client, TOKEN.token))
     for option in (TOKEN.token, SLOWEST.token, "now", "oldest", Timestamp(3000, 1)):
-        starts = found(begin_term(mongo_client, state_database, 2, start_from=option))
+        starts = find_all(mongo_client, state_database, start_from=option)
         assert starts == {"record": Start(Timestamp(1000, 5), TOKEN, None)}
 
 
 def test_handlers_of_one_start_begin_at_one_place(mongo_client: MongoClient[Document], state_database: str) -> None:
     """So that what is written while they are pinned belongs to all of them, or to none."""
     names = ("a", "b", "c")
-    starts = found(begin_term(mongo_client, state_database, 2, names, starts=dict.fromkeys(names, "now")))
+    starts = find_all(mongo_client, state_database, names, starts=dict.fromkeys(names, "now"))
     assert len({start.place for start in starts.values()}) == 1
 
 
 def test_a_token_of_another_cluster_pins_nothing(mongo_client: MongoClient[Document], state_database: str) -> None:
     """P9: one sentence; not even the handlers that stand in front of it are pinned."""
     ahead = mark_at(Timestamp(2**32 - 1, 1))
-    rig = begin_term(mongo_client, state_database, 2, ("a", "b"), starts={"a": "now", "b": ahead.token})
     with pytest.raises(ConfigurationError):
-        found(rig)
-    assert rig.database["handlers"].count_documents({"startAtOperationTime": {"$ne": None}}) == 0
+        find_all(mongo_client, state_database, ("a", "b"), starts={"a": "now", "b": ahead.token})
+    pinned = {"startAtOperationTime": {"$ne": None}}
+    assert mongo_client[state_database]["handlers"].count_documents(pinned) == 0
 
 
 def test_a_position_without_a_handler_beside_a_new_handler_is_logged(
@@ -148,6 +133,6 @@ def test_a_position_without_a_handler_beside_a_new_handler_is_logged(
     running(mongo_client, state_database)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            found(begin_term(mongo_client, state_database, 2, ("fresh",), start_from=Timestamp(1900, 1)))
+            find_all(mongo_client, state_database, ("fresh",), start_from=Timestamp(1900, 1))
     (record,) = [vars(each) for each in caplog.records if vars(each).get("event") == "position_unserved"]
     assert (record["stored"], record["new"]) == (["record"], ["fresh"])

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
-from pymongo import MongoClient
 
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.claims import Claim
@@ -25,26 +24,15 @@ from tests.fixtures.process import wait_for
 from tests.rig.changes import BRIDGE, HANDLER, TERM, token
 from tests.rig.partition import PartitionRig, layouts, make_partition
 
-Document = dict[str, Any]
-
+APP = "heartbeats"
 CLAIMS = 500
 TTL_SECONDS = 6.0
 SLOW_MILLIS = 100
 
 
-def _all_claims(store: Store) -> list[Claim]:
-    store.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitions=CLAIMS), TERM)
-
-    def take(index: int) -> Claim:
-        where = store.partitions.partition_id(HANDLER, 0, index)
-        found = store.claims.take(
-            where, owner=f"o{index}", term=TERM, first=1, last=1, token=token(1)["_data"], ttl=60.0
-        )
-        assert found is not None
-        return found
-
-    with ThreadPoolExecutor(16) as threads:
-        return list(threads.map(take, range(CLAIMS)))
+@pytest.fixture
+def rig(make_client: MakeClient, state_database: str) -> PartitionRig:
+    return make_partition(make_client(appname=APP), state_database)
 
 
 def test_hundreds_of_claims_of_a_process_stay_alive_at_a_tenth_of_a_second_a_call(
@@ -53,7 +41,16 @@ def test_hundreds_of_claims_of_a_process_stay_alive_at_a_tenth_of_a_second_a_cal
     """P3, P14: one call after the other, a round would take 50 seconds, eight times as long as a claim lives."""
     options = BridgeOptions(name=BRIDGE, database=state_database, claim_ttl=TTL_SECONDS)
     store = Store(make_client(appname="many_heartbeats"), options)
-    claims = _all_claims(store)
+    store.partitions.prepare({HANDLER: None}, layouts(HANDLER, partitions=CLAIMS), TERM)
+    run: Any = {"term": TERM, "first": 1, "last": 1, "token": token(1)["_data"], "ttl": 60.0}
+
+    def take(index: int) -> Claim:
+        found = store.claims.take(store.partitions.partition_id(HANDLER, 0, index), owner=f"o{index}", **run)
+        assert found is not None
+        return found
+
+    with ThreadPoolExecutor(16) as threads:
+        claims = list(threads.map(take, range(CLAIMS)))
     documents = make_client()[state_database]["partitions"]
     ends = {"$add": ["$$NOW", int(TTL_SECONDS * 1000)]}
     beats = Heartbeats(store.claims, TTL_SECONDS)
@@ -79,32 +76,27 @@ def test_hundreds_of_claims_of_a_process_stay_alive_at_a_tenth_of_a_second_a_cal
     assert {claim.partition_id for claim in store.claims.extend(claims)} == gone
 
 
-def test_a_crash_is_withdrawn_when_the_server_answers_again(
-    make_client: MakeClient, state_database: str, failpoint: Failpoint
-) -> None:
+def test_a_crash_is_withdrawn_when_the_server_answers_again(rig: PartitionRig, failpoint: Failpoint) -> None:
     """P14: the execution ended during the outage, and its claim had been replaced by then."""
-    client = make_client(appname="withdrawing")
-    rig = make_partition(client, state_database)
     beats = Heartbeats(rig.claims, 1.5)
     beat = beats.begin(rig.claim(ttl=3600.0), time.monotonic() - 60, renew=False)
     rig.lapse()
     assert rig.claim(owner="next", ttl=3600.0).crashes == 1
     # An error that the driver does not retry, as while a user is dropped and made again.
-    with failpoint(failCommands=["update"], appName="withdrawing", errorCode=13, mode={"times": 2}):
+    with failpoint(failCommands=["update"], appName=APP, errorCode=13, mode={"times": 2}):
         beats.end(beat)
         wait_for(lambda: rig.document["retry"]["crashes"] == 0)
 
 
 def test_heartbeats_continue_after_any_error(
-    make_client: MakeClient, state_database: str, failpoint: Failpoint, caplog: pytest.LogCaptureFixture
+    rig: PartitionRig, failpoint: Failpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P14: one that passes, one that the driver does not repeat, and one that nobody foresaw: all claims stay alive."""
-    rig = make_partition(make_client(appname="failing_heartbeats"), state_database)
     beats, claim = Heartbeats(rig.claims, 1.5), rig.claim(ttl=3600.0)
     beat = beats.begin(claim, time.monotonic())
     for code in (13, 11601):
         is_renewed = partial(_lives_longer, rig, rig.document["claim"]["until"])
-        with failpoint(failCommands=["update"], appName="failing_heartbeats", errorCode=code, mode={"times": 2}):
+        with failpoint(failCommands=["update"], appName=APP, errorCode=code, mode={"times": 2}):
             wait_for(is_renewed)
     odd = beats.begin(replace(claim, owner=cast("str", object())), time.monotonic())
     wait_for(lambda: "heartbeat_crashed" in [vars(each).get("event") for each in caplog.records])
@@ -114,14 +106,11 @@ def test_heartbeats_continue_after_any_error(
     assert not beat.lost
 
 
-def test_a_write_that_takes_too_long_is_followed_by_a_smaller_one(
-    make_client: MakeClient, state_database: str, failpoint: Failpoint
-) -> None:
+def test_a_write_that_takes_too_long_is_followed_by_a_smaller_one(rig: PartitionRig, failpoint: Failpoint) -> None:
     """P14: one locked document must not let all claims of a process lapse."""
-    rig = make_partition(make_client(appname="large_heartbeats"), state_database)
     beats = Heartbeats(rig.claims, 1.5)
     size, beat = beats._write_size, beats.begin(rig.claim(ttl=3600.0), time.monotonic())
-    with failpoint(failCommands=["update"], appName="large_heartbeats", errorCode=50):
+    with failpoint(failCommands=["update"], appName=APP, errorCode=50):
         wait_for(lambda: beats._write_size < size)
     wait_for(lambda: beats._write_size == size)
     beats.end(beat)
@@ -131,10 +120,10 @@ def _lives_longer(rig: PartitionRig, before: datetime) -> bool:
     return bool(rig.document["claim"]["until"] > before)
 
 
-def _make_hog(seconds: float) -> Callable[[], object]:
-    """Return a match that holds the interpreter so long by the processor's clock. Each letter doubles its time."""
+def _make_hog() -> Callable[[], object]:
+    """Return a match that holds the interpreter 1.5 s by the processor's clock. Each letter doubles its time."""
     pattern, length, took = re.compile("(a+)+b"), 16, 0.0
-    while took < seconds / 8:
+    while took < 1.5 / 8:
         length += 1
         before = time.process_time()
         pattern.match("a" * length)
@@ -143,13 +132,12 @@ def _make_hog(seconds: float) -> Callable[[], object]:
 
 
 def test_a_lapse_that_the_handler_itself_has_caused_stays_counted(
-    mongo_client: MongoClient[Document], state_database: str, monkeypatch: pytest.MonkeyPatch
+    rig: PartitionRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P14: a pattern that holds the interpreter for longer than the claim is what `max_crashes` is for."""
     # A machine with twenty processes for each core gives this one less than the tenth that counts as work of its own.
     monkeypatch.setattr(heartbeat, "_OWN_WORK", 0.01)
-    hold_interpreter, rig = _make_hog(1.5), make_partition(mongo_client, state_database)
-    beats = Heartbeats(rig.claims, 1.5)
+    hold_interpreter, beats = _make_hog(), Heartbeats(rig.claims, 1.5)
     beat = beats.begin(rig.claim(ttl=3600.0), time.monotonic(), renew=False)
     rig.lapse()
     assert rig.claim(owner="next", ttl=3600.0).crashes == 1
@@ -159,11 +147,8 @@ def test_a_lapse_that_the_handler_itself_has_caused_stays_counted(
     assert (beat.charged, rig.document["retry"]["crashes"]) == (True, 1)
 
 
-def test_a_process_that_replaces_its_own_claim_charges_nothing(
-    mongo_client: MongoClient[Document], state_database: str
-) -> None:
+def test_a_process_that_replaces_its_own_claim_charges_nothing(rig: PartitionRig) -> None:
     """P14: an outage is over, and a message that was delivered again comes before the heartbeat."""
-    rig = make_partition(mongo_client, state_database)
     beats = Heartbeats(rig.claims, 3600.0)
     beat = beats.begin(rig.claim(owner="of this process", ttl=3600.0), time.monotonic())
     rig.lapse()

@@ -11,22 +11,15 @@ import pytest
 from bson import Int64
 from bson.codec_options import CodecOptions, TypeDecoder, TypeRegistry
 from bson.raw_bson import RawBSONDocument
-from pymongo import MongoClient
 from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
 from mongo_celery.errors import ConfigurationError, DocumentLockedError
-from mongo_celery.locking import (
-    select_for_update,
-    select_many_for_update,
-    transactional,
-)
+from mongo_celery.locking import select_for_update, select_many_for_update, transactional
 from tests.fixtures.process import wait_for
 from tests.integration.locking_rig import Document, Tasks, Threads, held
 from tests.rig.commands import CommandRecorder
-
-MakeClient = Callable[..., MongoClient[Document]]
 
 COUNT = 150
 """More than a first answer of MongoDB has by default."""
@@ -35,8 +28,6 @@ LOCKS = ("find", "getMore", "update", "findAndModify")
 
 
 class Spied:
-    """A collection of documents, a way to lock them, and the commands that it sends."""
-
     def __init__(self, collection: Collection[Document], way: Threads | Tasks, sent: CommandRecorder) -> None:
         self.collection, self.way, self.sent = collection, way, sent
 
@@ -45,10 +36,6 @@ class Spied:
         self.sent.sent.clear()
         found = self.way.lock("select_many_for_update", self.collection, filter_, **options)
         return found, [name for name in self.sent.names if name in LOCKS]
-
-    @property
-    def locks(self) -> list[int]:
-        return [each["_id"] for each in self.collection.find({"_lock": {"$exists": True}}).sort("_id", 1)]
 
 
 @pytest.fixture(params=[Threads, Tasks])
@@ -60,25 +47,10 @@ def spied(request: pytest.FixtureRequest, database: Database[Document], mongo_ur
         yield Spied(database["things"], way, sent)
 
 
-@pytest.fixture
-def things(database: Database[Document], make_client: MakeClient) -> Collection[Document]:
-    """For threads alone."""
-    database["things"].insert_many([{"_id": number} for number in range(10)])
-    return make_client()[database.name]["things"]
-
-
-def test_many_are_locked_by_two_commands(spied: Spied) -> None:
-    """They come by `_id`, as they were read, and all get the same lock."""
-    before = list(spied.collection.find().sort("_id", 1))
-    assert spied.locked({"x": 1}) == (before, ["find", "update"])
-    assert len(spied.collection.distinct("_lock.id")) == 1
-    assert len(spied.locks) == COUNT
-    assert spied.locked({"x": 2}) == ([], ["find"])  # where nothing matches, nothing is written
-
-
 @pytest.mark.parametrize(
     ("filter_", "options"),
     [
+        ({"x": 1}, {}),
         ({"_id": 7}, {}),
         ({"_id": {"$in": [7, 3]}}, {"projection": ["n"], "limit": 1}),
         ({"_id": {"$in": [7, 3, 7.0, True]}}, {"sort": [("n", 1)]}),
@@ -94,23 +66,21 @@ def test_many_are_locked_by_two_commands(spied: Spied) -> None:
     ids=str,
 )
 def test_filter_order_limit_and_projection_are_pymongos(spied: Spied, filter_: Document, options: Document) -> None:
-    """They see the documents as they were before the lock, and no others are locked."""
+    """They see the documents as they were before the lock, and no others are locked. Two commands lock them all."""
     field = options.get("field", "_lock")
     reading = {"sort": [("_id", 1)], **{name: value for name, value in options.items() if name != "field"}}
     before = list(spied.collection.find(filter_, **reading))
     assert spied.locked(filter_, **options) == (before, ["find", "update"])
     locked = [each["_id"] for each in spied.collection.find({field: {"$exists": True}})]
     assert sorted(locked) == sorted(each["_id"] for each in before)
+    assert len(spied.collection.distinct(f"{field}.id")) == 1
+    assert spied.locked({"x": 2}) == ([], ["find"]), "where nothing matches, nothing is written"
 
 
-def test_a_projection_always_shows_the_id(spied: Spied) -> None:
-    """By it the documents are locked."""
+def test_a_projection_shows_the_id_and_what_it_takes_from_the_filter(spied: Spied) -> None:
+    """A place in an array, and the score of a search. By their ids the documents are locked."""
     assert spied.locked({"_id": 7}, projection={"n": 1, "_id": 0})[0] == [{"_id": 7, "n": COUNT - 7}]
     assert spied.locked({"_id": 7}, projection={"_id": 0})[0][0].keys() == {"_id", "n", "x", "_lock"}
-
-
-def test_what_a_projection_takes_from_the_filter_is_there(spied: Spied) -> None:
-    """A place in an array, and the score of a search."""
     spied.collection.insert_one({"_id": "a", "items": [{"n": 1}, {"n": 2}], "text": "red lamp"})
     spied.collection.create_index([("text", "text")])
     found, _ = spied.locked({"items.n": 2}, limit=1, projection={"items.$": 1})
@@ -118,28 +88,27 @@ def test_what_a_projection_takes_from_the_filter_is_there(spied: Spied) -> None:
     score = {"score": {"$meta": "textScore"}}
     found, _ = spied.locked({"$text": {"$search": "lamp"}}, projection=score, sort=[("score", {"$meta": "textScore"})])
     assert [(each["_id"], each["score"] > 0) for each in found] == [("a", True)]
-    assert spied.collection.count_documents({"_id": "a", "_lock": {"$exists": True}}) == 1
+    assert spied.collection.distinct("_id", {"_lock": {"$exists": True}}) == [7, "a"]
 
 
-def test_an_id_that_is_decoded_with_loss_is_refused(things: Collection[Document]) -> None:
-    """It would lock nothing, in silence."""
-
+def test_an_id_that_is_decoded_with_loss_is_refused(database: Database[Document]) -> None:
     class Rounding(TypeDecoder):
         bson_type = Int64
 
         def transform_bson(self, value: Int64) -> int:
             return int(value) // 10 * 10
 
-    things.insert_one({"_id": Int64(2**40 + 1)})
-    lossy: Collection[Any] = things.with_options(codec_options=CodecOptions(type_registry=TypeRegistry([Rounding()])))
+    database["things"].insert_one({"_id": Int64(2**40 + 1)})
+    lossy: Database[Any] = database.with_options(codec_options=CodecOptions(type_registry=TypeRegistry([Rounding()])))
     with pytest.raises(ConfigurationError):
-        transactional(things.database.client)(select_many_for_update)(lossy, {"_id": {"$gt": 2**40}})
+        transactional(database.client)(select_many_for_update)(lossy["things"], {})
 
 
 def test_raw_documents_are_locked_and_read_too(spied: Spied) -> None:
     raw = spied.collection.with_options(codec_options=CodecOptions(document_class=RawBSONDocument))
     found = spied.way.lock("select_many_for_update", raw, {}, limit=2)
-    assert [each["_id"] for each in found] == spied.locks == [0, 1]
+    locked = spied.collection.distinct("_id", {"_lock": {"$exists": True}})
+    assert [each["_id"] for each in found] == locked == [0, 1]
 
 
 def test_one_that_is_held_refuses_all_and_leaves_none_locked(spied: Spied) -> None:
@@ -151,9 +120,6 @@ def test_one_that_is_held_refuses_all_and_leaves_none_locked(spied: Spied) -> No
         with pytest.raises(DocumentLockedError):
             spied.way.lock("select_for_update", spied.collection, {"_id": 50}, nowait=True)
         assert len(spied.locked({"_id": {"$ne": 50}}, nowait=True)[0]) == COUNT - 1
-
-
-# -- validators ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("select", [select_for_update, select_many_for_update])
@@ -170,17 +136,6 @@ def test_a_validator_that_refuses_the_lock_is_named_with_the_cure(
     assert isinstance(caught.value.__cause__, OperationFailure)
     assert strict.find_one() == {"_id": 1}
     assert lock(strict, {"_id": 1}, field="state")
-
-
-def test_a_document_that_was_invalid_before_is_not_blamed_on_the_lock(database: Database[Document]) -> None:
-    """The validator came later, and refuses whatever is written to it."""
-    database["old"].insert_one({"_id": 1, "n": "one"})
-    database.command("collMod", "old", validator={"n": {"$type": "int"}})
-    with pytest.raises(ConfigurationError):
-        transactional(database.client)(select_for_update)(database["old"], {"_id": 1})
-
-
-# -- operations on a whole collection --------------------------------------------------------------
 
 
 def test_a_collection_that_an_operation_waits_for_is_refused_like_a_document(spied: Spied) -> None:

@@ -33,7 +33,6 @@ SOME_ID = '{"$oid": "6b0c1ef5aaaaaaaaaaaaaaaa"}'
 def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
     make_bridge: MakeBridge, mongo_client: MongoClient[dict[str, Any]], state_database: str
 ) -> None:
-    """Looking is free of side effects."""
     status = make_bridge().operations.read_status()
     assert (status.state, status.handlers[0].partitions) == ("never_started", ())
     assert (status.oplog_seconds or 0) >= 0
@@ -41,11 +40,9 @@ def test_the_status_of_a_bridge_that_was_never_started_leaves_nothing_behind(
 
 
 def test_the_status_follows_lease_and_partitions(led: LedBridge) -> None:
-    """Claimed, retrying, halted, by the server's clock; then the lease is given back with an error."""
     claim = led.run()
-    shown, status = led.partition(), led.operations.read_status()
-    assert status.leader is not None
-    assert shown.claim is not None
+    shown: Any = led.partition()
+    status: Any = led.operations.read_status()
     assert (status.state, status.term, status.leader.pid, status.in_flight) == ("leading", led.version, os.getpid(), 1)
     assert (shown.claim.live, shown.claim.owner, shown.fencing_token) == (True, claim.owner, claim.fencing_token)
     assert led.store.claims.park(claim, delay=3600, not_before=None, error="ConnectionError: later")
@@ -59,52 +56,40 @@ def test_the_status_follows_lease_and_partitions(led: LedBridge) -> None:
     assert (status.state, status.error, status.leader) == ("history_lost", "too late", None)
 
 
-# -- stored changes --------------------------------------------------------------------------------
-
-
 def test_the_status_counts_what_is_stored_where_no_listener_says(storing: LedBridge) -> None:
     """P16: of the marked partitions; and how many bytes there are, as the listener says."""
-    status = storing.operations.read_status()
+    status: Any = storing.operations.read_status()
     (handler,), backlog = status.handlers, status.backlog
     shown = handler.partitions[0].stored
-    assert backlog is not None
-    assert shown is not None
     assert (backlog.count, backlog.bytes, handler.stored) == (3, None, 3)
     assert (shown.count, shown.reason, shown.to, shown.missing) == (3, "halted", token(3)["_data"], False)
     assert shown.since
-    assert status.at is not None
     age = int(status.at.timestamp()) - 1  # of the first one, by the time in its token
     assert status.lag_seconds == handler.lag_seconds == handler.partitions[0].oldest_seconds == age
+    assert "backlog_missing" not in {each.code for each in status.findings}
     storing.report(storedBytes=900, storedLimit=1000)
-    backlog = storing.operations.read_status().backlog
-    assert backlog is not None
-    assert (backlog.count, backlog.bytes, backlog.share) == (3, 900, 0.9)
-    hasty = read_snapshot(storing.bridge.wiring, counting=1e-6)
-    assert hasty.backlog is not None
-    assert hasty.backlog.count is None, "counting that takes too long is not known"
+    status = storing.operations.read_status()
+    assert (status.backlog.count, status.backlog.bytes, status.backlog.share) == (3, 900, 0.9)
+    status = read_snapshot(storing.bridge.wiring, counting=1e-6)
+    assert status.backlog.count is None, "counting that takes too long is not known"
 
 
 def test_a_status_finds_what_is_said_to_be_stored_and_is_not(storing: LedBridge) -> None:
     """P13: a state database of which only a part was restored; loud, and never taken for empty."""
-    assert "backlog_missing" not in {each.code for each in storing.operations.read_status().findings}
     storing.state["backlog"].delete_many({})
     (missing,) = [each for each in storing.operations.read_status().findings if each.code == "backlog_missing"]
     assert (missing.severity, "summarise/0" in missing.sentence) == ("failing", True)
-
-
-# -- show ------------------------------------------------------------------------------------------
 
 
 def test_the_change_at_which_a_partition_is_blocked_is_shown(storing: LedBridge) -> None:
     """P13: halted, or the first one that is stored; and where its bytes are not stored, that is all that is missing."""
     wiring = storing.bridge.wiring
     storing.park()
-    first = read_blocked_change(wiring, "summarise", 0)
+    first: Any = read_blocked_change(wiring, "summarise", 0)
     assert (first.status.state, first.token, first.key) == ("retrying", token(1)["_data"], "shop.orders insert 1")
     assert (first.error, first.status.retries, first.status.committed) == ("ConnectionError: later", 1, 0)
-    assert first.since is not None
-    assert first.event is not None
     assert (first.event["fullDocument"], first.raw) == ({"_id": 1, "note": "n" * 500}, None)
+    assert first.since
     storing.halt(index=1)
     halted = read_blocked_change(wiring, "summarise", 1)
     assert (halted.key, halted.token, halted.error) == ("shop.orders insert 1", token(1)["_data"], "ValueError: no")
@@ -127,13 +112,9 @@ def test_an_event_that_is_no_document_is_shown_as_bytes(storing: LedBridge) -> N
     odd = {"flags": float("nan"), "at": DatetimeMS(1 << 60), "uuid": Binary(b"u" * 16, 4)}
     storing.store_changes(stored_change(5, fullDocument=odd, **{FLAGS: {"a": True}}))
     storing.commit(4)
-    event = read_blocked_change(storing.bridge.wiring, "summarise", 0).event
-    assert event is not None
+    event: Any = read_blocked_change(storing.bridge.wiring, "summarise", 0).event
     assert FLAGS not in event
     assert event["fullDocument"]["flags"] == {"$numberDouble": "NaN"}
-
-
-# -- show --key ------------------------------------------------------------------------------------
 
 
 def find(led: LedBridge, key: str) -> Whereabouts:
@@ -167,9 +148,8 @@ def test_a_key_of_a_bridge_that_has_done_everything_is_handled_up_to_now(
 ) -> None:
     """P16: by the time of the reading; a listener's report speaks for its own handlers only."""
     led.report(**IDLE)
-    status, found = led.operations.read_status(), find(led, SOME_ID)
-    assert (status.lag_seconds, found.lasts, found.status.state) == (0, True, "flowing")
-    assert found.handled_until is not None
+    found: Any = find(led, SOME_ID)
+    assert (led.operations.read_status().lag_seconds, found.lasts, found.status.state) == (0, True, "flowing")
     assert abs((found.handled_until - datetime.now(UTC)).total_seconds()) < 60
     with pytest.raises(CommandRefusedError, match="summarise"):
         led.operations.find_document("summarize", "1")
@@ -188,23 +168,17 @@ def test_what_waits_in_memory_or_runs_is_not_called_handled(led: LedBridge, left
     led.report(**{**IDLE, **left})
     if not left:
         led.run()
-    status, found = led.operations.read_status(), find(led, SOME_ID)
+    status: Any = led.operations.read_status()
+    found = find(led, SOME_ID)
     assert (status.caught_up, found.lasts) == (False, False)
     assert (status.in_flight, status.buffered) == (left.get("inFlight", 0), left.get("buffered", 0))
-    assert status.reported_at is not None
     assert found.handled_until is None or found.handled_until < status.reported_at
 
 
 def test_a_dead_letter_of_a_key_is_found_by_the_rule_that_spreads_the_keys(led: LedBridge) -> None:
     """P16: with `partition_by` a key is no `_id`, and a text and a number that look alike are two keys."""
     kept = next(iterate_forms(bson.encode({"documentKey": {"_id": "another"}})))()
-    told: dict[str, Any] = {
-        "bridge": NAME,
-        "subscription": "summarise",
-        "key": "a change",
-        "error": "no",
-        "traceback": "",
-    }
+    told: Any = {"bridge": NAME, "subscription": "summarise", "key": "a change", "error": "no", "traceback": ""}
     for number, key in enumerate([42, "42"]):
         place = Place(1, 0, number, 1, hash_of(led, key))
         letter = dead_letter(**told, token=token(number), kept=kept, attempts=1, place=place, cause=FAILED)

@@ -1,43 +1,46 @@
 """
-Going on after lost history: who is moved, whereto, and what stays.
+Lost history: the warning before, and who is moved, whereto, and what stays after it.
 
-The set's own oplog decides: it holds this moment, and nothing of 1970. P1 to P10 are the design's invariants.
+The set's own oplog decides: it holds this moment, and nothing of 1970. P1 to P16 are the design's invariants.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
 from bson import Timestamp
+from celery import Celery
 from pymongo import MongoClient
-from pymongo.errors import OperationFailure, PyMongoError
+from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener import history, starts
 from mongo_celery.bridge.listener.history import LostHistory
+from mongo_celery.bridge.listener.horizon import THRESHOLDS, Horizon, judge_risk, remedy
 from mongo_celery.bridge.listener.starts import find_starts, read_starts
 from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.bridge.state.audit import make_record
 from mongo_celery.bridge.stream.cursor import Position
-from mongo_celery.bridge.stream.verdicts import final_error
 from mongo_celery.bridge.window import Mark, PendingChange
-from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import AccessError, HistoryLostError, LeaseLostError
 from mongo_celery.mongo import oplog
 from mongo_celery.mongo.oplog import Oplog, operation_time, read_oplog
-from mongo_celery.mongo.verdicts import Verdict
 from tests.fixtures.failpoint import Failpoint
-from tests.fixtures.mongo import MakeClient, sparse
+from tests.fixtures.mongo import Document, MakeClient, MakeReplicaSet, sparse
+from tests.fixtures.rights import UrlOf
 from tests.rig.term import TermRig, advance, begin_term, mark_at
-
-Document = dict[str, Any]
 
 APP = "history"
 ROLLED = mark_at(Timestamp(5, 1))
@@ -80,9 +83,7 @@ class Bridge:
         return start
 
     def document(self, name: str) -> Document:
-        found = sparse(self.rig.database["handlers"]).find_one({"_id": f"shop/{name}"})
-        assert found is not None, "it was taken over"
-        return found
+        return sparse(self.rig.database["handlers"]).find_one({"_id": f"shop/{name}"}) or {}
 
     @property
     def given_up(self) -> list[str]:
@@ -94,29 +95,26 @@ class Bridge:
         return read_oplog(self.client).first
 
 
-class Make:
-    """Makes a bridge whose subscriptions stand at these marks, or nowhere yet."""
+def make_on(client: MongoClient[Document], database: str, **marks: Mark | None) -> Bridge:
+    """Return a bridge whose subscriptions stand at these marks, or nowhere yet."""
+    rig = begin_term(client, database, 2, list(marks))
+    takeover = rig.take_over()
+    for name, mark in marks.items():
+        assert rig.store.subscriptions.pin(name, rig.version, PINNED, None)
+        if mark is not None:
+            advance(rig.store.subscriptions, name, rig.version, mark.token, mark.cluster_time, STREAM)
+    led = {each.name: each for each in rig.led(takeover, marks)}
+    bridge = Bridge(client, rig, led, Watermarks(rig.store, rig.renewal, STREAM, dict))
+    bridge.watermarks.store(led.values(), 0.0)
+    return bridge
 
-    def __init__(self, client: MongoClient[Document], database: str) -> None:
-        self._client = client
-        self._database = database
 
-    def __call__(self, *, pinned: Timestamp = PINNED, **marks: Mark | None) -> Bridge:
-        rig = begin_term(self._client, self._database, 2, list(marks))
-        takeover = rig.take_over()
-        for name, mark in marks.items():
-            assert rig.store.subscriptions.pin(name, rig.version, pinned, None)
-            if mark is not None:
-                advance(rig.store.subscriptions, name, rig.version, mark.token, mark.cluster_time, STREAM)
-        led = {each.name: each for each in rig.led(takeover, marks)}
-        bridge = Bridge(self._client, rig, led, Watermarks(rig.store, rig.renewal, STREAM, dict))
-        bridge.watermarks.store(led.values(), 0.0)
-        return bridge
+Make = Callable[..., Bridge]
 
 
 @pytest.fixture
 def make(mongo_client: MongoClient[Document], state_database: str) -> Make:
-    return Make(mongo_client, state_database)
+    return partial(make_on, mongo_client, state_database)
 
 
 @pytest.fixture
@@ -156,20 +154,6 @@ def test_without_the_right_to_read_the_oplog_the_smallest_position_is_moved(
         bridge.go_on("oldest")
 
 
-@pytest.mark.parametrize("decision", ["halt", "now"])
-def test_the_record_of_a_gap_has_the_servers_own_words(
-    make: Make, tip: Mark, caplog: pytest.LogCaptureFixture, decision: str
-) -> None:
-    """P9: of a person, or of the policy; and without our advice, which is that of another place."""
-    bridge = make(record=ROLLED, audit=tip)
-    error = final_error(Verdict.HISTORY_LOST, OperationFailure("the resume point is gone", 286), "shop.orders")
-    assert isinstance(error, HistoryLostError)
-    bridge.history(decision).settle_refusal(error, bridge.led, bridge.watermarks)
-    (told,) = [each.getMessage() for each in caplog.records if vars(each).get("subscription") == "record"]
-    assert "ChangeStreamHistoryLost, code 286: the resume point is gone" in told
-    assert "--on-history-lost" not in told
-
-
 @pytest.mark.parametrize("skip", range(7))
 def test_what_an_error_interrupts_is_judged_again_where_the_server_refuses_it_again(
     make_client: MakeClient,
@@ -180,7 +164,7 @@ def test_what_an_error_interrupts_is_judged_again_where_the_server_refuses_it_ag
     skip: int,
 ) -> None:
     """P1, P17: nobody else is taken for the one that is first."""
-    bridge = Make(make_client(appName=APP), state_database)(record=ROLLED, audit=ROLLED_LATER, third=tip)
+    bridge = make_on(make_client(appName=APP), state_database, record=ROLLED, audit=ROLLED_LATER, third=tip)
     monkeypatch.setattr(starts, "read_oplog", lambda _client: None)
     monkeypatch.setattr(history, "oplog_or_none", lambda _client: None)
     interrupted = bridge.history("now")
@@ -188,11 +172,8 @@ def test_what_an_error_interrupts_is_judged_again_where_the_server_refuses_it_ag
     def go_on() -> Position | None:
         return interrupted.settle_refusal(HistoryLostError(), bridge.led, bridge.watermarks)
 
-    commands = ["update", "find", "findAndModify"]
-    with (
-        failpoint(failCommands=commands, errorCode=50, mode={"skip": skip}, appName=APP),
-        pytest.raises(PyMongoError),
-    ):
+    fault: Any = {"failCommands": ["update", "find", "findAndModify"], "errorCode": 50, "mode": {"skip": skip}}
+    with failpoint(appName=APP, **fault), pytest.raises(PyMongoError):
         go_on()
     position = interrupted.find_position(bridge.led)
     if position == Position(ROLLED.token, ROLLED.cluster_time):
@@ -217,28 +198,14 @@ def test_a_token_that_is_refused_within_the_oplog_is_replaced_by_its_time_once(m
     assert bridge.document("record")["lost"]["at"] == tip.cluster_time
 
 
-def test_nothing_is_moved_until_somebody_has_decided(make: Make, tip: Mark) -> None:
-    """P1, P9, P12: who lost it stands still, and its state says where; the others go on."""
-    bridge = make(record=ROLLED, audit=tip)
-    assert bridge.go_on("halt") == Position(tip.token, tip.cluster_time)
-    stored = bridge.document("record")
-    assert stored["resumeToken"] == ROLLED.token
-    assert (stored["lost"]["at"], stored["lost"]["oldest"]) == (ROLLED.cluster_time, bridge.oldest)
-    assert bridge.given_up == []
-    assert [led.lost for led in bridge.led.values()] == [True, False]
-    bridge.led["record"].ingest_item(tip)
-    bridge.watermarks.store(bridge.led.values(), 0.0)
-    assert bridge.document("record")["resumeToken"] == ROLLED.token, "nothing is read for it, and its watermark stands"
-
-
 def test_a_start_that_rolled_away_before_it_was_read_is_chosen_again_once(make: Make) -> None:
     """P1, P9: `oldest` was asked for, and a young bridge races a fast oplog; then somebody has to know."""
     bridge = make(record=None)
-    lost = bridge.history("halt")
-    assert lost.settle_refusal(HistoryLostError(), bridge.led, bridge.watermarks) == Position(None, bridge.oldest)
+    lost, given = bridge.history("halt"), (HistoryLostError(), bridge.led, bridge.watermarks)
+    assert lost.settle_refusal(*given) == Position(None, bridge.oldest)
     rolled = {"startAtOperationTime": PINNED, "clusterTime": PINNED}
     bridge.rig.database["handlers"].update_one({}, {"$set": rolled})
-    assert lost.settle_refusal(HistoryLostError(), bridge.led, bridge.watermarks) is None
+    assert lost.settle_refusal(*given) is None
     assert bridge.led["record"].lost
 
 
@@ -254,7 +221,7 @@ def rolling(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(
-    make_replica_set: Callable[..., MongoReplicaSet], make_client: Callable[..., MongoClient[Document]]
+    make_replica_set: MakeReplicaSet, make_client: MakeClient
 ) -> None:
     """
     P1, P12: nothing was ever removed from it, and the server reads from there. The session's set may have rolled.
@@ -263,25 +230,15 @@ def test_a_start_before_the_beginning_of_a_whole_oplog_is_not_lost(
     """
     client, at_its_start = make_client(make_replica_set().url), mark_at(PINNED)
     assert read_oplog(client).is_whole
-    bridge = Make(client, "state")(record=None)
+    bridge = make_on(client, "state", record=None)
     assert bridge.begin() == Position(None, PINNED)
-    bridge = Make(client, "restored")(record=at_its_start, restored=ROLLED)
+    bridge = make_on(client, "restored", record=at_its_start, restored=ROLLED)
     assert bridge.begin() == Position(at_its_start.token, PINNED)
     assert [name for name, each in bridge.led.items() if each.lost] == ["restored"]
     assert bridge.begin() == Position(at_its_start.token, PINNED), "it stands still, whoever leads"
     bridge.decide("restored", "now")
     assert bridge.look() is not None
     assert not bridge.led["restored"].lost
-
-
-@pytest.mark.usefixtures("rolling")
-def test_who_stands_before_the_oplog_is_left_out_before_the_stream_is_opened(make: Make, tip: Mark) -> None:
-    """P12: no other one is opened at a place that cannot be read."""
-    bridge = make(record=ROLLED, audit=tip)
-    assert bridge.begin() == Position(tip.token, tip.cluster_time)
-    since = bridge.document("record")["lost"]["since"]
-    assert bridge.begin() == Position(tip.token, tip.cluster_time)
-    assert bridge.document("record")["lost"]["since"] == since, "it stands since then, whoever leads"
 
 
 @pytest.mark.usefixtures("rolling")
@@ -305,10 +262,8 @@ def test_a_first_start_is_chosen_again_only_where_nothing_was_ever_claimed(make:
     """P1, I1: a halted first change stores no watermark, and must not be given up."""
     bridge = make(record=None)
     if touched:
-        head = {"resumeToken": {"_data": "82"}, "key": "k"}
-        bridge.rig.partitions.update_one(
-            {"_id": bridge.rig.partition_id("record", 1)}, {"$set": {"state": "halted", "halted": head}}
-        )
+        halted = {"state": "halted", "halted": {"resumeToken": {"_data": "82"}, "key": "k"}}
+        bridge.rig.partitions.update_one({"_id": bridge.rig.partition_id("record", 1)}, {"$set": halted})
     position = bridge.begin()
     assert bridge.led["record"].lost is touched
     assert position == (None if touched else Position(None, bridge.oldest))
@@ -318,9 +273,14 @@ def test_a_first_start_is_chosen_again_only_where_nothing_was_ever_claimed(make:
 @pytest.mark.usefixtures("rolling")
 @pytest.mark.parametrize("policy", ["oldest", "now"])
 def test_a_decision_moves_one_subscription_while_the_listener_runs(make: Make, tip: Mark, policy: str) -> None:
-    """P12: what it gave up is kept; the other one is not touched."""
+    """P12: the stream is not opened before the oplog; what was given up is kept; the other one is not touched."""
     bridge = make(record=ROLLED, audit=tip)
-    bridge.begin()
+    since = set()
+    for _ in range(2):  # whoever leads
+        assert bridge.begin() == Position(tip.token, tip.cluster_time)
+        lost = bridge.document("record")["lost"]
+        since.add(lost["since"])
+    assert (len(since), lost["at"], lost["oldest"]) == (1, ROLLED.cluster_time, bridge.oldest)
     assert bridge.look() is None
     before = bridge.document("audit")
     bridge.decide("record", policy)
@@ -380,6 +340,10 @@ def test_who_was_read_further_in_this_term_is_judged_by_that(make: Make) -> None
     assert bridge.go_on("halt") == Position(None, now)
     assert [each.lost for each in bridge.led.values()] == [True, False]
     assert len(led.partitions[0].queue) == 1
+    bridge.led["record"].ingest_item(mark_at(now))
+    bridge.watermarks.store(bridge.led.values(), 0.0)
+    assert bridge.document("record")["resumeToken"] == ROLLED.token, "nothing is read for it, and its watermark stands"
+    assert bridge.given_up == []
 
 
 def test_the_listener_ends_once_nothing_is_left_to_lead(make: Make) -> None:
@@ -407,3 +371,111 @@ def test_a_term_that_has_ended_moves_nothing(make: Make, tip: Mark) -> None:
     with pytest.raises(LeaseLostError):
         bridge.go_on("now")
     assert bridge.document("record") == before
+
+
+BEGIN, END = 1_000_000, 1_001_000
+LISTENER = "mongo_celery.listener"
+
+
+def oplog_from(first: int = BEGIN) -> Oplog:
+    return Oplog(Timestamp(first, 1), Timestamp(END, 1))
+
+
+MakeHorizon = Callable[[str], Horizon]
+
+
+@pytest.fixture
+def horizon_on(state_database: str) -> Iterator[MakeHorizon]:
+    with ExitStack() as stack:
+
+        def make(url: str) -> Horizon:
+            wiring = Wiring("shop", url, {"name": "shop", "database": state_database})
+            wiring.bound = Celery("horizon", set_as_current=False)
+            stack.callback(wiring.client.close)
+            return Horizon(wiring)
+
+        yield make
+
+
+@pytest.fixture
+def endangered(mongo_client: MongoClient[Document], state_database: str) -> Subscription:
+    """Give a subscription whose change at half of the oplog is not done."""
+    rig = begin_term(mongo_client, state_database, 2)
+    (led,) = rig.led(rig.take_over(), {"record": mark_at(Timestamp(BEGIN + 500, 1))})
+    led.window.add(PendingChange(mark_at(Timestamp(BEGIN + 501, 1)), 1, b"change"), led.partitions[1].queue)
+    return led
+
+
+def test_each_threshold_is_named_once_as_the_oplog_comes_nearer(
+    endangered: Subscription, mongo_url: str, horizon_on: MakeHorizon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """
+    P16: 50, 75, 90 and 100 %, with the command that frees the place.
+
+    Oplogs are truncated in pieces, so a share goes up and down. Once the place is freed, the next fall is a new one.
+    """
+    caplog.set_level(logging.WARNING, LISTENER)
+    horizon, partition = horizon_on(mongo_url), endangered.partitions[1]
+    partition.image = replace(partition.image, state="halted")
+
+    def judge(read: Oplog | None) -> None:
+        horizon._read = read
+        horizon.judge([endangered])
+
+    for first in range(BEGIN - 400, BEGIN + 520, 5):
+        for tremble in (0, -10, 0):
+            judge(oplog_from(first + tremble))
+    shares = [record.__dict__["share"] for record in caplog.records]
+    assert [max(limit for limit in THRESHOLDS if limit <= share) for share in shares] == list(THRESHOLDS)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING", "ERROR", "ERROR"]
+    for record in caplog.records:
+        assert (record.__dict__["event"], record.__dict__["subscription"]) == ("history_at_risk", "record")
+        assert "changes retry record 1" in record.getMessage()
+    judge(oplog_from(BEGIN - 4000))
+    judge(oplog_from())
+    assert len(caplog.records) == len(THRESHOLDS) + 1
+    judge(None)
+    assert len(caplog.records) == len(THRESHOLDS) + 1, "there is room again"
+
+
+_HELD: list[tuple[Document, str, str]] = [
+    ({"state": "halted"}, "halted", "celery -A shop changes skip record 1"),
+    ({"state": "paused"}, "paused", "celery -A shop changes resume record 1"),
+    ({"due_in": 9.0}, "retrying", "celery -A shop changes retry record 1"),
+    ({"due_in": 9.0, "waiting": {"cause": "AutoReconnect: away"}}, "waiting", "server"),
+    ({}, "unclaimed", "workers"),
+    ({}, "limited", "rate"),
+]
+
+
+def test_the_remedy_fits_what_holds_it(endangered: Subscription) -> None:
+    """P16: who is told to retry what is paused learns nothing. Where nothing is left to do, no partition is named."""
+    partition, untouched = endangered.partitions[1], endangered.partitions[1].image
+    for changes, state, command in _HELD:
+        partition.image = replace(untouched, **changes)
+        endangered.limit.waiting = int(state == "limited")
+        endangered.candidates[partition] = None
+        risk = judge_risk(endangered, oplog_from())
+        assert (risk.partition, risk.state) == (1, state)
+        assert command in remedy(CommandLine("shop"), risk.subscription, risk.partition, risk.state)
+    endangered.window.complete(partition.queue, endangered.window.seen)
+    risk = judge_risk(endangered, oplog_from(BEGIN + 2))
+    assert (risk.partition, risk.state) == (None, None)
+    assert "changes status" in remedy(CommandLine("shop"), risk.subscription, risk.partition, risk.state)
+
+
+def test_a_whole_oplog_endangers_nobody(make_replica_set: MakeReplicaSet, horizon_on: MakeHorizon) -> None:
+    """P16: it has never removed an entry, however far back somebody stands. The session's set may have rolled."""
+    horizon = horizon_on(make_replica_set().url)
+    assert horizon.read_oplog() < math.inf
+    assert horizon._read is None
+
+
+def test_without_the_right_to_see_the_oplog_it_is_said_once(
+    guarded_url: UrlOf, horizon_on: MakeHorizon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P16: a mongos has none, either. Once in a term: the oplog is not asked for again."""
+    caplog.set_level(logging.INFO, LISTENER)
+    assert horizon_on(guarded_url("without_oplog")).read_oplog() == math.inf
+    said = [record.__dict__["event"] for record in caplog.records if record.name == LISTENER]
+    assert said == ["horizon_unseen"]

@@ -15,7 +15,6 @@ Document = dict[str, Any]
 
 @pytest.mark.needs_mongodb_before(5, 0)
 def test_an_outbox_collection_delivers_what_transactions_commit(database: Database[Document]) -> None:
-    """P1, P2: its entries need no reading at a time of one's choice."""
     app = Celery("shop", broker="memory://")
     outbox = OutboxCollection(app, database["outbox"], at_once=False)
 

@@ -1,10 +1,13 @@
-"""What has run under an id does not run again: ids and keys, marks in a transaction, claims, and results."""
+"""What has run under an id does not run again: ids and keys, marks in a transaction, claims, results and faults."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -12,9 +15,10 @@ from uuid import uuid4
 
 import pytest
 from celery import Celery
-from celery.exceptions import Retry
+from celery.exceptions import Retry, SoftTimeLimitExceeded
 from pymongo import AsyncMongoClient
 from pymongo.client_session import ClientSession
+from pymongo.collection import Collection
 from pymongo.database import Database
 from pymongo.errors import OperationFailure
 
@@ -22,8 +26,10 @@ from mongo_celery import Bridge, Change, OutboxCollection, TwoPhaseCommit, once,
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import after_commit
 from mongo_celery.testing import BridgeRunner
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import Document, MakeClient
+from tests.fixtures.process import wait_for
 
-Document = dict[str, Any]
 Run = Callable[..., Any]
 
 
@@ -33,8 +39,7 @@ def app() -> Iterator[Celery]:
         yield made
 
 
-def run(task: Any, task_id: str, *args: object) -> Any:
-    """Run a task as a worker does, under an id; what it raises is raised here."""
+def run(task: Any, task_id: str = "t1", *args: object) -> Any:
     return task.apply(args=args, task_id=task_id, throw=True).result
 
 
@@ -66,27 +71,28 @@ def test_what_has_run_under_an_id_does_not_run_again(
             task.delay()
 
 
+@pytest.mark.parametrize("with_session", [False, True])
 def test_a_duplicate_of_what_runs_is_retried_later_and_one_of_what_crashed_runs(
-    app: Celery, database: Database[Document]
+    app: Celery, marks: Collection[Document], with_session: bool
 ) -> None:
-    """A live claim keeps it away; a lapsed one does not."""
-    runs: list[str] = []
+    """A live claim keeps it away; a lapsed one does not. A deploy may have added the session meanwhile."""
+    effects = marks.database.create_collection("effects")
 
-    @app.task(shared=False)
-    @once(database["done"], claim_ttl=3600)
-    def send() -> None:
-        runs.append("run")
+    def pay() -> None:
+        pay_within(session=None)
 
-    run(send, "other")
-    database["done"].insert_one({"_id": "t1", "state": "running", "owner": 1, "until": 0})
-    database["done"].update_one({"_id": "t1"}, [{"$set": {"until": {"$add": ["$$NOW", 60_000]}}}])
+    def pay_within(*, session: Any) -> None:
+        effects.insert_one({}, session=session)
+
+    task = app.task(shared=False)(once(marks, claim_ttl=3600)(pay_within if with_session else pay))
+    hold(marks, 3600)
     with pytest.raises(Retry):
-        send.apply(task_id="t1", throw=True)
-    assert runs == ["run"]
-
-    database["done"].update_one({"_id": "t1"}, [{"$set": {"until": "$$NOW"}}])
-    run(send, "t1")
-    assert runs == ["run", "run"]
+        run(task)
+    assert effects.count_documents({}) == 0
+    hold(marks, -1)
+    run(task)
+    run(task)
+    assert effects.count_documents({}) == 1
 
 
 def test_two_tasks_with_one_key_each_run_once(app: Celery, database: Database[Document]) -> None:
@@ -145,7 +151,6 @@ def test_steps_that_a_task_calls_have_records_of_their_own(app: Celery, database
 
 
 def test_a_key_that_no_mark_can_have_is_refused_and_none_asks_for_no_mark(database: Database[Document]) -> None:
-    """A key that looks like a condition is a value as any other."""
     runs: list[object] = []
 
     @once(database["done"], key=lambda order: order)
@@ -218,19 +223,14 @@ def test_wrong_use_is_refused_when_the_decorator_runs(app: Celery, database: Dat
         yield 1
 
     wrong: list[Callable[[], object]] = [
-        lambda: once(done, keep=0),
         lambda: once("done"),  # type: ignore[arg-type]
         lambda: once(done, outbox=outbox)(lambda: None),  # takes no session
         lambda: once(done, outbox="outbox")(lambda session: session),  # type: ignore[arg-type]
-        lambda: once(done, key="order"),  # type: ignore[arg-type]
         *(partial(once(done), each) for each in (send, coroutine, generator, int)),
     ]
     for decorate in wrong:
         with pytest.raises(ConfigurationError):
             decorate()
-
-
-# -- steps that something else calls -----------------------------------------------------------------
 
 
 def test_a_result_is_kept_as_json_alone(
@@ -254,7 +254,8 @@ def test_a_result_is_kept_as_json_alone(
 def test_a_record_is_committed_and_aborted_with_a_transaction_of_the_driver(database: Database[Document]) -> None:
     """P18: no record stays of an effect that is gone, whether the transaction is aborted, repeated, or a step fails."""
     effects, done = database.create_collection("effects"), database.create_collection("done")
-    fails: list[Exception] = [ValueError("the step"), ValueError("aborted"), conflict()]
+    repeated = OperationFailure("repeated", 112, {"errorLabels": ["TransientTransactionError"]})
+    fails: list[Exception] = [ValueError("the step"), ValueError("aborted"), repeated]
 
     @once(done, key=lambda _session: 1)
     def step(given: Any) -> None:
@@ -274,26 +275,12 @@ def test_a_record_is_committed_and_aborted_with_a_transaction_of_the_driver(data
             assert (effects.count_documents({}), done.count_documents({})) == (0, 0)
         for _ in range(2):
             session.with_transaction(body)
-    assert (effects.count_documents({}), done.count_documents({})) == (1, 1)
-
-
-def conflict() -> OperationFailure:
-    return OperationFailure("repeated", 112, {"errorLabels": ["TransientTransactionError"]})
-
-
-def test_a_step_that_failed_leaves_no_record_in_a_transaction_of_the_driver(database: Database[Document]) -> None:
-    """The driver knows nothing of parts: it commits what is there, if the error is caught."""
-    effects, done = database.create_collection("effects"), database.create_collection("done")
-
-    @once(done, key=lambda _session: 1)
-    def step(_session: Any) -> None:
-        raise ValueError
-
-    with database.client.start_session() as session, session.start_transaction():
-        with pytest.raises(ValueError):  # noqa: PT011
+        assert (effects.count_documents({}), done.count_documents({})) == (1, 1)
+        done.delete_many({})
+        fails += [ValueError("the step")] * 3
+        with session.start_transaction(), pytest.raises(ValueError):  # noqa: PT011
             step(session)
-        effects.insert_one({}, session=session)
-    assert (effects.count_documents({}), done.count_documents({})) == (1, 0)
+    assert (effects.count_documents({}), done.count_documents({})) == (2, 0), "the driver commits what is there"
 
 
 def test_a_record_cannot_be_part_of_an_async_transaction(database: Database[Document], mongo_url: str) -> None:
@@ -340,3 +327,154 @@ def test_a_handler_of_a_whole_database_is_not_fed_by_its_own_records(
         database["orders"].insert_one({"_id": 1})
         runner.deliver(limit=20)
     assert seen == ["orders", "accounts", "accounts"]
+
+
+APP_NAME = "once-faults"
+
+
+@pytest.fixture
+def marks(database: Database[Document], make_client: MakeClient) -> Collection[Document]:
+    """The collection of marks, by a client that failpoints can tell from others; its index is made."""
+    opened = make_client(appname=APP_NAME)[database.name]["done"]
+
+    @once(opened, key=lambda: "warm")
+    def warm() -> None: ...
+
+    warm()
+    return opened
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.__dict__["event"] for each in caplog.records if "event" in each.__dict__]
+
+
+def mark_of(marks: Collection[Document]) -> Document:
+    return marks.find_one({"_id": "t1"}) or {}
+
+
+def hold(marks: Collection[Document], seconds: float) -> None:
+    """A run of somebody else, which is claimed for so long, or was so long ago."""
+    marks.replace_one({"_id": "t1"}, {"state": "running", "owner": 1}, upsert=True)
+    marks.update_one({"_id": "t1"}, [{"$set": {"until": {"$add": ["$$NOW", round(seconds * 1000)]}}}])
+
+
+def test_a_run_keeps_its_mark_for_as_long_as_it_takes(
+    app: Celery, marks: Collection[Document], failpoint: Failpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is renewed beyond its first time, also after MongoDB has refused one renewal."""
+
+    @app.task(shared=False)
+    @once(marks, claim_ttl=1)
+    def long() -> None:
+        first = mark_of(marks)["until"]
+        with failpoint(failCommands=["update"], appName=APP_NAME, errorCode=13):
+            wait_for(lambda: "mark_renewal_failed" in events(caplog))
+        wait_for(lambda: (mark_of(marks)["until"] - first).total_seconds() > 1)
+
+    run(long)
+    assert mark_of(marks)["state"] == "done"
+    assert set(events(caplog)) == {"mark_renewal_failed"}
+
+
+def test_a_run_that_was_taken_over_says_so_and_leaves_the_mark_to_the_other(
+    app: Celery, marks: Collection[Document], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process that stood still cannot be kept from this without a transaction; its result is its own."""
+    fails = [LookupError()]
+
+    @app.task(shared=False)
+    @once(marks, claim_ttl=3600)
+    def short() -> str:
+        hold(marks, 3600)
+        if fails:
+            raise fails.pop()
+        return "mine"
+
+    with pytest.raises(LookupError):
+        run(short)
+    assert events(caplog) == ["mark_lost"]
+    marks.delete_one({"_id": "t1"})
+    assert run(short) == "mine"
+    assert events(caplog) == ["mark_lost", "mark_lost"]
+    assert mark_of(marks).items() >= {"state": "running", "owner": 1}.items()
+
+
+def test_a_failover_between_claim_and_mark_costs_nothing(
+    app: Celery, marks: Collection[Document], failpoint: Failpoint
+) -> None:
+    """Claim and mark are repeated until they are answered; the function is not."""
+    runs: list[int] = []
+
+    @app.task(shared=False)
+    @once(marks)
+    def send() -> str:
+        runs.append(1)
+        return "sent"
+
+    unanswered = {"appName": APP_NAME, "closeConnection": True, "mode": {"times": 3}}
+    with failpoint(failCommands=["findAndModify", "update"], **unanswered):
+        assert run(send) == "sent"
+    with failpoint(failCommands=["update"], **unanswered):
+        assert run(send, "t2") == "sent"
+    assert [run(send), run(send, "t2")] == ["sent", "sent"]
+    assert runs == [1, 1]
+
+
+def test_a_mark_that_cannot_be_written_is_logged_and_the_task_has_succeeded(
+    app: Celery, marks: Collection[Document], failpoint: Failpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure would be retried, and what the function did with it. The claim keeps duplicates away until it ends."""
+
+    @app.task(shared=False)
+    @once(marks)
+    def send() -> str:
+        return "sent"
+
+    with failpoint(failCommands=["update"], appName=APP_NAME, errorCode=13):
+        assert run(send) == "sent"
+    assert events(caplog) == ["mark_unwritten"]
+    assert caplog.records[-1].levelno == logging.WARNING
+    with pytest.raises(Retry):
+        run(send)
+
+    with failpoint(failCommands=["findAndModify"], appName=APP_NAME, errorCode=13), pytest.raises(OperationFailure):
+        run(send, "t2")
+
+
+def test_a_soft_time_limit_passes_whatever_it_interrupts(app: Celery, marks: Collection[Document]) -> None:
+    """It is Celery's, and no fault of a result that is being encoded."""
+
+    class Interrupted:
+        def __json__(self) -> str:
+            raise SoftTimeLimitExceeded
+
+    @app.task(shared=False)
+    @once(marks)
+    def send() -> Interrupted:
+        return Interrupted()
+
+    with pytest.raises(SoftTimeLimitExceeded):
+        run(send)
+
+
+def test_of_two_runs_with_a_session_one_commits(app: Celery, marks: Collection[Document]) -> None:
+    """A run that stands still keeps its mark by its transaction; the other one waits, and has its result."""
+    begun, go, bodies = threading.Event(), threading.Event(), list[str]()
+
+    @app.task(shared=False)
+    @once(marks)
+    def pay(*, session: Any) -> int:
+        bodies.append("run")
+        marks.database["effects"].insert_one({}, session=session)
+        begun.set()
+        assert go.wait(60)
+        return len(bodies)
+
+    marks.database.create_collection("effects")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, pay)
+        assert begun.wait(60)
+        second = pool.submit(run, pay)
+        go.set()
+        assert [first.result(60), second.result(60)] == [1, 1]
+    assert (marks.database["effects"].count_documents({}), bodies) == (1, ["run"])

@@ -117,7 +117,7 @@ def test_each_effect_of_a_change_counts_once_in_whatever_way_it_comes(shop: Shop
 
 def effects_of_a_body(shop: Shop) -> Callable[[str, ClientSession], None]:
     """All that can be part of a transaction. It counts each effect under a name and the key."""
-    box, bank, others = shop.outbox("parcels"), shop.bank(), shop.outbox_collection("others")
+    box, bank, others = shop.box(Outbox, "parcels"), shop.bank(), shop.box(OutboxCollection, "others")
     stored = {key: bank.transfer("A", "B", 1, run=False) for key in "12"}
     shop.db["seats"].insert_one({"_id": 1})
 
@@ -153,7 +153,7 @@ def effects_of_a_body(shop: Shop) -> Callable[[str, ClientSession], None]:
 @pytest.mark.parametrize("around", ["transactional", "once"])
 def test_all_effects_of_a_transaction_have_its_fate(shop: Shop, around: str) -> None:
     """P18: the first transaction is repeated by a conflict and committed, and the second one is aborted."""
-    body, leaving = effects_of_a_body(shop), shop.outbox_collection("leaving")
+    body, leaving = effects_of_a_body(shop), shop.box(OutboxCollection, "leaving")
     decorate: Any = {
         "transactional": transactional(shop.client, outbox=leaving),
         "once": once(lambda: shop.db["marks"], key=lambda key: key, outbox=leaving),
@@ -178,7 +178,6 @@ def test_all_effects_of_a_transaction_have_its_fate(shop: Shop, around: str) -> 
 
 
 def test_an_asynchronous_collection_is_refused_by_whatever_keeps_something_in_one(shop: Shop, mongo_url: str) -> None:
-    """P9: before anything is written."""
     source: Any = AsyncMongoClient(mongo_url)[shop.db.name]["kept"]
 
     @shop.bridge.on_change(shop.orders.full_name, failure_policy="dead_letter")

@@ -28,7 +28,6 @@ from tests.rig.worker import WantedError, WorkerRig, worker_on
 
 @pytest.fixture
 def parking(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[WorkerRig]:
-    """Give a partition with nothing done, and a worker whose handler parks keys."""
     with worker_on(mongo_client, mongo_url, state_database, failure_policy="park_key") as made:
         yield made
 
@@ -40,11 +39,7 @@ def waiting(parking: WorkerRig, *keys: str) -> None:
     parking.bad = set()
 
 
-# -- what waits --------------------------------------------------------------------------------------
-
-
 def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: WorkerRig) -> None:
-    """P2, P12: unstarted, whatever run has them; the rest of a run goes on."""
     waiting(parking)
     assert parking.letters == [("bad", 1, "parked"), ("bad", 3, "parked_behind"), ("bad", 5, "parked_behind")]
     assert parking.got == [("good", 2), ("other", 4)]
@@ -58,7 +53,6 @@ def test_changes_of_a_parked_key_wait_behind_it_and_others_flow(parking: WorkerR
 def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_partition(
     parking: WorkerRig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P7: its claim names the session, and has lapsed; nobody waits until the server ends it."""
     rig = parking.rig
 
     def run() -> bool:
@@ -79,7 +73,6 @@ def test_a_worker_ends_the_transaction_with_which_a_dead_one_has_locked_the_part
 
 
 def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parking: WorkerRig) -> None:
-    """P9: loud, and nothing is passed over; what is released makes room."""
     parking.rig.spoil(parkedKeys=[{"hash": Int64(number)} for number in range(PARKED_MAX)])
     parking.bad = {"bad"}
     with pytest.raises(WantedError):
@@ -95,7 +88,6 @@ def test_a_partition_that_is_full_of_parked_keys_halts_and_says_what_to_do(parki
 
 
 def test_a_change_at_which_a_partition_halted_waits_behind_its_key_when_it_is_set_aside(parking: WorkerRig) -> None:
-    """P2: also where a person moves it to the dead letters."""
     waiting(parking, "bad")
     claim = parking.rig.claim(2)
     assert parking.rig.claims.halt(claim, token(2), "key", "cannot be stored")
@@ -123,9 +115,6 @@ def test_a_change_that_cannot_wait_as_a_dead_letter_halts_and_the_log_says_so(
     assert [record.__dict__["policy"] for record in records] == ["dead_letter", "halt"]
 
 
-# -- release -----------------------------------------------------------------------------------------
-
-
 def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parking: WorkerRig) -> None:
     """P2: from the first on; the last one releases the key, and later changes run."""
     waiting(parking)
@@ -142,6 +131,9 @@ def test_a_replay_of_any_letter_replays_all_that_wait_for_its_key_in_order(parki
     assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
     parking.flow("bad")
     assert parking.got[-1] == ("bad", 6)
+    fences = [fence for key, _, fence in parking.started if key == "bad"]
+    assert fences == sorted(set(fences)), "no target refuses any of them, and each refuses those before"
+    assert fences[-1] - fences[-2] >= REPLAYS_MAX - 1
 
 
 def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: WorkerRig) -> None:
@@ -164,7 +156,6 @@ def test_nothing_of_a_parked_key_overtakes_what_waits_for_it(parking: WorkerRig)
 
 
 def test_an_existing_document_waits_at_its_place(parking: WorkerRig) -> None:
-    """P2: behind the change that has failed, whatever its letter is named by."""
     parking.existing = {2}
     waiting(parking, "bad", "bad", "bad")
     assert {cause for _, number, cause in parking.letters if number == 2} == {"parked_behind"}
@@ -175,19 +166,7 @@ def test_an_existing_document_waits_at_its_place(parking: WorkerRig) -> None:
     assert (parking.letters, parking.keys) == ([], frozenset())
 
 
-def test_tokens_of_a_key_grow_from_its_first_try_over_its_replays_to_what_comes_after(parking: WorkerRig) -> None:
-    """P3: so that no target refuses any of them, and each refuses those before."""
-    waiting(parking)
-    parking.ask()
-    parking.drain()
-    parking.flow("bad")
-    fences = [fence for key, _, fence in parking.started if key == "bad"]
-    assert fences == sorted(set(fences))
-    assert fences[-1] - fences[-2] >= REPLAYS_MAX - 1
-
-
 def test_a_change_that_comes_in_while_a_key_is_released_joins_it(parking: WorkerRig) -> None:
-    """P2: it neither overtakes, nor is it left behind."""
     waiting(parking, "bad", "bad")
     parking.ask()
     with pytest.raises(Ignore):
@@ -202,7 +181,6 @@ def test_a_change_that_comes_in_while_a_key_is_released_joins_it(parking: Worker
 
 
 def test_a_failure_stops_the_release_and_what_is_behind_it_waits_on(parking: WorkerRig) -> None:
-    """P2: the key stays parked, with the change that failed now as its first."""
     waiting(parking)
 
     def fail_at_three(changes: Changes) -> None:
@@ -224,66 +202,45 @@ def test_a_failure_stops_the_release_and_what_is_behind_it_waits_on(parking: Wor
 
 
 def test_a_first_letter_that_cannot_be_replayed_holds_its_key_until_it_is_discarded(parking: WorkerRig) -> None:
-    """P9: in one sentence, for all that wait behind it."""
     waiting(parking)
     parking.rig.letters.update_one({"cause": "parked"}, {"$set": {"kept": "name"}})
     results = parking.ask()
     assert [each.result for each in results] == ["refused"] * 3
     assert parking.requests == []
-    (discarded,) = parking.discard(1)
-    assert (discarded.result, discarded.follow) == ("done", 2)
-    parking.drain()
-    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5)]
-
-
-_DAMAGES: list[Document] = [
-    {"$unset": {"traceback": ""}},
-    {"$unset": {"key": "", "attempts": "", "at": ""}},
-    {"$unset": {"replays": ""}},
-    {"$set": {"passedOver": "damaged"}},
-]
-
-
-@pytest.mark.parametrize("damage", _DAMAGES, ids=str)
-def test_damaged_letters_of_a_parked_key_are_replayed_by_what_is_whole(parking: WorkerRig, damage: Document) -> None:
-    """P12, P17: a field that nobody needs for it keeps no key parked."""
-    waiting(parking)
-    parking.rig.letters.update_many({}, damage)
-    assert [each.result for each in parking.ask()] == ["done"] * 3
-    parking.drain()
-    assert [each for each in parking.got if each[0] == "bad"] == [("bad", 1), ("bad", 3), ("bad", 5)]
-    assert (parking.letters, parking.keys) == ([], frozenset())
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [{"$unset": {"resumeToken": ""}}, {"$set": {"fencingToken": None}}, {"$set": {"replay": "damaged"}}],
-    ids=str,
-)
-def test_damaged_letters_of_a_parked_key_are_discarded_and_release_it(parking: WorkerRig, damage: Document) -> None:
-    """P12, P16: also one whose change cannot be replayed any more."""
-    waiting(parking)
-    parking.rig.letters.update_many({}, damage)
-    assert [each.result for each in parking.discard()] == ["done"] * 3
-    assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
-
-
-# -- discarding --------------------------------------------------------------------------------------
-
-
-def test_discarding_the_first_lets_those_behind_it_run_in_order(parking: WorkerRig) -> None:
-    """P2: and what comes in meanwhile follows them."""
-    waiting(parking)
     assert [each.follow for each in parking.discard(1, dry_run=True)] == [2]
     assert (len(parking.letters), parking.requests) == (3, [])
-    assert [each.follow for each in parking.discard(1)] == [2]
+    (discarded,) = parking.discard(1)
+    assert (discarded.result, discarded.follow) == ("done", 2)
     parking.flow("bad")
     parking.drain()
     assert [each for each in parking.got if each[0] == "bad"] == [("bad", 3), ("bad", 5), ("bad", 6)]
     assert (parking.letters, parking.keys) == ([], frozenset())
 
 
-# -- races -------------------------------------------------------------------------------------------
+_DAMAGES: list[tuple[Document, bool]] = [
+    ({"$unset": {"traceback": ""}}, True),
+    ({"$unset": {"key": "", "attempts": "", "at": ""}}, True),
+    ({"$unset": {"replays": ""}}, True),
+    ({"$set": {"passedOver": "damaged"}}, True),
+    ({"$unset": {"resumeToken": ""}}, False),
+    ({"$set": {"fencingToken": None}}, False),
+    ({"$set": {"replay": "damaged"}}, False),
+]
+
+
+@pytest.mark.parametrize(("damage", "may_be_replayed"), _DAMAGES, ids=str)
+def test_damaged_letters_release_their_key_when_they_are_replayed_or_discarded(
+    parking: WorkerRig, damage: Document, may_be_replayed: bool
+) -> None:
+    """P12, P16, P17: a field that nobody needs for it keeps no key parked."""
+    waiting(parking)
+    parking.rig.letters.update_many({}, damage)
+    results = parking.ask() if may_be_replayed else parking.discard()
+    assert [each.result for each in results] == ["done"] * 3
+    parking.drain()
+    replayed = [("bad", 1), ("bad", 3), ("bad", 5)] if may_be_replayed else []
+    assert [each for each in parking.got if each[0] == "bad"] == replayed
+    assert (parking.letters, parking.keys, parking.requests) == ([], frozenset(), [])
 
 
 def test_the_last_replay_and_the_next_change_do_not_pass_each_other(
@@ -356,7 +313,6 @@ def test_a_replay_that_was_replaced_releases_nothing(parking: WorkerRig) -> None
 
 
 def test_a_change_that_a_rewind_brings_again_waits_in_its_place(parking: WorkerRig) -> None:
-    """P2: before those that came after it, once, and with a release under way."""
     waiting(parking, "good", "bad", "bad")
     parking.ask()
     parking.rig.spoil(committed=Int64(0), resumeToken=None)

@@ -11,7 +11,6 @@ from bson import Timestamp
 
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.preflight import check
-from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.subscriptions import parse_name
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.plan import Plan
@@ -25,7 +24,6 @@ def handle(change: object) -> None:
 
 
 def parts_of(plan: Plan) -> list[dict[str, Any]]:
-    """What a command does to each partition."""
     return list(plan.run().fields["parts"])
 
 
@@ -33,21 +31,7 @@ def results_of(plan: Plan) -> list[str]:
     return [each["result"] for each in parts_of(plan)]
 
 
-def test_a_paused_partition_is_not_claimed_until_it_is_resumed(led: LedBridge) -> None:
-    """Only the named one; what runs may finish, and its outcome counts."""
-    claim = led.run(0)
-    assert results_of(led.operations.pause("summarise", 0)) == ["done"]
-    assert led.store.claims.handle(claim, 1, token(1))
-    assert led.store.claims.commit(claim.partition_id, 1)
-    assert (led.partition().committed, led.partition().state) == (1, "paused")
-    assert led.claim(0, 2) is None
-    assert led.claim(1) is not None
-    led.operations.resume("summarise", 0).run()
-    assert led.claim(0, 2) is not None
-
-
 def test_commands_without_a_name_act_on_all_that_fit(led: LedBridge) -> None:
-    """Repeating one is harmless; what does not fit is left alone and named. A plan names what it is about."""
     led.halt(2)
     plan = led.operations.pause()
     assert [(each["result"], each["state"]) for each in parts_of(plan)] == [
@@ -59,21 +43,7 @@ def test_commands_without_a_name_act_on_all_that_fit(led: LedBridge) -> None:
     assert led.operations.pause().seen == plan.seen
 
 
-def test_a_retry_starts_a_change_again_with_new_counts(led: LedBridge) -> None:
-    """A halted one under a larger fencing token; one that waits for its time immediately."""
-    led.halt(0)
-    led.park(1)
-    fence = led.partition().fencing_token
-    assert led.claim(1) is None
-    assert results_of(led.operations.retry()) == ["done", "done", "unfit"]
-    shown = led.partition()
-    assert (shown.state, shown.error, shown.retries, shown.key, shown.committed) == ("flowing", None, 0, None, 0)
-    assert shown.fencing_token > fence
-    assert led.run(0).retries == led.run(1).retries == 0
-
-
 def test_a_retry_of_what_nothing_would_run_is_refused(led: LedBridge, make_bridge: MakeBridge) -> None:
-    """Its handler is stored, but not in this app: named it is refused, and without a name left out."""
     both = make_bridge()
     both.on_change("shop.carts", name="audit")(handle)
     led.store.leases.release(led.term, "idle", None)
@@ -138,7 +108,6 @@ def test_a_lost_history_is_passed_once_and_leaves_a_record(led: LedBridge) -> No
 
 
 def test_a_skip_passes_over_the_change_that_was_seen(led: LedBridge) -> None:
-    """The position moves by one, and a stale message of the skipped change cannot claim."""
     led.halt()
     with pytest.raises(CommandRefusedError):
         led.operations.skip("summarise", 0).run()
@@ -155,7 +124,6 @@ def test_a_skip_passes_over_the_change_that_was_seen(led: LedBridge) -> None:
 
 @pytest.mark.parametrize("command", ["skip", "retry"])
 def test_a_command_does_not_touch_a_change_that_its_operator_has_not_seen(led: LedBridge, command: str) -> None:
-    """Another operator skipped the first change, and the next one has failed, too."""
     plans: dict[str, Callable[[], Plan]] = {
         "skip": lambda: led.operations.skip("summarise", 0, discard=True),
         "retry": lambda: led.operations.retry("summarise", 0),
@@ -172,7 +140,6 @@ def test_a_command_does_not_touch_a_change_that_its_operator_has_not_seen(led: L
 
 
 def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(led: LedBridge) -> None:
-    """Somebody retries one after the plan was made."""
     led.halt(1)
     led.halt(2)
     plan = led.operations.skip("summarise", discard=True)
@@ -200,7 +167,6 @@ def test_a_partition_that_is_halted_no_more_does_not_refuse_the_others(led: LedB
     ],
 )
 def test_a_command_that_does_not_fit_is_refused(led: LedBridge, command: Callable[[Operations], Plan]) -> None:
-    """P9: of three partitions one is halted, one has nothing to retry, and one runs. Nothing changes."""
     led.halt(0)
     led.run(2)
     before = list(led.state["partitions"].find())
@@ -212,26 +178,6 @@ def test_a_command_that_does_not_fit_is_refused(led: LedBridge, command: Callabl
 def test_a_bridge_that_was_never_led_has_nothing_to_command(make_bridge: MakeBridge) -> None:
     with pytest.raises(CommandRefusedError):
         make_bridge().operations.pause().run()
-
-
-def test_a_lost_race_is_decided_by_a_second_reading(led: LedBridge, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first reading saw is gone: the command reads again. Of a command on all the others are done."""
-    led.halt(0)
-    led.halt(1)
-    stale = led.images()
-    led.operations.retry("summarise", 0).run()
-    monkeypatch.setattr(Partitions, "of", lambda *_: stale)
-    with pytest.raises(CommandRefusedError):
-        led.operations.retry("summarise", 0).run()
-    led.operations.pause("summarise", 2).run()
-    assert results_of(led.operations.pause("summarise", 2)) == ["unchanged"]
-    led.halt(0)
-    assert results_of(led.operations.retry()) == ["refused", "done", "unfit"]
-    with pytest.raises(CommandRefusedError):
-        led.operations.retry("summarise", 0).run()
-
-
-# -- with stored changes ---------------------------------------------------------------------------
 
 
 def test_commands_work_on_a_partition_with_stored_changes(storing: LedBridge) -> None:
@@ -268,6 +214,5 @@ def test_a_retry_of_a_stored_change_outlives_its_history(storing: LedBridge, *, 
 
 
 def test_what_is_stored_is_named_before_lost_history_is_given_up(storing: LedBridge) -> None:
-    """P13: it runs whatever is decided."""
     storing.lose_history()
     assert storing.operations.reset("summarise", "oldest").fields["stored"] == [0]

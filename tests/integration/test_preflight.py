@@ -13,12 +13,12 @@ from celery.app.task import Context
 from pymongo.database import Database
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.operations import broker_check, preflight
+from mongo_celery.bridge.operations import broker_check
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import AccessError, ServerUnavailableError, TopologyError
-from mongo_celery.findings import Finding, failing
+from mongo_celery.findings import Finding
 from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.integration.conftest import MakeBridge
 from tests.integration.guarded import GuardedMongo
@@ -27,7 +27,6 @@ from tests.rig.led import NAME, LedBridge
 
 @pytest.fixture(autouse=True)
 def no_worker_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None runs here, so nobody waits for their answers."""
     monkeypatch.setattr(broker_check, "INSPECT_SECONDS", 0.01)
 
 
@@ -47,7 +46,6 @@ def test_a_check_of_a_sound_deployment_leaves_nothing_behind(
 
 
 def test_a_frozen_server_is_a_finding(make_replica_set: MakeReplicaSet, make_bridge: MakeBridge) -> None:
-    """Connections stay open and nothing is answered: the worst case of unreachable."""
     server = make_replica_set()
     bridge = make_bridge(server.url)
     assert bridge.operations.read_status().state == "never_started"
@@ -61,7 +59,6 @@ def test_a_frozen_server_is_a_finding(make_replica_set: MakeReplicaSet, make_bri
 
 
 def test_a_standalone_is_a_finding_beside_the_others(standalone_url: str, make_bridge: MakeBridge) -> None:
-    """There is no bridge without change streams."""
     bridge = make_bridge(standalone_url)
     found = by_code(bridge)
     assert (found["topology"].severity, found["broker"].severity) == ("failing", "ok")
@@ -81,24 +78,10 @@ def test_a_check_lists_what_is_wrong_with_the_state_first(led: LedBridge) -> Non
     assert "halted" in commands
 
 
-def test_a_check_whose_reading_of_the_state_fails_names_broker_and_workers_all_the_same(
-    led: LedBridge, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """P16: they are judged with the state; where it cannot be read, nothing else would name them."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise ServerUnavailableError("MongoDB gave no answer.")
-
-    monkeypatch.setattr(preflight, "read_facts", fail)
-    monkeypatch.setattr(preflight, "ask_servers", lambda *_: (None, [failing("broker", "No answer.")]))
-    assert {"state", "broker"} <= {each.code for each in check(led.bridge.wiring) if each.severity == "failing"}
-
-
 @pytest.mark.parametrize(("wanted", "severity"), [("required", "failing"), ("whenAvailable", "degraded")])
 def test_a_check_finds_collections_that_are_missing_or_keep_no_images(
     make_bridge: MakeBridge, database: Database[dict[str, Any]], wanted: str, severity: str
 ) -> None:
-    """Missing, perhaps for a typo; without the option, and with it."""
     bridge = make_bridge(full_document_before_change=wanted)
     found = by_code(bridge)
     assert (found["images"].severity, found["sources"].severity) == (severity, "degraded")
@@ -110,15 +93,6 @@ def test_a_check_finds_collections_that_are_missing_or_keep_no_images(
     ((name, command),) = re.findall(r'db\.getSiblingDB\((".+?")\)\.runCommand\(({.+?}})\)', found["images"].sentence)
     database.client[json.loads(name)].command(json.loads(command))
     assert by_code(bridge)["images"].severity == "ok"
-
-
-def test_a_check_names_handlers_that_are_only_an_outboxs(make_bridge: MakeBridge) -> None:
-    """An app that forgets the module of its handlers still has those: only the sentence can tell."""
-    bridge = Bridge(Celery("shop", set_as_current=False), make_bridge().wiring.url, name=NAME, autodiscover=False)
-    bridge.outbox("shop.orders")
-    found = by_code(bridge)["handlers"]
-    assert (found.severity, "include=" in found.sentence) == ("ok", True)
-    assert "include=" not in by_code(make_bridge())["handlers"].sentence
 
 
 def test_a_check_finds_settings_that_break_a_bridge(make_bridge: MakeBridge, state_database: str) -> None:
@@ -161,7 +135,6 @@ def test_a_check_names_each_missing_right(
     oplog: bool,
     missing: set[str],
 ) -> None:
-    """State, stream and oplog, one by one, and no name of a user."""
     data, name = f"data_{state_database}", f"user_{state_database}"
     rights = [("read", data)] * reads + [("readWrite", state_database)] * writes + [("read", "local")] * oplog
     bridge = make_bridge(guarded.add_user(name, *rights), source=f"{data}.orders")

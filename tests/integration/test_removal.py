@@ -32,20 +32,18 @@ _SOME = 3
 
 
 def partition_id(index: int = 0, bridge: str = "shop") -> str:
-    """The `_id` of a partition."""
     return f"{bridge}/record/7/{index}"
 
 
 def store_some(backlog: Backlog, *numbers: int, index: int = 0, bridge: str = "shop", padding: int = 0) -> int:
-    """Store the changes with these numbers of a partition; their bytes."""
-    raws = [raw_event(_id={"_data": token_data(number)}, padding=bytes(padding)) for number in numbers]
+    noise = random.Random(1).randbytes(padding)  # which cannot be compressed
+    raws = [raw_event(_id={"_data": token_data(number)}, padding=noise) for number in numbers]
     changes = [StoredChange(token_data(number), raw, 1) for number, raw in zip(numbers, raws, strict=True)]
     backlog.insert(partition_id(index, bridge), changes, TERM)
     return sum(map(len, raws))
 
 
 def stored(backlog: Backlog, index: int = 0) -> int:
-    """How many changes are stored of a partition."""
     return backlog.count(partition_id(index), "", token_data(9999))
 
 
@@ -57,7 +55,6 @@ def ask(removal: Removal, done: int, *, index: int = 0) -> None:
 
 @pytest.fixture
 def make_backlog(make_client: MakeClient, state_database: str) -> Callable[..., Backlog]:
-    """Give what makes the backlog of a bridge."""
     client: MongoClient[dict[str, Any]] = make_client(appName=APP)
 
     def made(bridge: str = "shop") -> Backlog:
@@ -68,7 +65,6 @@ def make_backlog(make_client: MakeClient, state_database: str) -> Callable[..., 
 
 @pytest.fixture
 def backlog(make_backlog: Callable[..., Backlog]) -> Backlog:
-    """Give the backlog of a bridge, which is empty."""
     return make_backlog()
 
 
@@ -99,7 +95,7 @@ def test_removal_goes_on_where_it_cannot_be_measured(
     removal.note(partition_id(), token_place(token_data(_SOME)), 10)
     with failpoint(failCommands=["collStats", "aggregate"], errorCode=13, appName=APP):
         ask(removal, _SOME)
-        wait_for(lambda: removal.work() >= 0 and not stored_by_reading(backlog))
+        wait_for(lambda: removal.work() >= 0 and not backlog.read(partition_id(), "", token_data(9999), 10))
         for _ in range(_SOME):
             removal.work()
     events = [record.__dict__.get("event") for record in caplog.records if record.levelno >= logging.WARNING]
@@ -113,8 +109,7 @@ def test_what_another_bridge_has_stored_stops_nobody_else(make_backlog: Callable
     """P12: bridges share a state database by default; near the bound each counts its own bytes."""
     mine, others = make_backlog(), make_backlog("shop-2")
     size = store_some(mine, 1, padding=1000)
-    for number in range(1, 4):
-        others.insert(partition_id(0, "shop-2"), [noisy(number, BOUND // 2)], TERM)
+    store_some(others, 1, 2, 3, bridge="shop-2", padding=BOUND // 2)
     sizes = []
     for backlog in (mine, others):
         removal = Removal(backlog, TERM, BOUND)
@@ -123,14 +118,3 @@ def test_what_another_bridge_has_stored_stops_nobody_else(make_backlog: Callable
     assert sizes[0] < size + 1000
     assert sizes[1] > BOUND
     assert mine.size(10 * BOUND) > sum(sizes) - 1000, "further from the bound it is not worth the reading"
-
-
-def noisy(number: int, size: int) -> StoredChange:
-    """A change that cannot be compressed."""
-    raw = raw_event(_id={"_data": token_data(number)}, padding=random.Random(number).randbytes(size))
-    return StoredChange(token_data(number), raw, 1)
-
-
-def stored_by_reading(backlog: Backlog) -> list[StoredChange]:
-    """The stored changes of the first partition, without counting."""
-    return backlog.read(partition_id(), "", token_data(9999), 10)

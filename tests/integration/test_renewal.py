@@ -18,9 +18,8 @@ from mongo_celery.bridge.listener import renewal as module
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from tests.fixtures.process import wait_for
 from tests.rig.listener import listening
-from tests.rig.term import begin_term
+from tests.rig.term import Document, begin_term
 
-Document = dict[str, Any]
 Failpoint = Callable[..., AbstractContextManager[None]]
 
 TTL = 1.0
@@ -40,9 +39,7 @@ def fail(*_given: object) -> Mapping[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "report",
-    [fail, lambda: {"key": "\ud800"}, lambda: {"key": object()}],
-    ids=["raises", "no text", "no BSON"],
+    "report", [fail, lambda: {"key": "\ud800"}, lambda: {"key": object()}], ids=["raises", "no text", "no BSON"]
 )
 def test_a_report_that_cannot_be_used_ends_no_term(
     mongo_client: MongoClient[Document],
@@ -50,7 +47,6 @@ def test_a_report_that_cannot_be_used_ends_no_term(
     report: Callable[[], Mapping[str, Any]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """P9, P17: positions are stored without it, and the log says so once."""
     rig = begin_term(mongo_client, state_database, 1)
     watermarks = Watermarks(rig.store, rig.renewal, "the fingerprint", report)
     for number in range(1, 4):

@@ -26,10 +26,8 @@ from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.oplog import time_of_token
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import mark, token_data
-from tests.rig.repartitioning import NAME, SwitchingTerm, TermsOfShop, region
+from tests.rig.repartitioning import NAME, Document, SwitchingTerm, TermsOfShop, region
 from tests.rig.term import BRIDGE, KilledError, around, begin_term, handle
-
-Document = dict[str, Any]
 
 OLD, NEW = 4, 3
 WRITTEN = range(1, 41)
@@ -38,7 +36,6 @@ DELAY = 60.0
 
 
 def time_of(number: int) -> int:
-    """The cluster time of an event."""
     time = time_of_token({"_data": token_data(number)}, None)
     assert time is not None, "it has one"
     return time.time
@@ -55,11 +52,7 @@ def shop(mongo_client: MongoClient[Document], state_database: str) -> TermsOfSho
     return shop
 
 
-# -- what is kept ------------------------------------------------------------------------------------
-
-
 def test_stored_changes_are_handled_before_the_switch(shop: TermsOfShop) -> None:
-    """P1, P2, P13: from the collection alone, where the oplog has rolled over them."""
     term = shop.begin(OLD)
     term.turn()
     for partition in term.led[NAME].partitions.values():
@@ -74,17 +67,6 @@ def test_stored_changes_are_handled_before_the_switch(shop: TermsOfShop) -> None
     assert shop.in_force(term).partitions == NEW
     shop.events = written
     shop.check()
-
-
-def test_a_term_that_asks_for_the_same_changes_nothing(shop: TermsOfShop) -> None:
-    """P3: a deploy is no repartitioning."""
-    before = shop.in_force(term := shop.begin(OLD))
-    assert term.takeover.moving == []
-    term.finish()
-    assert shop.in_force(term) == before
-
-
-# -- what it waits for -------------------------------------------------------------------------------
 
 
 def _halt(term: SwitchingTerm) -> Callable[[], object]:
@@ -141,7 +123,6 @@ def test_a_blocked_partition_keeps_the_old_ones_which_say_so_and_go_on(
     command: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """P2, P12, P16: all other partitions handle what comes; after the command that is named they are switched."""
     release = block(shop.begin(OLD))
     term = shop.begin(NEW)
     for _ in range(30):
@@ -174,7 +155,6 @@ def test_a_drain_that_takes_long_is_given_up_and_tried_again(shop: TermsOfShop) 
     led = term.led[NAME]
 
     def turn_while(condition: Callable[[], bool]) -> float:
-        """Return how many of the listener's seconds it took."""
         began = term.now
         while condition():
             term.turn()
@@ -210,7 +190,6 @@ def test_what_comes_between_a_drain_and_the_next_reading_is_not_passed_over(shop
 
 
 def test_one_handler_makes_no_other_wait_and_one_that_is_gone_keeps_its_partitions(shop: TermsOfShop) -> None:
-    """P12: each handler for itself."""
     shop.begin(OLD, NAME, "audit", "gone")
     release = _halt(shop.begin(OLD))
     term = shop.begin(NEW, NAME, "audit")
@@ -224,7 +203,6 @@ def test_one_handler_makes_no_other_wait_and_one_that_is_gone_keeps_its_partitio
 
 
 def test_lost_history_waits_for_a_decision_where_anything_is_left_to_do(shop: TermsOfShop) -> None:
-    """P9, P12: what was read before is handled, and the sentence has the command."""
     term = shop.begin(NEW)
     term.turn()
     term.led[NAME].lost = True
@@ -298,60 +276,37 @@ def test_a_handler_whose_stored_place_lies_before_its_start_is_switched(shop: Te
         assert {image.data for image in shop.images(term, "added").values()} == {token_data(5)}
 
 
-# -- kills, and late writes --------------------------------------------------------------------------
-
-STEPS: list[tuple[type, str]] = [
-    (Subscriptions, "advance_all"),
-    (Partitions, "replace"),
-    (Partitions, "of"),
-]
+STEPS: list[tuple[type, str]] = [(Subscriptions, "advance_all"), (Partitions, "replace"), (Partitions, "of")]
 _NAMES = [f"{kind.__name__}.{name}" for kind, name in STEPS]
 
 
-def _kill() -> None:
-    raise KilledError
-
-
-@pytest.mark.parametrize("wanted", [NEW, OLD])
-@pytest.mark.parametrize("behind", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
-def test_a_listener_that_is_killed_at_any_step_has_lost_and_doubled_nothing(
-    shop: TermsOfShop, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool, wanted: int
-) -> None:
-    """P1, P2, P5, P6: old or new partitions are in force, whatever the next one wants."""
-    killed = shop.begin(NEW)
-    with monkeypatch.context() as patch:
-        around(patch, step, _kill, behind=behind)
-        with pytest.raises(KilledError):
-            killed.finish()
-    shop.write(*range(41, 61))
-    term = shop.begin(wanted)
-    term.finish()
-    assert shop.in_force(term).partitions == wanted
-    assert shop.partitionings() == {shop.in_force(term).term}
-    shop.check()
-
-
 @pytest.mark.parametrize("wanted", [OLD, NEW, NEW + 2])
-@pytest.mark.parametrize("step", STEPS[:3], ids=_NAMES[:3])
-def test_a_listener_that_wakes_at_any_step_harms_nothing(
-    shop: TermsOfShop, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], wanted: int
+@pytest.mark.parametrize("end", ["killed before", "killed after", "wakes late"])
+@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
+def test_a_listener_that_is_killed_or_wakes_late_at_any_step_has_lost_and_doubled_nothing(
+    shop: TermsOfShop, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], end: str, wanted: int
 ) -> None:
-    """P1, P3: its successor has other partitions by then, or keeps the old ones; it is refused."""
-    frozen, successors = shop.begin(NEW), list[SwitchingTerm]()
+    interrupted, successors = shop.begin(NEW), list[SwitchingTerm]()
 
     def succeed() -> None:
-        successor = shop.begin(wanted)
-        successor.finish()
-        successors.append(successor)
+        successors.append(shop.begin(wanted))
+        successors[0].finish()
 
+    def kill() -> None:
+        raise KilledError
+
+    is_killed = end.startswith("killed")
     with monkeypatch.context() as patch:
-        around(patch, step, succeed)
-        with pytest.raises(LeaseLostError):
-            frozen.finish()
-    (successor,) = successors
-    assert shop.in_force(successor).partitions == wanted
-    assert {image.term for image in shop.images(successor).values()} == {successor.rig.version}
+        around(patch, step, kill if is_killed else succeed, behind=end == "killed after")
+        with pytest.raises(KilledError if is_killed else LeaseLostError):
+            interrupted.finish()
+    if is_killed:
+        shop.write(*range(41, 61))
+        succeed()
+    (term,) = successors
+    assert shop.in_force(term).partitions == wanted
+    assert {image.term for image in shop.images(term).values()} == {term.rig.version}
+    assert shop.partitionings() == {shop.in_force(term).term}
     shop.check()
 
 
@@ -395,7 +350,6 @@ def test_what_is_stored_of_former_partitions_is_removed_but_not_that_of_a_later_
 def test_what_comes_in_between_the_look_and_the_switch_is_not_overlooked(
     shop: TermsOfShop, monkeypatch: pytest.MonkeyPatch, command: Callable[[SwitchingTerm], Callable[[], object]]
 ) -> None:
-    """P16: an operator whose partition was paused finds it paused."""
     term = shop.begin(NEW)
     released: list[Callable[[], object]] = []
     around(monkeypatch, (Partitions, "replace"), lambda: released.append(command(term)))
@@ -437,20 +391,10 @@ def test_no_fencing_token_is_given_twice_whatever_interrupts_a_switch(
     assert min(each["fencingToken"] for each in state.find({"handler": NAME})) >= largest
 
 
-def test_messages_of_the_old_partitions_are_refused_after_the_switch(shop: TermsOfShop) -> None:
-    """P3, P6, P8: whatever the broker gives again."""
-    term = shop.begin(NEW)
-    late = list(term.runs().values())
-    term.finish()
-    assert [term.handle(run) for run in late] == [False] * len(late)
-    shop.check()
-
-
 @pytest.mark.parametrize("coalesce", [False, True])
 def test_a_limited_handler_gets_its_partitions_when_what_is_delayed_has_run(
     shop: TermsOfShop, mongo_client: MongoClient[Document], state_database: str, coalesce: bool
 ) -> None:
-    """P1, P2, P10, P16: the drain takes as long as the delay, and never more than one run is in flight."""
     before, rig = len(shop.numbers()), begin_term(mongo_client, state_database, NEW)
     limited = {"name": NAME, "delay": DELAY, "coalesce": coalesce, "max_running": 1}
     handler = make_handler(handle, ("shop.orders",), None, task_name="shop.record", given=limited, batch_size=5)
@@ -480,23 +424,6 @@ def test_a_limited_handler_gets_its_partitions_when_what_is_delayed_has_run(
         turn()
     assert (term.waits, shop.in_force(term).partitions) == ({}, NEW)
     shop.check()
-
-
-# -- partitionings -------------------------------------------------------------------------------------
-
-
-def test_partitionings_only_grow_also_where_the_state_was_dropped(
-    shop: TermsOfShop, mongo_client: MongoClient[Document]
-) -> None:
-    """P4: targets that were stamped under the old ones refuse smaller ones."""
-    partitionings = []
-    for partitions in (OLD, NEW, OLD, NEW):
-        term = shop.begin(partitions)
-        term.finish()
-        partitionings.append(term.rig.partitioning(NAME))
-        if partitions == NEW:
-            mongo_client.drop_database(shop.database)
-    assert partitionings == sorted(set(partitionings))
 
 
 def test_a_larger_epoch_anywhere_raises_the_version(shop: TermsOfShop) -> None:

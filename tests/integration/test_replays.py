@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -19,7 +19,6 @@ from pymongo.errors import OperationFailure, PyMongoError
 from mongo_celery import Bridge
 from mongo_celery.bridge.existing import LETTER
 from mongo_celery.bridge.listener.replaying import Replaying
-from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.operations import dead_letter_commands
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
 from mongo_celery.bridge.state.claims import Claim
@@ -35,41 +34,32 @@ from mongo_celery.errors import CommandRefusedError
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
-from tests.rig.changes import BRIDGE, HANDLER, TERM, event_of_key, letter_of, token
+from tests.rig.changes import BRIDGE, HANDLER, TERM, Document, event_of_key, letter_of, token
 from tests.rig.commands import CommandRecorder
 from tests.rig.partition import PartitionRig, make_partition
 from tests.rig.term import TermRig, begin_term
 
-Document = dict[str, Any]
-
 
 class Aside(PartitionRig):
-    """A partition, some changes of which were set aside."""
-
     def set_aside(self, number: int, **options: Any) -> DeadChange:
-        """Let one change fail for good."""
         claim = self.claim(number)
         assert self.claims.set_aside(claim, token(number), letter_of(number, claim.fencing_token, **options))
         (found,) = self.found(ids=[options.get("name") or token(number)["_data"]])
         return found
 
     def found(self, **selection: Any) -> list[DeadChange]:
-        """Letters of a selection."""
         return self.store.dead_letters.find(Selection(**selection), [HANDLER], 0)
 
     def request(self, letter: DeadChange, partition: int = 0, **options: Any) -> str:
-        """Ask for a replay."""
         place = {"partitioning": 0, "hash_": letter.place.hash if letter.place else None, "over_newer": False}
         return self.store.replays.request(letter.document_id, partition=partition, **{**place, **options})
 
     def take(self, letter: DeadChange, owner: str = "me") -> Claim:
-        """Claim the partition for a replay."""
         found = self.claims.take_for_replay(self.where, letter.document_id, owner=owner, term=TERM)
         assert found is not None, "the partition is free"
         return found
 
     def start(self, letter: DeadChange, starts: int = 0, owner: str = "me") -> tuple[Claim, ReplayRequest]:
-        """Claim the partition, and record a start."""
         claim = self.take(letter, owner)
         replay = self.store.replays.start(claim, letter.document_id, starts)
         assert replay is not None, "nobody has started it"
@@ -78,7 +68,6 @@ class Aside(PartitionRig):
 
 @pytest.fixture
 def rig(mongo_client: MongoClient[Document], state_database: str) -> Aside:
-    """Give one partition that flows and that nobody has claimed."""
     made = make_partition(mongo_client, state_database)
     return Aside(made.store, made.where, made.documents, made.letters)
 
@@ -102,11 +91,7 @@ def test_a_process_that_dies_at_the_end_of_a_replay_keeps_nothing_locked(
     assert rig.found() != []
 
 
-# -- the order of what targets see -------------------------------------------------------------------
-
-
 def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside) -> None:
-    """P3: set aside by an execution, and by a person; whatever the cluster's clock says."""
     rig.spoil(fencingToken=rig.document["fencingToken"] + (1 << 40))
     first = rig.set_aside(1)
     follower = rig.claim(2)
@@ -121,9 +106,6 @@ def test_tokens_of_replays_lie_between_the_change_and_all_that_follow(rig: Aside
     assert (second.cause, rig.image.committed, rig.image.state) == (SKIPPED, 2, "flowing")
     assert second.place is not None
     assert rig.claim(3).fencing_token > second.place.fencing_token + REPLAYS_MAX
-
-
-# -- one replay --------------------------------------------------------------------------------------
 
 
 def test_a_replay_is_asked_for_once_and_of_two_messages_of_one_attempt_only_the_first_starts(rig: Aside) -> None:
@@ -173,7 +155,6 @@ def test_a_replay_that_lapses_charges_no_change_and_a_change_that_lapses_is_char
 
 
 def test_a_failure_leaves_the_letter_with_error_and_counts(rig: Aside) -> None:
-    """And its number is not used again by the next replay."""
     letter = rig.set_aside(1)
     rig.request(letter)
     claim, replay = rig.start(letter)
@@ -185,23 +166,15 @@ def test_a_failure_leaves_the_letter_with_error_and_counts(rig: Aside) -> None:
     assert [each.starts for each in rig.store.replays.read()] == [1]
 
 
-def test_what_waits_for_its_time_keeps_its_counts(rig: Aside) -> None:
-    """Retries count, waiting does not; the partition is free meanwhile, and its own counts are as they were."""
+def test_a_replay_that_waits_counts_no_retry(rig: Aside) -> None:
+    """P14: the partition is free meanwhile, and its own counts are as they were."""
     letter = rig.set_aside(1)
     rig.request(letter)
     claim, _ = rig.start(letter)
     replays, id_ = rig.store.replays, letter.document_id
     assert replays.retry_later(claim, id_, "ConnectionError: $x", delay=60.0, not_before=None)
-    found = replays.find(id_)
-    assert found is not None
-    assert (found.retries, found.fencing_token, found.error, 55 < found.due_in <= 60) == (
-        1,
-        None,
-        "ConnectionError: $x",
-        True,
-    )
     claim, replay = rig.start(letter, starts=1)
-    assert (replay.retries, replay.crashes) == (1, 0)
+    assert (replay.retries, replay.crashes, replay.error) == (1, 0, "ConnectionError: $x")
     assert replays.wait(claim, id_, "primary away", delay=0.0, doubtful=True)
     found = replays.find(id_)
     assert found is not None
@@ -254,7 +227,6 @@ def test_a_change_that_is_set_aside_once_more_keeps_its_request_and_no_message_o
 
 @pytest.mark.parametrize("spoiled", [{"state": "halted"}, {"state": "paused"}, {"term": TERM + 1}])
 def test_a_partition_that_stands_or_belongs_to_another_term_replays_nothing(rig: Aside, spoiled: Document) -> None:
-    """Nor one in which something runs."""
     letter = rig.set_aside(1)
     rig.claim(2)
     assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=TERM) is None
@@ -262,110 +234,49 @@ def test_a_partition_that_stands_or_belongs_to_another_term_replays_nothing(rig:
     assert rig.claims.take_for_replay(rig.where, letter.document_id, owner="me", term=TERM) is None
 
 
-# -- which is next -----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def term(mongo_client: MongoClient[Document], state_database: str) -> TermRig:
-    """Give a term of a subscription with two partitions."""
     return begin_term(mongo_client, state_database, 2)
 
 
-class Asked:
-    """A term, and letters whose replay is asked for."""
+def test_letters_come_in_stream_order_by_partition_and_one_at_a_time(term: TermRig) -> None:
+    """P2, P12, P17: one that waits for its retry holds back those of its key only, and one that was sent all others."""
+    (subscription,) = term.led(term.take_over(), {})
+    letters, replays, replaying = term.store.dead_letters, term.store.replays, Replaying(term.wiring)
 
-    def __init__(self, term: TermRig) -> None:
-        (self.subscription,) = term.led(term.take_over(), {})
-        self.led: Mapping[str, Subscription] = {self.subscription.name: self.subscription}
-        self.replays = term.store.replays
-        self.replaying = Replaying(term.wiring)
-        self._term = term
-        self._now = 0.0
-
-    def ask(self, number: int, key: int, partition: int = 0, partitioning: int | None = None) -> str:
-        """A letter of a key, in stream order by its number; its id."""
-        letters = self._term.store.dead_letters
+    def ask(number: int, key: int, partition: int = 0, partitioning: int = subscription.plan.layout.term) -> str:
         letters.collection.insert_one(letter_of(number, 5, hash_=key, partition=partition))
         (letter,) = letters.find(Selection(ids=[token(number)["_data"]]), [HANDLER], 0)
-        in_force = self.subscription.plan.layout.term
-        self.replays.request(
-            letter.document_id,
-            partitioning=in_force if partitioning is None else partitioning,
-            partition=partition,
-            hash_=key,
-            over_newer=False,
-        )
+        place = {"partitioning": partitioning, "partition": partition, "hash_": key}
+        replays.request(letter.document_id, **place, over_newer=False)
         return letter.document_id
 
-    def next(self) -> dict[int, str]:
-        """The letters that are next, by partition."""
-        self._now += 10.0
-        self.replaying.turn(self.led, self._now)
-        replays = {index: each.replay for index, each in self.subscription.partitions.items()}
-        return {index: each.letter for index, each in replays.items() if each is not None}
+    def find_next() -> dict[int, str]:
+        replaying.turn({HANDLER: subscription}, 0.0)
+        found = {index: each.replay for index, each in subscription.partitions.items()}
+        return {index: each.letter for index, each in found.items() if each is not None}
 
-    def fail(self, letter: str) -> None:
-        """Let a replay fail."""
-        replay, layout = self.replays.find(letter), self.subscription.plan.layout
-        assert replay is not None
-        where = self._term.store.partitions.partition_id(HANDLER, layout.term, replay.partition)
-        version = self.subscription.plan.version
-        claim = self._term.store.claims.take_for_replay(where, letter, owner="me", term=version)
-        assert claim is not None
-        started = self.replays.start(claim, letter, replay.starts)
-        assert started is not None
-        assert self.replays.fail(claim, started, "TypeError: worse", "", 1)
+    def postpone(letter: str, not_before: datetime | None) -> None:
+        letters.collection.update_one({"_id": letter}, {"$set": {"replay.notBefore": not_before}})
 
-    def change(self, letter: str, **changes: Any) -> None:
-        """Change a request as an execution would."""
-        changed = {f"replay.{name}": value for name, value in changes.items()}
-        self._term.database["dead_letters"].update_one({"_id": letter}, {"$set": changed})
-
-
-def test_letters_come_in_the_order_of_the_stream_by_partition(term: TermRig) -> None:
-    """P2, P12: and one that waits for its retry holds back those of its key only."""
-    asked = Asked(term)
-    second, first, other = asked.ask(2, key=1), asked.ask(1, key=1), asked.ask(4, key=3, partition=1)
-    third = asked.ask(3, key=2)
-    assert asked.next() == {0: first, 1: other}
-    asked.change(first, notBefore=datetime.now(UTC) + timedelta(hours=1))
-    assert asked.next() == {0: third, 1: other}
-    asked.change(first, notBefore=None)
-    assert asked.next() == {0: first, 1: other}
-    asked.replays.discard(first)
-    assert asked.next() == {0: second, 1: other}
-
-
-def test_what_waits_behind_a_failure_of_its_key_is_withdrawn(term: TermRig) -> None:
-    """P2: with the failure, and nothing else of its partition."""
-    asked = Asked(term)
-    first, second, third = asked.ask(1, key=1), asked.ask(2, key=1), asked.ask(3, key=2)
-    assert asked.next() == {0: first}
-    asked.fail(first)
-    assert asked.next() == {0: third}
-    assert [each.letter for each in asked.replays.read()] == [third]
-    asked.ask(4, key=9, partitioning=77)
-    assert asked.next() == {0: third}
-    assert [each.letter for each in asked.replays.read()] == [third], "what was asked for under another layout"
-    assert second not in asked.next().values()
-
-
-def test_a_letter_that_was_sent_is_not_sent_again_before_it_has_ended(term: TermRig) -> None:
-    """P17: its attempt is used, so the partition would wait for a message that nobody takes."""
-    asked = Asked(term)
-    first = asked.ask(1, key=1)
-    asked.next()
-    (dispatch,) = asked.subscription.due(1e9)
-    dispatch.partition.note_sent(1e9)
-    assert (dispatch.run.dead_letter, list(asked.subscription.due(1e9)), asked.next()) == (first, [], {})
-
-
-# -- commands ----------------------------------------------------------------------------------------
+    second, first, other = ask(2, key=1), ask(1, key=1), ask(4, key=3, partition=1)
+    third = ask(3, key=2)
+    assert find_next() == {0: first, 1: other}
+    postpone(first, datetime.now(UTC) + timedelta(hours=1))
+    assert find_next() == {0: third, 1: other}
+    postpone(first, None)
+    assert find_next() == {0: first, 1: other}
+    replays.discard(first)
+    ask(5, key=9, partitioning=77)
+    assert find_next() == {0: second, 1: other}
+    assert [each.letter for each in replays.read()] == [second, third, other], "none of another layout"
+    for dispatch in subscription.due(1e9):
+        dispatch.partition.note_sent(1e9)
+    assert find_next() == {}
 
 
 @pytest.fixture
 def bridge(mongo_url: str, state_database: str, term: TermRig) -> Iterator[Bridge]:
-    """Give a bridge whose handler is in the app, and whose partitions are there."""
     term.take_over()
     app = Celery("replays", broker="memory://", set_as_current=False)
     made = Bridge(app, mongo_url, name=BRIDGE, database=state_database, partitions=2, autodiscover=False)
@@ -400,7 +311,6 @@ def test_dead_letters_are_counted_whatever_is_in_them_and_grouping_has_a_limit(b
 
 
 def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: TermRig) -> None:
-    """An id is the beginning of a token; a key is what it is as text, as JSON or as an ObjectId."""
     wiring, oid = bridge.wiring, ObjectId()
     for number, key in enumerate((1, "1", oid, {"a": 1}), 1):
         _stored(term.database, number, change=event_of_key(number, key))
@@ -434,7 +344,6 @@ def test_letters_are_found_by_handler_id_key_and_time(bridge: Bridge, term: Term
     ids=str,
 )
 def test_what_cannot_be_replayed_is_refused_alone(bridge: Bridge, term: TermRig, changes: Document) -> None:
-    """Others are not kept by it, and all can be shown and discarded."""
     _stored(term.database, 1, **changes)
     _stored(term.database, 2)
     found = dead_letter_commands.find(bridge.wiring)
@@ -450,7 +359,6 @@ def test_what_cannot_be_replayed_is_refused_alone(bridge: Bridge, term: TermRig,
 def test_an_event_that_is_too_large_to_be_kept_readable_keeps_its_bytes(
     rig: PartitionRig, fill: Callable[[int], bytes]
 ) -> None:
-    """P1: it names its document, and can be replayed."""
     large = bson.encode({**event_of_key(1, 1), "fullDocument": {"_id": 1, "x": fill(CHANGE_BYTES + (1 << 19))}})
     assert rig.claims.set_aside(rig.claim(), token(1), {**letter_of(1, 1, raw=large), "_id": "shop/record/82"})
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from bson import ObjectId, Timestamp
+from click.testing import CliRunner, Result
 from pymongo import MongoClient
 from pymongo.database import Database
 
@@ -16,13 +20,12 @@ from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.bridge.state.store import Store
+from mongo_celery.cli.steering import history, reset
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.oplog import earliest_token, read_oplog
 from tests.fixtures.samples import IDENTITY
-from tests.rig.changes import letter_of
+from tests.rig.changes import Document, letter_of
 from tests.rig.positions import HANDLER, NAME, PositionsRig, bridge_on, data_of, place_of, staged
-
-Document = dict[str, Any]
 
 REQUEST: Document = {"id": ObjectId(), "state": "requested", "partition": 0, "hash": 0, "overNewer": False}
 """A stored request for a replay, without its layout."""
@@ -30,14 +33,12 @@ REQUEST: Document = {"id": ObjectId(), "state": "requested", "partition": 0, "ha
 
 @pytest.fixture
 def stage(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[PositionsRig]:
-    """Give a stage that is led."""
     with staged(mongo_url, database, state_database) as made:
+        made.release()
         yield made
 
 
 def test_from_the_change_of_a_token_everything_runs_again_and_nothing_before_it(stage: PositionsRig) -> None:
-    """P4: positions and watermark become the smaller of place and own; versions and fences grow, numbers stay."""
-    stage.release()
     before = {index: stage.partition(index) for index in (0, 1)}
     plan = stage.reset(data_of(stage.events[3]["_id"]), reason="the summary was wrong")
     place = earliest_token(stage.events[3]["clusterTime"])
@@ -63,8 +64,6 @@ def test_from_the_change_of_a_token_everything_runs_again_and_nothing_before_it(
 
 
 def test_a_time_is_the_place_in_front_of_its_changes(stage: PositionsRig) -> None:
-    """All of that second, also changes that share their cluster time with nothing before."""
-    stage.release()
     first = stage.events[0]["clusterTime"]
     stage.reset(first.as_datetime().isoformat())
     begins = max(Timestamp(first.time, 0), read_oplog(stage.data.client).first)  # of a server as young as the second
@@ -76,7 +75,6 @@ def test_a_time_is_the_place_in_front_of_its_changes(stage: PositionsRig) -> Non
 
 def test_the_pinned_start_goes_back_too(stage: PositionsRig) -> None:
     """Else what lies between would not be owed."""
-    stage.release()
     assert stage.subscription["startAtOperationTime"] == stage.events[0]["clusterTime"]
     plan = stage.reset("oldest")
     assert stage.subscription["startAtOperationTime"] == place_of(plan) < stage.events[0]["clusterTime"]
@@ -87,7 +85,6 @@ def test_the_pinned_start_goes_back_too(stage: PositionsRig) -> None:
 def test_what_stood_behind_the_place_is_over(stage: PositionsRig) -> None:
     """P1: a head that is left would let `skip` pass over everything between; a paused partition stays paused."""
     halting, parking = stage.of(0)[-1], stage.of(1)[-1]
-    stage.release()
     stage.reset(data_of(stage.events[0]["_id"]))
     stage.lead()
     assert all(stage.handle(event) for event in stage.events[1:] if event not in (halting, parking))
@@ -112,7 +109,6 @@ def test_what_stood_behind_the_place_is_over(stage: PositionsRig) -> None:
 @pytest.mark.parametrize("to", ["oldest", "now"])
 def test_an_execution_of_before_is_refused(stage: PositionsRig, to: str) -> None:
     """P3, P4: whoever runs while the position moves can neither record an outcome nor go on."""
-    stage.release()
     stage.reset(data_of(stage.of(0)[0]["_id"]))
     stage.lead()
     event = stage.of(0)[1]
@@ -132,7 +128,6 @@ def test_what_was_handled_counts_before_it_goes_back(stage: PositionsRig) -> Non
     """A mark that nobody has committed yet lies behind the place, too."""
     stage.write(1)
     last = stage.events[-1]
-    stage.release()
     stage.reset(data_of(stage.events[-2]["_id"]))
     stage.lead()
     claim = stage.claims_at(last)
@@ -144,13 +139,11 @@ def test_what_was_handled_counts_before_it_goes_back(stage: PositionsRig) -> Non
 
 
 def test_a_mark_that_was_reached_goes_and_one_that_lies_ahead_stays(stage: PositionsRig) -> None:
-    """P13: nobody stores again what the first stood for; the second still promises what is stored."""
     backlog, partitions = stage.store.backlog, stage.store.partitions
     ahead = f"{data_of(stage.events[-1]['_id'])[:8]}FFFFFFFF"
     for index, to in ((0, data_of(stage.of(0)[0]["_id"])), (1, ahead)):
         backlog.insert(stage.partition_id(index), [StoredChange(to, b"x")], stage.version)
         assert partitions.mark_stored(stage.partition_id(index), stage.version, to, "halted")
-    stage.release()
     stage.reset("oldest")
     assert stage.partition(0)["stored"] is None
     assert stage.partition(1)["stored"]["to"] == ahead
@@ -158,8 +151,6 @@ def test_a_mark_that_was_reached_goes_and_one_that_lies_ahead_stays(stage: Posit
 
 
 def test_a_key_takes_its_partition_along_and_no_other(stage: PositionsRig) -> None:
-    """The watermark goes back for all; what the others have handled counts as done."""
-    stage.release()
     key = stage.of(0)[0]["documentKey"]["_id"]
     plan = stage.reset("oldest", key=str(key))
     assert ([each["partition"] for each in plan.fields["partitions"]], plan.fields["key"]) == ([0], repr(key))
@@ -171,7 +162,6 @@ def test_a_key_takes_its_partition_along_and_no_other(stage: PositionsRig) -> No
 def test_what_comes_again_knows_that_all_of_it_does(stage: PositionsRig, key: bool) -> None:
     """F5: stamps from before it refuse nothing then. Not where other partitions keep what they have written."""
     assert [stage.partition(index).get("rewound") for index in (0, 1)] == [None, None]
-    stage.release()
     stage.reset("oldest", **({"key": str(stage.of(0)[0]["documentKey"]["_id"])} if key else {}))
     version = int((stage.store.leases.read() or {})["term"])
     stage.lead()
@@ -180,12 +170,10 @@ def test_what_comes_again_knows_that_all_of_it_does(stage: PositionsRig, key: bo
 
 
 def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: PositionsRig) -> None:
-    """Nothing else goes forward; what is stored is counted, and never run."""
     stage.store.backlog.insert(stage.partition_id(0), [StoredChange(f"{data_of(stage.events[-1]['_id'])}0", b"x")], 1)
     marked = f"{data_of(stage.events[-1]['_id'])}0"
     assert stage.store.partitions.mark_stored(stage.partition_id(0), stage.version, marked, "halted")
     stage.data["orders"].insert_one({"_id": "unseen"})
-    stage.release()
     plan = stage.reset("now")
     assert (plan.fields["forward"], [each["stored"] for each in plan.fields["partitions"]]) == (True, [1, 0])
     for index in (0, 1):
@@ -197,7 +185,6 @@ def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Position
 
 
 def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: PositionsRig) -> None:
-    """A change that runs again is not replayed besides; one that is replayed at this moment is refused."""
     event = stage.of(0)[-1]
     place = {"_id": f"{NAME}/{HANDLER}/{event['_id']['_data']}", "resumeToken": event["_id"]}
     letter = {**letter_of(1, 1), **place, "bridge": NAME, "handler": HANDLER}
@@ -206,7 +193,6 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: Po
     claim = stage.store.claims.take_for_replay(stage.partition_id(0), letter["_id"], owner="me", term=stage.version)
     assert claim is not None
     assert stage.store.replays.start(claim, letter["_id"], 0)
-    stage.release()
     plan = stage.reset("oldest")
     assert plan.fields["dead_letters"] == 1
     assert not stage.store.replays.succeed(claim, letter["_id"])
@@ -221,8 +207,6 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: Po
     ],
 )
 def test_what_is_no_place_is_refused_and_nothing_changes(stage: PositionsRig, to: str) -> None:
-    """P9: what is neither a time nor a token, and what lies before the oldest entry or in the future."""
-    stage.release()
     before = stage.everything()
     with pytest.raises(CommandRefusedError):
         stage.reset(to)
@@ -230,7 +214,7 @@ def test_what_is_no_place_is_refused_and_nothing_changes(stage: PositionsRig, to
 
 
 def test_nobody_is_sent_anywhere_while_a_listener_leads_or_has_led_since(stage: PositionsRig) -> None:
-    """P9: refused, with who leads; what is begun in between is in conflict, and nothing changes."""
+    stage.lead()
     plan = stage.plan("oldest")
     assert plan.fields["leader"] is not None
     with pytest.raises(CommandRefusedError):
@@ -249,7 +233,6 @@ def test_a_listener_that_begins_within_a_rewind_waits_for_it_or_stops_it(
     stage: PositionsRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both write the lease: one of them is first, and the other sees what it did."""
-    stage.release()
     plan = stage.plan("oldest")
     original = Positions._move_partitions
     begun: list[object] = []
@@ -269,36 +252,12 @@ def test_a_listener_that_begins_within_a_rewind_waits_for_it_or_stops_it(
     assert stage.handle(stage.events[0])
 
 
-def test_killed_in_the_middle_nothing_is_changed(stage: PositionsRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One transaction: all of it, or nothing."""
-    stage.release()
-    before = stage.everything()
-
-    def dies(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Positions, "_move_partitions", dies)
-    with pytest.raises(KeyboardInterrupt):
-        stage.reset("oldest")
-    assert stage.everything() == before
-
-
-def test_unknown_handlers_and_lost_ones_are_refused(stage: PositionsRig) -> None:
-    """P9: a misspelt name is answered with the nearest one; lost history is decided elsewhere."""
-    with pytest.raises(CommandRefusedError, match="'summarise'"):
-        stage.bridge.operations.reset("sumarise", "oldest")
-    stage.store.subscriptions.mark_lost(HANDLER, stage.version, stage.events[-1]["clusterTime"], None, "it is gone")
-    with pytest.raises(CommandRefusedError):
-        stage.plan(data_of(stage.events[0]["_id"]))
-
-
 def test_a_change_that_is_halted_or_running_where_nothing_was_committed_is_read_again(stage: PositionsRig) -> None:
     """P1, P16: a rewind frees a partition that was halted by its first change."""
     for index in (0, 1):
         stage.state["partitions"].update_one({"_id": stage.partition_id(index)}, {"$set": {"resumeToken": None}})
     halting, running = stage.of(0)[-1], stage.claims_at(stage.of(1)[-1])
     assert stage.store.claims.halt(stage.claims_at(halting), halting["_id"], "orders insert 1", "no")
-    stage.release()
     plan = stage.reset(data_of(stage.events[1]["_id"]))
     assert [each["state"] for each in plan.fields["partitions"]] == ["halted", "running"]
     assert not stage.store.claims.handle(running, running.last, stage.of(1)[-1]["_id"])
@@ -308,6 +267,44 @@ def test_a_change_that_is_halted_or_running_where_nothing_was_committed_is_read_
         assert kept == [None, "flowing", None, None], "it is sent nowhere: what is owed to it lies before the place"
     stage.lead()
     assert all(stage.handle(event) for event in stage.events[2:])
+
+
+def run(bridge: Bridge, command: click.Command, *arguments: str, answer: str = "") -> Result:
+    app = SimpleNamespace(app=bridge.wiring.app, no_color=True)
+    found = CliRunner().invoke(command, list(arguments), obj=app, input=answer)
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    assert "Traceback" not in found.output
+    return found
+
+
+def plain(bridge: Bridge, command: click.Command, *arguments: str) -> Document:
+    found: Document = json.loads(run(bridge, command, *arguments, "--json").stdout)
+    return found
+
+
+def test_a_reset_shows_what_it_does_asks_and_is_remembered(stage: PositionsRig) -> None:
+    stage.lead()
+    bridge, place = stage.bridge, data_of(stage.events[0]["_id"])
+    led = run(bridge, reset, HANDLER, "--to", place)
+    assert (led.exit_code, "[y/N]" in led.output) == (1, False)
+    stage.release()
+    before = stage.everything()
+    dry = run(bridge, reset, HANDLER, "--to", place, "--dry-run")
+    assert dry.exit_code == 0
+    assert plain(bridge, reset, HANDLER, "--to", place, "--dry-run")["dry_run"]
+    unwatched = run(bridge, reset, HANDLER, "--to", place, "--key", "k", "--source", "others.orders", "--dry-run")
+    assert unwatched.exit_code == 1
+    no = run(bridge, reset, HANDLER, "--to", place, answer="n\n")
+    assert (no.exit_code, "[y/N]" in no.output) == (1, True)
+    assert stage.everything() == before
+    yes = run(bridge, reset, HANDLER, "--to", place, "--reason", "a wrong sum", answer="y\n")
+    assert yes.exit_code == 0
+    again = run(bridge, reset, HANDLER, "--to", place, "--yes")
+    assert again.exit_code == 1
+    forward = plain(bridge, reset, HANDLER, "--to", "now", "--yes")
+    assert (forward["forward"], forward["moved"], forward["withdrawn"], forward["leader"]) == (True, [0, 1], 0, None)
+    assert "a wrong sum" in run(bridge, history).stdout
+    assert [each["act"] for each in plain(bridge, history, HANDLER)["audit_records"]] == ["reset", "reset"]
 
 
 # -- `changes remove` ------------------------------------------------------------------------------
@@ -334,7 +331,6 @@ def full(mongo_url: str, database: Database[Document], state_database: str) -> I
 
 @pytest.fixture
 def emptied(full: PositionsRig) -> Iterator[Bridge]:
-    """Give the bridge of the code without the handler."""
     bridge = bridge_on(full.bridge.wiring.url, full.data, full.bridge.options.database, OTHER)
     yield bridge
     bridge.client.close()
@@ -351,7 +347,6 @@ def ids(full: PositionsRig, name: str) -> dict[str, set[str]]:
 
 
 def test_a_handler_that_is_gone_is_forgotten(full: PositionsRig, emptied: Bridge) -> None:
-    """All of it, and nothing of others; not while the code has it, nor its dead letters unless they are named."""
     with pytest.raises(CommandRefusedError):
         full.bridge.operations.remove(HANDLER)
     with pytest.raises(CommandRefusedError):
@@ -359,6 +354,7 @@ def test_a_handler_that_is_gone_is_forgotten(full: PositionsRig, emptied: Bridge
     PositionsRig(emptied, full.data, OTHER).release()
     others = ids(full, OTHER)
     plan = emptied.operations.remove(HANDLER, dead_letters=True)
+    assert plan.question is not None
     plan.run()
     assert not ids(full, HANDLER)
     assert ids(full, OTHER) == others
@@ -368,7 +364,6 @@ def test_a_handler_that_is_gone_is_forgotten(full: PositionsRig, emptied: Bridge
 
 
 def test_stamps_of_a_forgotten_handler_go_and_those_of_others_stay(full: PositionsRig, emptied: Bridge) -> None:
-    """Targets would keep one of each handler that ever was; it is repeated where only stamps are left."""
     mine, others = f"{NAME}/{HANDLER}", f"{NAME}/{OTHER}"
     totals = full.data["totals"]
     stamps = {each: {"g": 1, "p": {"0": 5}} for each in (mine, others)}
@@ -445,7 +440,6 @@ def test_a_handler_that_comes_back_meanwhile_keeps_what_it_has_begun(
 
 
 def test_a_listener_that_serves_it_keeps_it(full: PositionsRig, emptied: Bridge) -> None:
-    """This app may be another one than that which leads."""
     full.lead()
     plan = emptied.operations.remove(HANDLER, dead_letters=True)
     with pytest.raises(CommandRefusedError):

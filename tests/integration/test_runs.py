@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from typing import Any
@@ -13,17 +14,20 @@ import pytest
 from bson.errors import InvalidBSON
 from bson.int64 import Int64
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
-from pymongo import DeleteOne, MongoClient, ReplaceOne
+from pymongo import MongoClient
+from pymongo.collection import Collection
 from pymongo.errors import AutoReconnect
 
-from mongo_celery import Changes
+from mongo_celery import Change, Changes
+from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.worker import execution
-from mongo_celery.bridge.worker.envelope import Carrier
-from mongo_celery.errors import HandlerCrashedError
+from mongo_celery.bridge.worker.envelope import Carrier, Run
+from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
 from mongo_celery.signals import change_halted
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
-from tests.rig.changes import BRIDGE, HANDLER, Document, event_of_key, hash_of, number_of, token
+from tests.fixtures.samples import event
+from tests.rig.changes import HANDLER, TERM, Document, event_of_key, hash_of, make_run, number_of, token
 from tests.rig.worker import APP_NAME, Begin, WantedError, WorkerRig, fail_at, worker_with
 
 INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
@@ -31,7 +35,6 @@ INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
 
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Begin]:
-    """Give what makes a partition with nothing done and a worker, whose handler gets one change a call; once a test."""
     with worker_with(mongo_client, mongo_url, state_database, failure_policy="dead_letter") as begin:
         yield begin
 
@@ -42,14 +45,10 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "_PROGRESS_SECONDS", -1.0)
 
 
-# -- progress -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, INLINE], ids=["chain", "inline"])
 def test_a_crash_charges_the_change_that_was_under_way_and_repeats_nothing_that_is_recorded(
     begin: Begin, always: None, options: dict[str, Any]
 ) -> None:
-    """P2, P6: the process ends in the middle of a run; what a new one claims begins there."""
     del always
     runs = begin()
 
@@ -68,15 +67,11 @@ def test_a_crash_charges_the_change_that_was_under_way_and_repeats_nothing_that_
     assert runs.calls[69:] == [[70], [70], [71], [72], [73], [74], [75]], "one by one from there on"
 
 
-# -- a change that fails ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", [1, 4, 8])
 @pytest.mark.parametrize("options", [{}, INLINE], ids=["chain", "inline"])
 def test_a_change_that_fails_at_any_place_of_a_run_is_started_once(
     begin: Begin, place: int, options: dict[str, Any]
 ) -> None:
-    """P2, P6: its letter is written under the same claim, behind what is done; the rest comes with the next run."""
     runs = begin()
     runs.handle = fail_at(place)
     with pytest.raises(WantedError):
@@ -114,11 +109,15 @@ def test_a_retry_at_a_later_place_is_that_changes_own(begin: Begin) -> None:
     assert runs.retries == [0, 0, 0, 1, 2, 0, 0]
 
 
-# -- who decides --------------------------------------------------------------------------------------
+def test_a_run_begins_no_change_when_its_seconds_are_over(begin: Begin) -> None:
+    """The rest is sent anew, with the whole time for each."""
+    runs = begin(run_seconds=0.000001)
+    runs.run(1, *"abcd")
+    assert runs.calls == [[1]]
+    assert runs.rig.document["handled"]["last"] == 1
 
 
 def test_a_newer_execution_ends_a_run_that_was_recorded_before(begin: Begin, always: None) -> None:
-    """P3: its next record is refused, and nothing more of it is begun."""
     del always
     runs = begin()
 
@@ -135,20 +134,8 @@ def test_a_newer_execution_ends_a_run_that_was_recorded_before(begin: Begin, alw
     assert (document["committed"], document["claim"]["owner"]) == (1, "newer")
 
 
-def test_a_run_begins_no_change_when_its_seconds_are_over(begin: Begin) -> None:
-    """The rest is sent anew, with the whole time for each."""
-    runs = begin(run_seconds=0.000001)
-    runs.run(1, *"abcd")
-    assert runs.calls == [[1]]
-    assert runs.rig.document["handled"]["last"] == 1
-
-
-# -- an outcome that MongoDB did not answer for ----------------------------------------------------
-
-
 @pytest.fixture
 def unanswered(failpoint: Failpoint) -> AbstractContextManager[None]:
-    """Give a block in which no write of the worker is answered."""
     return failpoint(failCommands=["update"], appName=APP_NAME, closeConnection=True)
 
 
@@ -229,16 +216,11 @@ def test_a_signal_that_always_comes_is_counted_at_last(begin: Begin) -> None:
     assert worker.rig.document["state"] == "halted"
 
 
-# -- lists, and coalescing -------------------------------------------------------------------------
-
-
 def letters_of(lists: WorkerRig) -> list[tuple[int, str]]:
-    """Number and cause of each dead letter."""
     return [(number, cause) for _, number, cause in lists.letters]
 
 
 def test_every_change_is_done_or_has_a_letter_whichever_fail(begin: Begin) -> None:
-    """P2: also the first and the last."""
     lists = begin(single=False)
     lists.handle = fail_at(1, 5, 6, 12)
     lists.flow(*"abcdefghijkl")
@@ -281,7 +263,6 @@ def test_what_is_finished_is_recorded_while_the_claim_goes_on(begin: Begin) -> N
 def test_each_policy_hits_the_failing_change(
     begin: Begin, policy: str, state: str, committed: int, cause: str | None
 ) -> None:
-    """P6: as it would hit one that is a run by itself."""
     lists = begin(single=False, failure_policy=policy)
     lists.handle = fail_at(2, tells=True)
     with pytest.raises(WantedError):
@@ -296,7 +277,6 @@ def test_each_policy_hits_the_failing_change(
 
 
 def test_an_outage_is_nobodys_and_the_list_is_not_split_for_it(begin: Begin) -> None:
-    """P6: all of it waits, uncharged; then its first change goes ahead alone."""
     lists = begin(single=False)
 
     def away(_changes: Changes) -> None:
@@ -379,36 +359,8 @@ def test_the_error_that_was_being_handled_is_the_one_that_counts(begin: Begin, c
     assert (lists.calls, image.committed, image.retries, letters_of(lists)) == ([[1, 2, 3]], 1, 0, [])
 
 
-# -- fenced writes ------------------------------------------------------------------------------------
-
-
-def test_the_writes_of_a_list_bear_its_token(
-    begin: Begin, mongo_client: MongoClient[Document], state_database: str
-) -> None:
-    """P3: each operation is judged by its document's own stamp."""
-    lists = begin(single=False)
-    copies = mongo_client[state_database]["copies"]
-
-    def copy(changes: Changes) -> None:
-        requests: list[Any] = [
-            ReplaceOne({"_id": each["documentKey"]["_id"]}, {"n": number_of(each)}, upsert=True) for each in changes
-        ]
-        changes.fenced(copies).bulk_write([*requests, DeleteOne({"_id": "gone"})])
-
-    lists.handle = copy
-    lists.run(1, *"abca")
-    key = f"{BRIDGE}/{HANDLER}"
-    found = {each["_id"]: (each["n"], each["_fence"][key]["p"]["0"]) for each in copies.find()}
-    (fence,) = lists.tokens
-    assert found == {"a": (4, fence), "b": (2, fence), "c": (3, fence)}
-
-
-# -- coalescing ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_dead_letter_names_what_its_change_stood_for(begin: Begin, tells: bool) -> None:
-    """P9: nothing vanishes in silence."""
     lists = begin(single=False, coalesce=True)
     lists.handle = fail_at(3, tells=tells)
     with pytest.raises(WantedError):
@@ -420,7 +372,6 @@ def test_a_dead_letter_names_what_its_change_stood_for(begin: Begin, tells: bool
 
 
 def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None:
-    """P9: by the policy as by the command, and over a `retry`."""
     lists = begin(single=False, coalesce=True, failure_policy="halt")
     lists.handle = fail_at(2)
     with pytest.raises(WantedError):
@@ -436,7 +387,6 @@ def test_what_a_change_stood_for_is_named_after_a_halt_too(begin: Begin) -> None
 
 
 def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
-    """P2: of a handler of single changes; what fails behind others has its outcome under the same claim."""
     lists = begin(coalesce=True)
     lists.run(1, *"abab")
     assert lists.calls == [[3], [4]]
@@ -452,24 +402,172 @@ def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
     assert lists.calls[2:] == [[7], [8]]
 
 
-@pytest.mark.parametrize("seconds", [-1.0, 60.0], ids=["recorded", "not yet"])
-def test_a_crash_of_a_coalesced_run_repeats_what_could_not_be_recorded_alone(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, seconds: float
+# -- runs of stored changes -----------------------------------------------------------------------------
+
+
+_KILOBYTE, _MEGABYTE = 1 << 10, 1 << 20
+_HASH = 2**64 - 5
+
+
+@pytest.fixture
+def worker(begin: Begin) -> WorkerRig:
+    made = begin(failure_policy="halt")
+    made.patience = 1.0
+    return made
+
+
+@pytest.fixture
+def documents(worker: WorkerRig) -> Collection[Document]:
+    return worker.rig.documents.database["backlog"]
+
+
+def store(worker: WorkerRig, *changes: bytes) -> Run:
+    """Store changes, as the listener does; the run that names them."""
+    data = [token(place)["_data"] for place in range(1, 1 + len(changes))]
+    stored = [StoredChange(each, raw, _HASH) for each, raw in zip(data, changes, strict=True)]
+    worker.rig.store.backlog.insert(worker.rig.where, stored, TERM)
+    return run_of(1, len(changes), stored=tuple(data))
+
+
+def execute(worker: WorkerRig, run: Run, handle: Callable[[Change], object] = bool) -> list[Change]:
+    """Let a worker run a run; the changes that the handler got."""
+    got: list[Change] = []
+
+    def note(changes: Changes) -> None:
+        got.append(changes[0])
+        handle(changes[0])
+
+    worker.handle = note
+    worker.execute(run)
+    return got
+
+
+def rest(worker: WorkerRig) -> Document | None:
+    state = worker.rig.document
+    return state if state["claim"] is None else None
+
+
+def made(number: int = 1, size: int = 200 * _KILOBYTE) -> bytes:
+    """A change of so many bytes, which can hardly be compressed."""
+    return bson.encode(event(_id=token(number), fullDocument={"_id": 1, "bytes": os.urandom(size)}))
+
+
+def run_of(first: int, count: int, *changes: bytes, **fields: Any) -> Run:
+    return make_run(first, count, *changes, hash=_HASH, **fields)
+
+
+def _fail(_change: Change) -> None:
+    raise KeyError("no")
+
+
+def _never(change: Change) -> None:
+    pytest.fail(f"the handler was called with {change}")
+
+
+def events(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [getattr(record, "event", "") for record in caplog.records]
+
+
+def test_a_worker_reads_what_its_message_names(worker: WorkerRig, documents: Collection[Document]) -> None:
+    changes = [made(1, 15 * _MEGABYTE), made(2)]
+    got = execute(worker, store(worker, *changes))
+    assert [bson.encode(each.raw) for each in got] == changes
+    handled = worker.rig.document["handled"]
+    assert (handled["last"], handled["resumeToken"]) == (2, token(2))
+    done = token(2)["_data"]
+    assert sum(worker.rig.store.backlog.remove(worker.rig.where, done, done, TERM)) > 0
+    assert documents.count_documents({}) == 0, "what is committed takes all of it away"
+
+
+def test_a_change_that_fits_into_no_document_halts_its_partition_as_every_refused_one(worker: WorkerRig) -> None:
+    with pytest.raises(RefusedChangeError):
+        execute(worker, store(worker, made(1, 17 * _MEGABYTE)), _never)
+    state = worker.rig.document
+    assert (state["state"], state["halted"]["resumeToken"]["_data"]) == ("halted", token(1)["_data"])
+
+
+def _garble(documents: Collection[Document], where: Document) -> None:
+    documents.update_one(where, {"$set": {"raw": b"\xff" * 9, "zip": True}})
+
+
+def _setter(**fields: Any) -> Callable[[Collection[Document], Document], None]:
+    def change(documents: Collection[Document], where: Document) -> None:
+        documents.update_one(where, {"$set": fields, "$unset": {"zip": 1}})
+
+    return change
+
+
+_ANOTHER = bson.encode(event(_id=token(7)))
+_SPOILT = {
+    "not compressed": _garble,
+    "no BSON": _setter(raw=b"\xff" * 9),
+    "no token": _setter(raw=bson.encode({"operationType": "insert"})),
+    "of another change": _setter(raw=_ANOTHER),
+    "of another change, which was refused": _setter(
+        raw=_ANOTHER, refusal={"reason": "no", "halts": True, "lasts": False}, refused=True
+    ),
+    "the token too": _setter(raw=_ANOTHER, token=token(7)),
+    "a number": _setter(raw=2**40),
+}
+
+
+@pytest.mark.parametrize("spoil", _SPOILT.values(), ids=_SPOILT)
+def test_a_change_whose_bytes_are_damaged_halts_its_partition_and_no_change_before_it(
+    worker: WorkerRig, documents: Collection[Document], spoil: Callable[[Collection[Document], Document], None]
 ) -> None:
-    """P2, P6: the position follows as far as no document is left behind it."""
-    monkeypatch.setattr(execution, "_PROGRESS_SECONDS", seconds)
-    lists = begin(coalesce=True)
-    seen: list[int] = []
+    changes = [made(1, _KILOBYTE), made(2, _KILOBYTE), made(3, _KILOBYTE)]
+    run = store(worker, *changes)
+    spoil(documents, {"_id": f"{worker.rig.where}/{token(2)['_data']}"})
+    assert [bson.encode(each.raw) for each in execute(worker, run)] == changes[:1]
+    handled = worker.rig.document["handled"]
+    assert (handled["last"], handled["resumeToken"]) == (1, token(1))
+    assert worker.rig.store.claims.commit(worker.rig.where, 1)
+    with pytest.raises(RefusedChangeError):
+        execute(worker, run_of(2, 2, stored=run.stored[1:]), _never)
+    state = worker.rig.document
+    assert (state["state"], state["halted"]["resumeToken"]["_data"]) == ("halted", token(2)["_data"])
+    assert (state["retry"]["crashes"], state["retry"]["error"] != "") == (0, True)
 
-    def handle(changes: Changes) -> None:
-        seen.append(lists.rig.image.committed)
-        if number_of(changes[0]) == 6:
-            raise SystemExit
 
-    lists.handle = handle
-    with pytest.raises(SystemExit):
-        lists.run(1, *"abacdefd")
-    assert lists.calls == [[2], [3], [4], [6]]
-    assert seen == ([0, 0, 3, 4] if seconds < 0 else [0] * 4)
-    image = lists.rig.image
-    assert (image.committed, image.claim, image.crashes, image.one_by_one_until) == (4, None, 1, 8)
+def test_a_change_waits_uncounted_while_its_bytes_cannot_be_read(
+    worker: WorkerRig, documents: Collection[Document], failpoint: Failpoint
+) -> None:
+    """P14: MongoDB was away between the claim and the reading; the policy of the handler has no part in it."""
+    run = store(worker, made())
+    away = {"failCommands": ["find"], "namespace": documents.full_name, "closeConnection": True}
+    with failpoint(appName=APP_NAME, **away), pytest.raises(Ignore):
+        execute(worker, run, _never)
+    state = wait_for(lambda: rest(worker))
+    assert (state["state"], state["retry"]["count"], state["retry"]["crashes"]) == ("flowing", 0, 0)
+    assert state["retry"]["waiting"]["count"] == 1
+    worker.rig.spoil(**{"retry.notBefore": None})
+    assert len(execute(worker, run)) == 1
+
+
+def test_a_change_that_halts_is_stored_before(worker: WorkerRig, documents: Collection[Document]) -> None:
+    """P13: a command has its bytes whatever becomes of the oplog; unmarked, so that nothing else changes."""
+    raw = made(size=_KILOBYTE)
+    with pytest.raises(KeyError):
+        execute(worker, run_of(1, 1, raw), _fail)
+    state = worker.rig.document
+    assert (state["state"], state["stored"]) == ("halted", None)
+    data = state["halted"]["resumeToken"]["_data"]
+    stored = worker.rig.store.backlog.fetch(worker.rig.where, [data])[data]
+    assert (stored.raw, stored.hash, stored.refusal, stored.token) == (raw, _HASH, None, None)
+    (document,) = documents.find()
+    assert document["term"] == TERM
+
+
+@pytest.mark.parametrize("trouble", [{"errorCode": 13}, {"closeConnection": True}], ids=["refused", "unanswered"])
+def test_a_change_halts_all_the_same_where_it_cannot_be_stored(
+    worker: WorkerRig,
+    documents: Collection[Document],
+    failpoint: Failpoint,
+    caplog: pytest.LogCaptureFixture,
+    trouble: Document,
+) -> None:
+    with failpoint(failCommands=["insert"], appName=APP_NAME, **trouble), pytest.raises(KeyError):
+        execute(worker, run_of(1, 1, made(size=_KILOBYTE)), _fail)
+    assert worker.rig.document["state"] == "halted"
+    assert documents.count_documents({}) == 0
+    assert "halted_change_not_stored" in events(caplog)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,15 +14,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Bridge, Change, signals
-from mongo_celery.signals import (
-    SignalQueue,
-    change_dead_lettered,
-    change_halted,
-    handler_blocked,
-    history_lost,
-    leader_changed,
-    send_signal,
-)
+from mongo_celery.signals import change_dead_lettered, change_halted, handler_blocked, history_lost, leader_changed
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
 from tests.integration.test_lost_history import ROLLED, Make
@@ -33,8 +24,6 @@ Document = dict[str, Any]
 
 
 class Received:
-    """The arguments of the signals that were received, in order."""
-
     def __init__(self) -> None:
         self.all: list[Document] = []
 
@@ -49,7 +38,6 @@ class Received:
 
 @contextmanager
 def receiving(signal: Signal, receiver: Any = None) -> Iterator[Received]:
-    """Receive a signal in the block."""
     received = Received() if receiver is None else receiver
     signal.connect(received, weak=False)
     try:
@@ -60,7 +48,6 @@ def receiving(signal: Signal, receiver: Any = None) -> Iterator[Received]:
 
 @pytest.fixture
 def shop(database: Database[Document]) -> Bridge:
-    """A bridge whose handlers fail, each with its policy."""
     app = Celery("shop", broker="memory://", set_as_current=False)
     bridge = Bridge(app, "mongodb://localhost:1/?replicaSet=nowhere", name="shop", autodiscover=False)
     for policy in ("halt", "dead_letter", "skip", "discard", "park_key"):
@@ -118,7 +105,6 @@ def test_a_halt_is_signalled_once_and_a_receiver_that_fails_is_logged(
 def test_every_dead_letter_is_signalled_with_its_reason(
     database: Database[Document], run: BridgeRunner, shop: Bridge
 ) -> None:
-    """What the policy `discard` drops, and what a person skips, is not."""
     with receiving(change_dead_lettered) as received:
         for policy in ("discard", "skip", "dead_letter", "park_key"):
             database[policy].insert_one({"_id": 1})
@@ -148,7 +134,6 @@ def test_every_dead_letter_is_signalled_with_its_reason(
 def test_a_receiver_that_blocks_delays_no_change(
     database: Database[Document], run: BridgeRunner, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Signals wait for it, up to a number; further ones are dropped and logged."""
     monkeypatch.setattr(signals, "WAITING_MAX", 2)
     entered, gate = threading.Event(), threading.Event()
 
@@ -173,32 +158,7 @@ def test_a_receiver_that_blocks_delays_no_change(
         gate.set()
 
 
-def test_signals_behind_a_receiver_that_never_ends_are_logged_at_the_end(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And none of them is sent afterwards, if the process continues."""
-    monkeypatch.setattr(signals, "_ENDING_SECONDS", 0.0)
-    queue, entered, gate, received = SignalQueue(), threading.Event(), threading.Event(), list[object]()
-
-    def block(number: int, **_: Any) -> None:
-        received.append(number)
-        entered.set()
-        gate.wait()
-
-    with receiving(change_halted, block):
-        for number in (1, 2, 3):
-            queue.add(change_halted, "shop", {"number": number})
-        wait_for(entered.is_set)
-        queue.close()
-        dropped = [each for each in caplog.records if vars(each).get("event") == "signal_dropped"]
-        gate.set()
-        wait_for(lambda: not any(each.name == "mongo_celery-signals" for each in threading.enumerate()))
-    assert len(dropped) == 2
-    assert received == [1]
-
-
 def test_a_leader_names_the_one_before_it(mongo_url: str, state_database: str, redis_url: str) -> None:
-    """The first one names none."""
     app = Celery("shop", broker=redis_url, set_as_current=False)
     bridge = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False)
 
@@ -248,12 +208,3 @@ def test_a_blocked_handler_is_signalled(
         assert len(received.all) == 1
     assert (found["handler"], found["state"], found["error"]) == ("halt", "halted", "ValueError: 1")
     assert found["command"] == "celery -A shop changes status"
-
-
-def test_without_a_receiver_nothing_is_queued(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(signals, "WAITING_MAX", 0)
-    send_signal(leader_changed, "shop", term=1)
-    assert caplog.records == []

@@ -25,7 +25,6 @@ BRIDGE = "shop"
 
 @pytest.fixture
 def store(mongo_client: MongoClient[Document], state_database: str) -> Store:
-    """Give the state of a bridge whose lease was just created."""
     found = Store(mongo_client, BridgeOptions(name=BRIDGE, database=state_database, lease_ttl=60))
     found.leases.ensure()
     return found
@@ -33,7 +32,6 @@ def store(mongo_client: MongoClient[Document], state_database: str) -> Store:
 
 @pytest.fixture
 def documents(mongo_client: MongoClient[Document], state_database: str) -> Collection[Document]:
-    """Give the collection itself, to move what is stored in time."""
     return mongo_client[state_database].get_collection("bridge_keys", write_concern=WriteConcern("majority"))
 
 
@@ -61,7 +59,6 @@ def _ring(store: Store) -> tuple[bytes, ...]:
 
 
 def _come(documents: Collection[Document]) -> None:
-    """The announced key's time has come."""
     found = documents.find_one()
     assert found is not None
     documents.update_one({}, {"$set": {"next.from": found["next"]["from"] - timedelta(minutes=1)}})
@@ -70,7 +67,6 @@ def _come(documents: Collection[Document]) -> None:
 def test_a_new_key_is_known_before_it_is_used_and_the_old_one_accepted_afterwards(
     store: Store, documents: Collection[Document]
 ) -> None:
-    """No message carries a key that a worker cannot know."""
     term = _led(store)
     old = _key(store, term)
     assert _ring(store) == (old,)
@@ -125,8 +121,7 @@ def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(
     reasons = (FORGED, TAMPERED, MISDIRECTED, MALFORMED, FOREIGN)
     counts = {f"dropped.{reason}": 2000 if reason == FOREIGN else 1000 for reason in reasons}
     counted = wait_for(
-        lambda: drops.find_one({"_id": BRIDGE, **counts}),
-        message=lambda: str(drops.find_one({"_id": BRIDGE})),
+        lambda: drops.find_one({"_id": BRIDGE, **counts}), message=lambda: str(drops.find_one({"_id": BRIDGE}))
     )
     assert counted["foreignSender"] == "7@host.example"
     assert set(counted["droppedAt"]) == set(reasons)
@@ -150,5 +145,4 @@ def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(
     ids=str,
 )
 def test_of_a_senders_name_only_process_and_host_are_believed(origin: object, process: str | None) -> None:
-    """What a message says of itself is anything."""
     assert parse_process(origin) == process

@@ -10,15 +10,14 @@ import datetime as dt
 import itertools
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import bson
 import pytest
 from bson import Binary, Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
 from bson.raw_bson import RawBSONDocument
-from pymongo import MongoClient
-from pymongo.database import Database
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.bridge.existing import DocumentId
@@ -26,12 +25,14 @@ from mongo_celery.bridge.listener import chunks, snapshot_thread
 from mongo_celery.bridge.listener.chunks import Chunk, ChunkReader
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.snapshot_reader import read_snapshot
+from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.snapshots import Snapshots
-from mongo_celery.errors import CommandRefusedError
-from tests.rig.snapshots import HANDLER, SnapshotWorld, keys_of, worlds
-
-Document = dict[str, Any]
+from mongo_celery.bridge.state.subscriptions import Subscriptions
+from mongo_celery.errors import CommandRefusedError, LeaseLostError
+from tests.fixtures.process import wait_for
+from tests.rig.snapshots import HANDLER, Document, SnapshotWorld, keys_of
+from tests.rig.term import KilledError, around
 
 MIXED = [
     1, 2.5, Int64(7), float("nan"), Decimal128("3.3"), "abc", "ABC", "$abc", "", ObjectId(), {"a": 1}, {"b": [1, 2]},
@@ -40,28 +41,11 @@ MIXED = [
 ]  # fmt: skip
 
 
-@pytest.fixture
-def world(
-    mongo_client: MongoClient[Document], mongo_url: str, state_database: str, database: Database[Document]
-) -> Iterator[SnapshotWorld]:
-    yield from worlds(mongo_client, mongo_url, state_database, database.name)
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many of them, of few documents."""
-    monkeypatch.setattr(chunks, "ROWS", 4)
-
-
 def ask(world: SnapshotWorld, term: Any, **given: Any) -> str:
-    """Ask for a snapshot, as the command does."""
     store = term.wiring.store.snapshots
     snapshot_id: str = store.make_id(HANDLER)
     store.insert([{"_id": snapshot_id, "source": world.source, **given}])
     return snapshot_id
-
-
-# -- what is read ------------------------------------------------------------------------------------
 
 
 def test_documents_of_all_types_of_ids_come_once_by_the_index(world: SnapshotWorld) -> None:
@@ -81,7 +65,6 @@ def test_documents_of_all_types_of_ids_come_once_by_the_index(world: SnapshotWor
 
 
 def test_an_empty_collection_and_one_that_is_not_there_are_done_at_once(world: SnapshotWorld) -> None:
-    """All that will be in them is in the stream."""
     term = world.term().begin()
     term.finish()
     world.write(1, 1)
@@ -135,7 +118,6 @@ CLUSTERED = {"clusteredIndex": {"key": {"_id": 1}, "unique": True}}
 def test_the_largest_id_is_that_of_the_collections_own_order(
     world: SnapshotWorld, options: Document, there: list[Any], behind: list[Any]
 ) -> None:
-    """P1: whatever its type and bytes; what comes behind it is in the stream."""
     orders = world.client[world.data].create_collection(world.name, **options)
     orders.insert_many([{"_id": key, "v": 1} for key in reversed(there)])
     term = world.term(start_from="now").begin()
@@ -147,7 +129,6 @@ def test_the_largest_id_is_that_of_the_collections_own_order(
 
 
 def test_a_chunk_has_no_more_bytes_than_it_has_room_for(world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P12: it ends where the next document has no room, and counts what was scanned. One that is larger comes alone."""
     monkeypatch.setattr(chunks, "ROWS", 100)
     sizes = [1] * 5 + [40_000] * 6 + [200_000] + [1] * 5
     world.orders.insert_many([{"_id": number, "v": 1, "x": "x" * size} for number, size in enumerate(sizes)])
@@ -162,7 +143,6 @@ def test_a_chunk_has_no_more_bytes_than_it_has_room_for(world: SnapshotWorld, mo
 
 
 def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world: SnapshotWorld) -> None:
-    """The handler's condition and the snapshot's own, on the event that its insert would have."""
     world.orders.insert_many([{"_id": number, "v": number, "odd": number % 2 == 1} for number in range(40)])
     term = world.term(start_from="now", match={"$eq": ["$operationType", "insert"]}).begin()
     ask(world, term, match='{"$and": ["$fullDocument.odd", {"$gte": ["$fullDocument.v", 35]}]}')
@@ -197,7 +177,6 @@ def by_number(event: Document) -> int:
 
 
 def test_a_document_whose_key_cannot_be_told_is_refused_alone(world: SnapshotWorld) -> None:
-    """P12: its partition halts by the policy, and the snapshot goes on; the others are where their inserts would be."""
     world.orders.insert_many([{"_id": number, "v": 1, "group": number % 3} for number in range(12)])
     world.orders.update_one({"_id": 5}, {"$set": {"group": "none"}})
     term = world.term(partition_by=by_number, spill_after=0.2, run_size=5).begin()
@@ -206,11 +185,7 @@ def test_a_document_whose_key_cannot_be_told_is_refused_alone(world: SnapshotWor
     assert 5 not in {each.key for each in world.seen}
 
 
-# -- between the changes ------------------------------------------------------------------------------
-
-
 def load(world: SnapshotWorld, keys: int, seed: int, writes: int) -> Any:
-    """Write a little each time it is called, at random."""
     chance, left, value = random.Random(seed), [writes], [10]
 
     def write() -> None:
@@ -225,7 +200,6 @@ def load(world: SnapshotWorld, keys: int, seed: int, writes: int) -> Any:
 
 @pytest.mark.parametrize("partitions", [(3, 1), (1, 4)], ids=["narrower", "wider"])
 def test_a_new_layout_in_the_middle_loses_nothing(world: SnapshotWorld, partitions: tuple[int, int]) -> None:
-    """F10: what is under way is dropped or copied, at its place."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(40)])
     write = load(world, 45, 4, 150)
     before, after = partitions
@@ -244,13 +218,11 @@ def test_a_new_layout_in_the_middle_loses_nothing(world: SnapshotWorld, partitio
 def test_a_chunk_that_is_read_slowly_keeps_no_change_waiting(
     world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P12: changes are handled while it is read, also those of its documents; none goes back."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     term = world.term(start_from="now").begin()
-    handled, read = threading.Event(), ChunkReader.read
+    handled = threading.Event()
 
-    def slow(self: ChunkReader, chunk: Chunk) -> None:
-        read(self, chunk)
+    def delay() -> None:
         world.write(0, 7)
         world.write(9, 7)
         assert handled.wait(30)
@@ -259,10 +231,9 @@ def test_a_chunk_that_is_read_slowly_keeps_no_change_waiting(
         if {0, 9} <= {each.key for each in world.seen}:
             handled.set()
 
-    monkeypatch.setattr(ChunkReader, "read", slow)
+    around(monkeypatch, (ChunkReader, "read"), delay, behind=True)
     ask(world, term)
     term.until(handled.is_set, see)
-    monkeypatch.undo()
     term.finish()
     world.judge()
     assert [world.snapshots_of(number) for number in (0, 1, 2, 9)] == [0, 1, 1, 0]
@@ -274,7 +245,6 @@ def by_group(event: Document) -> Any:
 
 
 def change_one(world: SnapshotWorld, kind: str) -> None:
-    """Change the second document, in one of the ways in which a row can lose its race."""
     if kind == "delete":
         world.orders.delete_one({"_id": 1})
     elif kind == "anew":
@@ -306,17 +276,8 @@ def test_a_document_that_changes_in_the_window_comes_as_its_change(
     """P1, P2: behind the begin, between two reads, behind the reading; again where the change brings no document."""
     world.orders.insert_many([{"_id": number, "v": 1, "group": 0} for number in range(3)])
     term = world.term(start_from="now", **options).begin()
-    owner: Any = {"begin": Snapshots, "read": ChunkReader, "mark_read_end": Snapshots}[moment]
-    is_changed, call = threading.Event(), getattr(owner, moment)
-
-    def beside(self: Any, *arguments: Any) -> Any:
-        result = call(self, *arguments) if moment != "mark_read_end" else None
-        if not is_changed.is_set():
-            is_changed.set()
-            change_one(world, kind)
-        return call(self, *arguments) if moment == "mark_read_end" else result
-
-    monkeypatch.setattr(owner, moment, beside)
+    step = (ChunkReader if moment == "read" else Snapshots, moment)
+    around(monkeypatch, step, lambda: change_one(world, kind), behind=moment != "mark_read_end")
     ask(world, term)
     if moment == "begin" and "match" in options:  # when it is read, the document does not match any more
         given = []
@@ -336,17 +297,16 @@ def test_a_move_of_another_collection_repeats_no_row(world: SnapshotWorld, monke
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     invoices = world.client[world.data]["invoices"]
     invoices.insert_one({})
-    read, reads = ChunkReader.read, itertools.count()
+    reading = (ChunkReader, "read")
 
-    def beside(self: ChunkReader, chunk: Chunk) -> None:
-        number = next(reads)
-        if number == 1:
-            invoices.rename("bills")
-        read(self, chunk)
-        if number == 0:
-            world.write(1, 5)
+    def rename() -> None:
+        invoices.rename("bills")
 
-    monkeypatch.setattr(ChunkReader, "read", beside)
+    def write() -> None:
+        world.write(1, 5)
+        around(monkeypatch, reading, rename)
+
+    around(monkeypatch, reading, write, behind=True)
     sources = (world.source, invoices.full_name)
     term = world.term(sources=sources, start_from="now", full_document=None, operations="*").begin()
     ask(world, term)
@@ -405,11 +365,7 @@ def test_a_document_that_is_changed_faster_than_it_is_read_says_so_and_comes_whe
     assert all(world.snapshots_of(number) >= 1 for number in (0, 2))
 
 
-# -- what stands --------------------------------------------------------------------------------------
-
-
 def test_a_halted_partition_holds_no_snapshot_and_its_documents_run_when_it_is_retried(world: SnapshotWorld) -> None:
-    """P12, P13: they are stored at their place, and read back."""
     first, other = keys_of(0, world, 8), keys_of(1, world, 8)
     world.orders.insert_many([{"_id": key, "v": 1} for key in (*first, *other)])
     term = world.term(spill_after=0.2).begin()
@@ -446,7 +402,6 @@ def test_the_record_waits_for_the_mark(world: SnapshotWorld, monkeypatch: pytest
 
 
 def make_anew(world: SnapshotWorld) -> None:
-    """Another collection of the same name."""
     world.orders.drop()
     world.orders.insert_many([{"_id": number, "v": 3} for number in range(30)])
 
@@ -491,34 +446,7 @@ def test_a_collection_that_can_have_none_fails_alone(world: SnapshotWorld) -> No
     term.until(world.is_equal)
 
 
-# -- stopping and going on -----------------------------------------------------------------------------
-
-
-def test_what_is_stopped_is_resumed_where_it_is_and_no_term_that_is_over_moves_it(world: SnapshotWorld) -> None:
-    """F1: also where it is stopped when another term takes over."""
-    world.orders.insert_many([{"_id": number, "v": 1} for number in range(30)])
-    term = world.term().begin()
-    term.until(lambda: world.records and world.record["done"] >= 6)
-    term.works = False
-    term.until(lambda: world.record["begun"] > world.record["moved"])
-    store, before = term.wiring.store.snapshots, world.record
-    assert store.stop(before["_id"])
-    later = world.term().begin()
-    later.until(lambda: len(world.seen) >= before["done"])
-    end = DocumentId.of(bson.encode({"_id": 99}))
-    assert end is not None
-    assert not store.move(before["_id"], term.leader.snapshots.thread._version, before["begun"], end, 5)
-    assert world.record["lastId"] == before["lastId"]
-    assert store.resume(before["_id"])
-    later.finish()
-    world.judge()
-
-
-# -- commands ------------------------------------------------------------------------------------------
-
-
 def test_the_command_refuses_what_cannot_be_and_stores_nothing(world: SnapshotWorld) -> None:
-    """Bad input: nothing changed; so does a dry run."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
     capped = f"{world.data}.capped"
     world.client[world.data].create_collection("capped", capped=True, size=10_000)
@@ -545,7 +473,6 @@ def test_the_command_refuses_what_cannot_be_and_stores_nothing(world: SnapshotWo
 
 
 def test_the_command_begins_stops_and_resumes_one(world: SnapshotWorld) -> None:
-    """The same collection is not read twice at once. What was stopped is resumed by name or after a question."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(12)])
     term = world.term(start_from="now").begin()
     operations = Operations(term.wiring)
@@ -554,7 +481,9 @@ def test_the_command_begins_stops_and_resumes_one(world: SnapshotWorld) -> None:
         with pytest.raises(CommandRefusedError):
             act(handler, **given)
 
-    assert operations.start_snapshot(HANDLER, match='{"$gte": ["$fullDocument.v", 1]}').run().fields["done"] == 1
+    start = operations.start_snapshot(HANDLER, match='{"$gte": ["$fullDocument.v", 1]}')
+    assert start.question is not None
+    assert start.run().fields["done"] == 1
     is_refused(operations.start_snapshot)
     term.until(lambda: world.record["done"] >= 3)
     late = operations.stop_snapshot(HANDLER)
@@ -573,3 +502,154 @@ def test_the_command_begins_stops_and_resumes_one(world: SnapshotWorld) -> None:
     assert (found.state, found.done, found.estimated) == ("done", 12, 12)
     is_refused(operations.stop_snapshot, "nothing")
     is_refused(operations.resume_snapshot)
+
+
+# -- listeners that end, or wake too late, and documents that come again ------------------------------
+
+
+STEPS: list[tuple[type, str]] = [
+    (Snapshots, "insert"),
+    (Subscriptions, "note_snapshot"),
+    (Snapshots, "take_over"),
+    (Snapshots, "prepare"),
+    (Snapshots, "begin"),
+    (ChunkReader, "read"),
+    (Snapshots, "mark_read_end"),
+    (Snapshots, "move"),
+    (Snapshots, "finish"),
+]
+_NAMES = [name for _, name in STEPS]
+_DOCUMENTS = 9
+_LATER_TURNS = 40
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
+@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "wakes late"])
+def test_a_listener_that_is_killed_or_wakes_late_at_any_step_has_lost_nothing(
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, is_killed: bool, step: tuple[type, str], behind: bool
+) -> None:
+    """P1, P2, P3, P6, F1: the next one reads all of it; what is written late is refused, or nobody's."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(_DOCUMENTS)])
+    for number in range(3):
+        world.write(number, 2)
+    term = world.term(run_size=3)
+    records: list[Document] = []
+
+    def write() -> None:
+        world.write(_DOCUMENTS - 1, 3)
+
+    def succeed() -> None:
+        world.term(run_size=3).begin().finish(write)
+        records.append(world.record)
+
+    def kill() -> None:
+        term.is_killed.set()
+        if term.has_begun:
+            term.leader.snapshots.thread.close()  # its thread is killed, too
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        around(patch, step, kill if is_killed else succeed, behind=behind)
+        with suppress(KilledError, LeaseLostError):  # behind its last step, the end may have been seen
+            term.begin().until(lambda: records, write if is_killed else None)
+        if is_killed:
+            wait_for(term.is_killed.is_set)
+            term.close()
+            succeed()
+        wait_for(lambda: records)
+        for _ in range(_LATER_TURNS if term.has_begun and not is_killed else 0):
+            term.leader.snapshots.turn(room=1 << 20, may_begin=True)
+            threading.Event().wait(0.01)
+    assert world.record == records[0]
+    assert world.record["state"] == "done"
+    world.judge()
+    assert all(1 <= world.snapshots_of(number) <= 2 for number in range(3, _DOCUMENTS - 1))
+
+
+@pytest.mark.parametrize("writes", [True, False], ids=["another", "itself"])
+def test_an_existing_document_that_waits_and_was_not_stored_keeps_nobody_waiting(
+    world: SnapshotWorld, writes: bool
+) -> None:
+    """P14: the next term reads it again, behind what has come meanwhile; neither waits for its retry."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(2)])
+    term = world.term(partitions=1, spill_after=600.0).begin()
+    term.postponing = [0]
+    term.until(lambda: any(image.parked for image in term.images()))
+    term.close()
+    if writes:
+        world.write(7, 1)
+    later = world.term(partitions=1, spill_after=600.0).begin()
+    later.finish()
+    world.judge()
+    assert [each.key for each in world.seen] == ([7, 0, 1, 7] if writes else [0, 1]), "the first one, before its chunk"
+
+
+@pytest.mark.parametrize(("options", "counts"), [({}, True), ({"fields": {"v"}}, False)], ids=["all", "some"])
+def test_an_update_that_was_looked_up_before_the_window_leaves_its_document_out(
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, options: Document, counts: bool
+) -> None:
+    """F9: it may show what came behind T. Where some changes are not the handler's, no other may bring that."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    term = world.term(start_from="now", **options).begin()
+    begin = Snapshots.begin
+
+    def begin_late(self: Snapshots, *arguments: Any) -> Any:
+        if world.orders.count_documents({"v": 5}) == 0:
+            world.write(1, 5)
+            taken = len(world.seen)
+            wait_for(lambda: len(world.seen) > taken)  # before L
+        return begin(self, *arguments)
+
+    monkeypatch.setattr(Snapshots, "begin", begin_late)
+    ask(world, term)
+    term.until(lambda: world.record["state"] == "done")
+    assert [world.snapshots_of(number) for number in range(3)] == [1, int(not counts), 1]
+    world.judge()
+
+
+def test_an_existing_document_that_is_set_aside_twice_is_one_dead_letter(world: SnapshotWorld) -> None:
+    """Read again it has another token; it is named by its key, and stands before all others."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(_DOCUMENTS)])
+    term = world.term(failure_policy="dead_letter", spill_after=0.2).begin()
+    term.failing = [5]
+    term.until(lambda: world.records and world.record["state"] == "done")
+    letters = []
+    for _ in range(2):
+        (halted,) = [image for image in term.images() if image.state == "halted"] or [None]  # type: ignore[list-item]
+        if halted is not None:
+            Operations(term.wiring).skip(HANDLER, halted.index).run()
+        letters.append(term.wiring.store.dead_letters.find(Selection(), [HANDLER], 0))
+        if len(letters) == 1:
+            ask(world, term)
+            term.until(lambda: len(world.records) == 2 and all(each["state"] == "done" for each in world.records))
+            term.until(lambda: any(image.state == "halted" for image in term.images()))
+    assert [len(each) for each in letters] == [1, 1]
+    assert letters[0][0].id == letters[1][0].id
+    assert letters[0][0].id.startswith("00")
+
+
+def test_a_write_of_a_chunk_counts_once_and_for_its_term_alone(world: SnapshotWorld) -> None:
+    """P3, P4: also where an answer was lost, and it is asked again; what is to be scanned is set once."""
+    store = world.term().wiring.store.snapshots
+    snapshot_id = store.make_id(HANDLER)
+    for source in (world.source, "other.place"):
+        store.insert([{"_id": snapshot_id, "source": source}])
+    assert (store.take_over(5), store.take_over(4)) == (5, 5), "a later term has it"
+    found: Any = store.read_one(snapshot_id)
+    assert found.source == world.source
+    assert [store.begin(found, term) is not None for term in (4, 5, 5)] == [False, True, False]
+    keys: Any = [DocumentId.of(bson.encode({"_id": key})) for key in (None, 9)]
+    end, larger = keys
+    writes = [(4, 1), (5, 2), (5, 1), (5, 1)]
+    assert [store.move(snapshot_id, *each, end, 7, end) for each in writes] == [False, False, True, False]
+    after: Any = store.read_one(snapshot_id)
+    assert (after.last, after.until, after.done) == (end, end, 7)
+    assert store.begin(after, 5) is not None
+    assert not store.move(snapshot_id, 5, 2, larger, 1, larger)
+    assert [store.move(snapshot_id, 5, 2, larger, 1) for _ in range(2)] == [True, False]
+    assert store.mark_read_end(snapshot_id, 4, 2) is None
+    assert store.stop(snapshot_id)
+    store.take_over(6)
+    taken: Any = store.read_one(snapshot_id)
+    assert taken.term == 6, "it may be resumed"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from typing import Any
 
 import bson
@@ -43,6 +43,11 @@ def third(_change: Change) -> None:
     """Handle nothing."""
 
 
+BY_REGION = {"partition_by": region}
+REFUSED = {"match": {"$gt": 3}}
+CORRECT = {"match": {"$gt": ["$fullDocument.total", 3]}}
+
+
 def lead(bridge: Bridge, until: Callable[[BridgeSnapshot], object]) -> BridgeSnapshot:
     """Lead until the status fulfils a condition; the status then."""
 
@@ -50,39 +55,38 @@ def lead(bridge: Bridge, until: Callable[[BridgeSnapshot], object]) -> BridgeSna
         status = read_snapshot(bridge.wiring)
         return status if status.leader and until(status) else None
 
-    with listening(bridge):
+    with closing(bridge.client), listening(bridge):
         return wait_for(found)
 
 
 @pytest.fixture
-def bridge(database: Database[Document], mongo_url: str, redis_url: str, state_database: str) -> Callable[..., Bridge]:
-    """Give a function that makes the bridge anew, from pairs of a handler and its rule, as a deploy does."""
+def make(database: Database[Document], mongo_url: str, redis_url: str, state_database: str) -> Callable[..., Bridge]:
+    """Give a function that makes the bridge anew, from handlers and their options, as a deploy does."""
+    database.create_collection("items")
 
-    def make(*handlers: tuple[Callable[[Change], None], Any], **options: Any) -> Bridge:
+    def made(handlers: Mapping[Callable[[Change], None], Document], **options: Any) -> Bridge:
         app = Celery("rules", broker=redis_url, set_as_current=False)
-        made = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False, **options)
-        for handler, rule in handlers:
-            made.on_change(f"{database.name}.items", partition_by=rule)(handler)
-        return made
+        given = {"database": state_database, "start_from": "now", "autodiscover": False, **options}
+        bridge = Bridge(app, mongo_url, name="shop", **given)
+        for handler, of_handler in handlers.items():
+            bridge.on_change(f"{database.name}.items", **of_handler)(handler)
+        return bridge
 
-    return make
+    return made
 
 
 def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
-    bridge: Callable[..., Bridge], database: Database[Document], state_database: str, caplog: pytest.LogCaptureFixture
+    make: Callable[..., Bridge], database: Database[Document], state_database: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """P9, P12, P16: it says so in log and verdict; the others are led, and so is it once its rule is there."""
     caplog.set_level(logging.ERROR, "mongo_celery.listener")
 
-    lead(
-        bridge((moved, region), (other, None)),
-        lambda status: all(each.partitions for each in status.handlers),
-    )
+    lead(make({moved: BY_REGION, other: {}}), lambda status: all(each.partitions for each in status.handlers))
     partitions = database.client[state_database]["partitions"]
     partitions.update_many({"_id": {"$regex": "^shop/moved/"}}, {"$set": {"state": "paused"}})  # so it is not idle
     database["items"].insert_one({"_id": 1})
 
-    status = lead(bridge((moved, None), (other, None)), lambda status: status.in_flight == 1)
+    status = lead(make({moved: {}, other: {}}), lambda status: status.in_flight == 1)
     first, second = status.handlers
     assert (first.name, first.state) == ("moved", "stopped")
     assert second.state != "stopped"
@@ -90,23 +94,20 @@ def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
     assert (reason.severity, f"{__name__}:region" in reason.sentence) == ("failing", True)
     told = [vars(record)["subscription"] for record in caplog.records if vars(record)["event"] == "handler_stopped"]
     assert told == ["moved"]
-    alone = lead(bridge((moved, None)), lambda status: status.handlers[0].state == "stopped")
+    alone = lead(make({moved: {}}), lambda status: status.handlers[0].state == "stopped")
     assert alone.verdict == "failing"
 
     lead(
-        bridge((moved, None), (other, None), (third, region)),
+        make({moved: {}, other: {}, third: BY_REGION}),
         lambda status: [bool(each.partitions) and each.state != "stopped" for each in status.handlers] == [True] * 3,
     )
 
 
 def test_a_dead_letter_of_a_stopped_handler_is_replayed(
-    bridge: Callable[..., Bridge], database: Database[Document], redis_url: str, state_database: str
+    make: Callable[..., Bridge], database: Database[Document], redis_url: str, state_database: str
 ) -> None:
-    """P17: its parked keys have to be settled before it has other partitions."""
-    lead(
-        bridge((moved, region), (other, None), partitions=1),
-        lambda status: all(each.partitions for each in status.handlers),
-    )
+    before = make({moved: BY_REGION, other: {}}, partitions=1)
+    lead(before, lambda status: all(each.partitions for each in status.handlers))
     state, hash_ = database.client[state_database], 2
     partition = state["partitions"].find_one({"_id": {"$regex": "^shop/moved/"}}) or {}
     partitioning, fence = int(partition["partitioningTerm"]), int(partition["fencingToken"])
@@ -132,7 +133,7 @@ def test_a_dead_letter_of_a_stopped_handler_is_replayed(
     )
     state["dead_letters"].insert_one(letter)
 
-    stopped = bridge((moved, None), (other, None), partitions=1)
+    stopped = make({moved: {}, other: {}}, partitions=1)
     replays, broker = stopped.wiring.store.replays, Redis.from_url(redis_url)
     name = letter["_id"]
     assert replays.request(name, partitioning=partitioning, partition=0, hash_=hash_, over_newer=False) == "done"
@@ -142,86 +143,35 @@ def test_a_dead_letter_of_a_stopped_handler_is_replayed(
 # -- a `match` that the server refuses -------------------------------------------------------------
 
 
-REFUSED = {"$gt": 3}
-CORRECT = {"$gt": ["$fullDocument.total", 3]}
-
-
-def first(change: Change) -> None:
-    """Do nothing."""
-
-
-def second(change: Change) -> None:
-    """Do nothing."""
-
-
-class Shop:
-    """A bridge with two handlers, whose runs nobody takes."""
-
-    def __init__(self, database: Database[Document], state: str, mongo_url: str, redis_url: str) -> None:
-        self.orders = database["orders"]
-        self._made = mongo_url, redis_url, state
-
-    def bridge(self, *matches: Mapping[str, Any] | None) -> Bridge:
-        """As a deploy makes it anew."""
-        mongo_url, redis_url, state = self._made
-        app = Celery("refusals", broker=redis_url, set_as_current=False)
-        bridge = Bridge(app, mongo_url, name="shop", database=state, start_from="now", autodiscover=False)
-        for handler, match in zip((first, second), matches, strict=True):
-            bridge.on_change(self.orders.full_name, match=match)(handler)
-        return bridge
-
-    @contextmanager
-    def led(self, *matches: Mapping[str, Any] | None) -> Iterator[Bridge]:
-        """Led by a listener of this process, once it leads."""
-        bridge = self.bridge(*matches)
-        with closing(bridge.client), listening(bridge):
-            wait_for(lambda: (bridge.wiring.store.leases.read() or {}).get("report") is not None)
-            yield bridge
-
-
-@pytest.fixture
-def shop(database: Database[Document], state_database: str, mongo_url: str, redis_url: str) -> Shop:
-    database.create_collection("orders")
-    return Shop(database, state_database, mongo_url, redis_url)
-
-
-def _sent(bridge: Bridge) -> int:
-    """How many runs are under way, one of each handler at most."""
-    return int(read_snapshot(bridge.wiring).in_flight or 0)
-
-
-def _refused(bridge: Bridge) -> dict[str, str]:
-    found = read_snapshot(bridge.wiring).handlers
-    return {each.name: str(each.error) for each in found if each.state == "match_refused"}
-
-
-def test_a_refused_match_stops_its_own_handler_and_is_named(shop: Shop, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_refused_match_stops_its_own_handler_and_is_named(
+    make: Callable[..., Bridge], database: Database[Document], caplog: pytest.LogCaptureFixture
+) -> None:
     """P9, P12: it ended the listener of all. P1: what came meanwhile comes once it is corrected."""
-    with shop.led(None, REFUSED) as bridge:
-        shop.orders.insert_one({"_id": 1, "total": 5})
-        wait_for(lambda: _sent(bridge) == 1, 15)
-        status = read_snapshot(bridge.wiring)
-        (reason,) = [each for each in status.findings if each.code == "match_refused"]
-        assert reason.severity == "failing"
-        assert "second" in reason.sentence
-        assert {each.name: each.state for each in status.handlers}["second"] == "match_refused"
-        (record,) = [each for each in caplog.records if getattr(each, "event", None) == "match_refused"]
-        assert record.__dict__["handler"] == "second"
-    with shop.led(None, CORRECT) as bridge:
-        wait_for(lambda: _sent(bridge) == 2, 15)
-        assert not _refused(bridge)
+    states = {"moved": "flowing", "other": "match_refused"}
+    lead(
+        make({moved: {}, other: REFUSED}), lambda status: {each.name: each.state for each in status.handlers} == states
+    )
+    database["items"].insert_one({"_id": 1, "total": 5})
+    status = lead(make({moved: {}, other: REFUSED}), lambda status: status.in_flight == 1)
+    (reason,) = [each for each in status.findings if each.code == "match_refused"]
+    assert (reason.severity, "other" in reason.sentence) == ("failing", True)
+    told = [record for record in caplog.records if getattr(record, "event", None) == "match_refused"]
+    assert {vars(record)["handler"] for record in told} == {"other"}
+    status = lead(make({moved: {}, other: CORRECT}), lambda status: status.in_flight == 2)
+    assert [each.state for each in status.handlers] == ["flowing"] * 2
 
 
-def test_where_every_match_is_refused_the_listener_says_so_and_stays(shop: Shop) -> None:
+def test_where_every_match_is_refused_the_listener_says_so_and_stays(
+    make: Callable[..., Bridge], database: Database[Document]
+) -> None:
     """It has nothing to read, and no reason to be started again and again; its end is as quick as ever."""
-    with shop.led(REFUSED, {"$nothing": []}) as bridge:
-        assert sorted(_refused(bridge)) == ["first", "second"]
-        shop.orders.insert_one({"_id": 1, "total": 5})
-    with shop.led(None, CORRECT) as bridge:
-        wait_for(lambda: _sent(bridge) == 2, 15)
+    refused = make({moved: REFUSED, other: {"match": {"$nothing": []}}})
+    lead(refused, lambda status: {each.state for each in status.handlers} == {"match_refused"})
+    database["items"].insert_one({"_id": 1, "total": 5})
+    lead(make({moved: {}, other: CORRECT}), lambda status: status.in_flight == 2)
 
 
-def test_a_test_with_the_runner_fails_by_it(shop: Shop) -> None:
+def test_a_test_with_the_runner_fails_by_it(make: Callable[..., Bridge]) -> None:
     """P9: before anything is delivered."""
-    with pytest.raises(StreamRefusedError, match="second"), BridgeRunner(shop.bridge(None, REFUSED)):
+    with pytest.raises(StreamRefusedError, match="other"), BridgeRunner(make({moved: {}, other: REFUSED})):
         """Nothing comes."""

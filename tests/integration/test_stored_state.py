@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,24 +39,20 @@ _TYPES: Mapping[type, str] = {
 _FREE = {"change", "report"}
 """Fields that hold what others have sent, or what `status` shows."""
 
-_LINE = re.compile(r"^\s*(?:(?P<name>\w+): )?(?P<value>.+?),?\s*(?://.*)?$")
-_VALUES: Mapping[str, str] = {
-    r"(true|false)$": "boolean",
-    r'".*"$': "text",
-    r"Long\(": "Long",
-    r"ISODate\(": "ISODate",
-    r"Timestamp\(": "Timestamp",
-    r"ObjectId\(": "ObjectId",
-    r"Binary\.": "Binary",
-    r"-?[0-9.]+$": "number",
-    r"null$": "null",
-    r"\[\]$": "nothing",
-    r"\{\}$": "nothing",
+_NAMES: Mapping[str, Any] = {
+    "Long": Int64,
+    "ISODate": datetime.fromisoformat,
+    "Timestamp": Timestamp,
+    "ObjectId": ObjectId,
+    "Binary": SimpleNamespace(createFromBase64=lambda *_: b""),
+    "true": True,
+    "false": False,
+    "null": None,
 }
+"""What the shell's values are in Python."""
 
 
 def shape_of(value: Any, path: str = "") -> Shape:
-    """Return the types of all fields in a document, by their paths; of a list its first element counts."""
     if isinstance(value, Mapping | list) and not value:
         return {path: "nothing"}
     if isinstance(value, Mapping):
@@ -65,27 +62,14 @@ def shape_of(value: Any, path: str = "") -> Shape:
     return {path: _TYPES[type(value)]}
 
 
-def shape_in(lines: Iterator[str], path: str = "") -> Shape:
-    """Return the same of a document on the page, which has one field a line."""
-    found: Shape = {}
-    for line in lines:
-        if line.strip(" ,") in {"}", "]"}:
-            break
-        match = _LINE.match(line)
-        assert match is not None, line
-        here = path + ("" if match["name"] is None else f".{match['name']}")
-        if match["value"] in {"{", "["}:
-            found |= shape_in(lines, here + ("[]" if match["value"] == "[" else ""))
-        else:
-            (kind,) = [kind for pattern, kind in _VALUES.items() if re.match(pattern, match["value"])]
-            found[here] = kind
-    return found
-
-
 def shown() -> dict[str, Shape]:
     """Return the shapes of the page's documents, by their headings."""
-    sections = re.findall(r"^## (.+?)\n.*?```js\n\{\n(.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return {heading: shape_in(iter(block.splitlines())) for heading, block in sections}
+    sections = re.findall(r"^## (.+?)\n.*?```js\n(\{\n.*?)```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    found = {}
+    for heading, block in sections:
+        quoted = re.sub(r"^(\s*)(\w+): ", r'\1"\2": ', re.sub(r"\s+//.*", "", block), flags=re.MULTILINE)
+        found[heading] = shape_of(eval(re.sub(r"\{ t: (\d+), i: (\d+) \}", r"\1, \2", quoted), dict(_NAMES)))
+    return found
 
 
 @pytest.fixture
@@ -129,7 +113,6 @@ def state(database: Database[Document], mongo_url: str) -> Iterator[Database[Doc
 
 
 def test_the_page_shows_the_state_as_it_is(state: Database[Document]) -> None:
-    """Of each collection that the bridge has made, and of no other; fields and types, not values."""
     chosen = {
         "handlers": state["handlers"].find_one({"handler": "ship"}),
         "partitions": state["partitions"].find_one({"handler": "ship"}),

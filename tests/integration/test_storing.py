@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bson import Int64, Timestamp
 from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
@@ -30,10 +31,9 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import token_data
-from tests.rig.storing import PARTITIONS, RefusedError, StoringTerm, change, number_of, terms
-from tests.rig.term import KilledError, around
+from tests.rig.storing import PARTITIONS, Document, RefusedError, StoringTerm, change, number_of, terms
+from tests.rig.term import KilledError, around, mark_at
 
-Document = dict[str, Any]
 Begin = Callable[..., StoringTerm]
 APP = "spilling"
 _SECOND = 1.1
@@ -43,12 +43,10 @@ _BEGUN, _ENDED = 6.0, 0.3
 
 @pytest.fixture
 def begin(make_client: MakeClient, state_database: str) -> Iterator[Begin]:
-    """Give what begins a term, whatever the one before is doing."""
     yield from terms(make_client(appName=APP), state_database)
 
 
 def halted(term: StoringTerm, *numbers: int) -> None:
-    """A partition that halts at the first of these changes, with the others behind it."""
     term.read(*numbers)
     (run,) = term.dispatch()
     term.halt(run)
@@ -56,7 +54,6 @@ def halted(term: StoringTerm, *numbers: int) -> None:
 
 
 def next_run(term: StoringTerm) -> Run:
-    """The next run that is due."""
     runs: list[Run] = []
 
     def found() -> bool:
@@ -68,15 +65,94 @@ def next_run(term: StoringTerm) -> Run:
 
 
 def events(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The names of what was logged."""
     return [record.__dict__.get("event", "") for record in caplog.records]
+
+
+def numbers(run: Run) -> list[int]:
+    return [number_of(raw) for raw in run.changes]
+
+
+def test_one_run_of_a_partition_is_out_and_each_change_that_is_owed_comes_once(begin: Begin) -> None:
+    """P1, P2, P5, P6: the stream may begin before a position, and again at an earlier time."""
+    term = begin(run_size=1)
+    term.read(1, 2, 1, 2)
+    term.read(3, 4, index=1)
+    first, other = term.dispatch()
+    assert (numbers(first), numbers(other), term.dispatch()) == ([1], [3], [])
+    term.run(other)
+    term.look()
+    assert ([numbers(run) for run in term.dispatch()], term.watermark) == ([[4]], None)
+    term.run(first)
+    term.look()
+    (second,) = term.dispatch()
+    claim = term.claim(second)
+    later = begin(run_size=10)
+    later.read(1, 2)
+    later.read(3, 4, 5, index=1)
+    later.read(6)
+    assert [numbers(run) for run in later.dispatch()] == [[4, 5]], "an execution of the term before is at work"
+    assert later.rig.store.claims.handle(claim, 2, {"_data": token_data(2)})
+    assert later.rig.store.claims.commit(second.partition_id, 2)
+    later.look()
+    (run,) = later.dispatch()
+    assert (run.first, numbers(run), later.watermark) == (3, [6], token_data(3))
+
+
+def test_a_run_carries_as_many_changes_as_the_options_allow(begin: Begin) -> None:
+    size = len(change(1).raw)
+    several: list[tuple[Document, list[int]]] = [
+        ({}, [1, 2, 3]),
+        ({"run_bytes": 1}, [1]),
+        ({"run_bytes": 2 * size}, [1, 2]),
+        ({"max_message_bytes": 3 * size - 1}, [1, 2]),
+    ]
+    for options, expected in several:
+        term = begin(run_size=3, **options)
+        term.read(*range(1, 6))
+        (run,) = term.dispatch()
+        assert (run.first, run.last, numbers(run)) == (1, expected[-1], expected)
+        assert run.hashes == ((run.hash,) * len(expected) if len(expected) > 1 else ()), "any of them may fail"
+    term.rig.partitions.update_one({"_id": term.partition_id()}, {"$set": {"oneByOneUntil": 2}})
+    term = begin(run_size=3)
+    term.read(*range(1, 6))
+    assert [numbers(run) for run in term.dispatch()] == [[1]]
+
+
+def test_a_delayed_partition_is_next_when_its_change_is_due(begin: Begin) -> None:
+    """P17: nothing polls for it, and a command that passes the change ends its wait."""
+    term, now = begin(), time.monotonic()
+    term.led.delay = Delay(10, coalesces=False)
+    term.led.delay.observe(1003 - now, math.inf)
+    term.read(1)
+    term.read(2, index=1)
+    assert term.dispatch() == []
+    assert term.led.next_due() == pytest.approx(now + 8)
+    assert term.led.report_delayed() is not None
+    passed = {"committed": Int64(1), "resumeToken": {"_data": token_data(1)}}
+    term.rig.partitions.update_one({"_id": term.partition_id()}, {"$set": passed})
+    term.look()
+    assert term.led.partitions[0].delayed_until == 0
+    (dispatch,) = term.led.due(now + 8)
+    dispatch.partition.note_sent(now + 8)
+    assert (numbers(dispatch.run), term.led.report_delayed()) == ([2], None)
+
+
+def test_a_change_that_was_tried_does_not_wait_for_later_ones_of_its_burst(begin: Begin) -> None:
+    term = begin(run_size=5)
+    term.read(1)
+    (run,) = term.dispatch()
+    assert term.rig.store.claims.park(term.claim(run), delay=-1.0, not_before=None, error="later")
+    term.look()
+    term.led.delay = Delay(10, coalesces=True)
+    term.led.delay.observe(1012 - time.monotonic(), math.inf)
+    term.led.ingest_item(replace(change(2), mark=mark_at(Timestamp(1009, 2))))
+    assert [numbers(run) for run in term.dispatch()] == [[1]]
 
 
 @pytest.mark.parametrize("run_size", [1, 100])
 def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
     begin: Begin, run_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P12, P13: the watermark passes it, the others are done, and afterwards nothing is left behind."""
     caplog.set_level(logging.INFO)
     term = begin(run_size=run_size)
     halted(term, *range(1, 251))
@@ -84,6 +160,8 @@ def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
     term.work(until=251)
     assert term.flush() is None, "the halted change holds the watermark"
     term.turn()
+    term.turn(4.0)
+    assert term.documents.count_documents({}) == 0, "a short stand costs nothing"
     term.turn(_BEGUN)
     assert (term.marked(), term.stored()) == (token_data(250), list(range(1, 251)))
     assert (term.led.window.count, term.flush()) == (0, token_data(251))
@@ -95,18 +173,6 @@ def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
     term.turn_until(lambda: not term.stored() and term.marked() is None)
     term.turn_until(lambda: "spill_ended" in events(caplog))
     assert events(caplog).count("spill_begun") == events(caplog).count("spill_ended") == 1
-
-
-def test_a_short_stand_is_not_stored(begin: Begin) -> None:
-    """What goes on within `spill_after` costs nothing."""
-    term = begin()
-    halted(term, 1, 2)
-    term.turn()
-    term.turn(4.0)
-    term.retry()
-    assert term.work(until=2) == [1, 2]
-    term.turn(_BEGUN)
-    assert term.documents.count_documents({}) == 0
 
 
 def test_a_run_is_not_slow_because_it_was_delayed(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +195,6 @@ def test_a_run_is_not_slow_because_it_was_delayed(begin: Begin, caplog: pytest.L
 def test_what_fails_between_storing_and_marking_completes_nothing(
     begin: Begin, failpoint: Failpoint, command: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P5, P13: no watermark behind what nobody has acknowledged; it is tried again after a pause."""
     term = begin()
     halted(term, 1, 2, 3)
     term.turn()
@@ -230,26 +295,9 @@ def test_changes_that_a_crash_has_left_without_a_mark_are_found_and_removed(begi
     new.turn_until(lambda: not new.stored())
 
 
-def test_a_rewind_stores_again_what_was_removed(begin: Begin) -> None:
-    """P13: the mark stays, what is read again is stored again, and everything from the place runs once more."""
-    old = begin()
-    halted(old, *range(1, 8))
-    old.store()
-    old.retry()
-    assert old.work(until=4) == [1, 2, 3, 4]
-    old.turn_until(lambda: old.stored() == [5, 6, 7])
-    back = {"_data": token_data(1)}
-    old.rig.partitions.update_one({"_id": old.partition_id()}, {"$set": {"resumeToken": back}})
-    old.rig.database["handlers"].update_one({"_id": "shop/record"}, {"$set": {"resumeToken": back}})
-    new = begin()
-    new.read(*range(2, 9))
-    assert new.work(until=8) == [2, 3, 4, 5, 6, 7, 8]
-
-
 def test_at_the_bound_nothing_more_is_stored_and_it_says_what_waits(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P12: the state database has no more room for it; the sentence names partition, bytes and cure."""
     term = begin(spill_bytes=24_000, buffer_bytes=100_000)  # some of it may be counted twice for a while
     halted(term, *range(1, 21))
     term.turn()
@@ -294,50 +342,25 @@ def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> 
     assert new.work(until=11) == list(range(1, 12))
 
 
-def test_a_change_that_is_too_large_for_a_message_is_stored_and_runs_by_reference(begin: Begin) -> None:
-    """P2, P12, P13: it alone, also at the bound; what a message can hold travels before and behind it."""
-    term = begin(max_message_bytes=2000, run_size=10, spill_bytes=1)
-    term.read(1)
-    term.read(2, 3, padding=3000)
-    term.read(4)
-    sent: list[tuple[list[int], bool]] = []
-
-    def done() -> bool:
-        for run in term.dispatch():
-            sent.append(([number_of(raw) for raw in run.changes], bool(run.stored)))
-            term.run(run)
-        return term.ran == [1, 2, 3, 4]
-
-    term.turn_until(done, later=0.0)
-    assert sent == [([1], False), ([2, 3], True), ([4], False)]
-    term.flush()
-    term.turn_until(lambda: not term.marked() and not term.stored())
-
-
-def test_a_large_change_that_cannot_be_stored_keeps_its_own_partition_waiting(
-    begin: Begin, failpoint: Failpoint, caplog: pytest.LogCaptureFixture
+def test_a_large_change_that_cannot_be_stored_waits_alone_and_runs_by_reference_afterwards(
+    begin: Begin, failpoint: Failpoint
 ) -> None:
-    """P12, P16: it is named with its reason, nothing turns for it in vain, and it goes out when there is room."""
+    """P9, P12: nothing turns for it in vain, and no message has room for it."""
     term = begin(max_message_bytes=2000)
     term.read(1, padding=3000)
     term.read(2, index=1)
     assert [(run.index, run.stored) for run in term.dispatch()] == [(1, ())]
     with failpoint(failCommands=["insert"], errorCode=14031, appName=APP):
         term.turn()
-        (failure,) = term.storing.report()["notStored"]
-        assert failure["partition"] == "record/0"
-        assert term.storing.next_turn_time() > time.monotonic()
         assert term.dispatch() == []
-        term.turn(_BEGUN)
-    assert events(caplog).count("spill_failed") == 1, "one line for all that fail within half a minute"
-    assert number_of(next_run(term).changes[0]) == 1
-    assert term.storing.report()["notStored"] == []
+        assert term.storing.next_turn_time() > time.monotonic()
+    run = next_run(term)
+    assert (number_of(run.changes[0]), len(run.stored)) == (1, 1)
 
 
 def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """P16: somebody has deleted them; nothing is passed over, and once they are back they run."""
     old = begin()
     halted(old, 1, 2)
     old.store()
@@ -400,18 +423,7 @@ def test_what_is_stored_takes_no_memory(begin: Begin) -> None:
     assert term.ran == list(range(1, last + 1))
 
 
-def refused(term: StoringTerm, number: int, *behind: int) -> None:
-    """A partition that halts at an undeliverable change, with others behind it; all of them are stored."""
-    term.led.ingest_item(replace(change(number), read_error=ReadError("match fails on it")))
-    term.read(*behind)
-    run = next_run(term)
-    assert run.refusal is not None
-    term.halt(run)
-    term.turn_until(lambda: term.marked() == token_data(max(number, *behind)))
-
-
 def keyless(event: Mapping[str, Any]) -> Any:
-    """A partition rule that fails."""
     return event["documentKey"]["nothing"]
 
 
@@ -528,9 +540,6 @@ def test_nothing_is_read_back_before_a_partition_was_seen(begin: Begin) -> None:
     assert len(new.in_memory()) == 2
 
 
-# -- listeners that end, or wake too late, between any two writes ----------------------------------
-
-
 STEPS: list[tuple[type, str]] = [
     (Backlog, "insert"),
     (Partitions, "mark_stored"),
@@ -543,14 +552,7 @@ _FIRST, _LAST = 12, 20
 
 
 class Life:
-    """
-    Some changes of a partition that halts at the first of them, from their reading to the last removal.
-
-    Each term reads from the stored watermark on, as the stream does.
-
-    Attributes:
-        ran: what workers have run, by all terms.
-    """
+    """Changes of a partition that halts at the first, over several terms; `ran` is what workers have run in all."""
 
     def __init__(self, begin: Begin) -> None:
         self._begin = begin
@@ -562,7 +564,6 @@ class Life:
         self.first = term
 
     def next(self) -> StoringTerm:
-        """The next term, as it begins."""
         term = self._begin(run_size=5)
         term.ran = self.ran
         return term
@@ -588,7 +589,6 @@ class Life:
         term.flush()
 
     def judge(self) -> None:
-        """Everything has run once and in order, and nothing is left."""
         assert self.ran == list(range(1, _LAST + 1))
         last = self.next()
         last.turn_until(lambda: not last.stored())
@@ -597,36 +597,22 @@ class Life:
 
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
 @pytest.mark.parametrize("step", STEPS, ids=_NAMES)
-def test_a_listener_that_is_killed_at_any_step_has_lost_and_doubled_nothing(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "wakes late"])
+def test_a_listener_that_is_killed_or_wakes_late_at_any_step_has_lost_and_doubled_nothing(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, is_killed: bool, step: tuple[type, str], behind: bool
 ) -> None:
-    """P2, P6, P13: the next one ends what it began."""
+    """P2, P3, P6, P13: its successor stores, runs and removes all of it; late writes are refused, or removed."""
     life = Life(begin)
 
-    def kill() -> None:
-        raise KilledError
-
-    with monkeypatch.context() as patch:
-        around(patch, step, kill, behind=behind)
-        with pytest.raises(KilledError):
-            life.live(life.first)
-    life.live(life.next())
-    life.judge()
-
-
-@pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
-@pytest.mark.parametrize("step", STEPS, ids=_NAMES)
-def test_a_listener_that_wakes_at_any_step_harms_nothing(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str], behind: bool
-) -> None:
-    """P3, P13: its successor has stored, run and removed all of it; what it writes late is refused, or removed."""
-    life = Life(begin)
-
-    def succeed() -> None:
+    def interrupt() -> None:
+        if is_killed:
+            raise KilledError
         life.live(life.next())
 
     with monkeypatch.context() as patch:
-        around(patch, step, succeed, behind=behind)
-        with pytest.raises((LeaseLostError, RefusedError)):
+        around(patch, step, interrupt, behind=behind)
+        with pytest.raises(KilledError if is_killed else (LeaseLostError, RefusedError)):
             life.live(life.first)
+    if is_killed:
+        life.live(life.next())
     life.judge()

@@ -7,7 +7,9 @@ error of ours that says in a sentence what to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -17,49 +19,89 @@ from pymongo.collection import Collection
 from pymongo.database import Database
 
 from mongo_celery.bridge.listener.starts import start_time
-from mongo_celery.bridge.listener.stream_intake import ReadAhead
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.items import ChangeEvent, Failed, Item
+from mongo_celery.bridge.stream.reader import PAUSES
+from mongo_celery.bridge.stream.verdicts import UNKNOWN_LIMIT
 from mongo_celery.bridge.window import Mark
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.errors import (
-    AccessError,
-    HistoryLostError,
-    StreamRefusedError,
-    TopologyError,
-)
+from mongo_celery.errors import AccessError, HistoryLostError, StreamRefusedError, TopologyError
 from mongo_celery.mongo.oplog import check_topology, read_oplog
+from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.mongo.verdicts import Code, Verdict
 from tests.fixtures.process import wait_for
 from tests.fixtures.rights import DATA, UrlOf
-from tests.rig.stream import StreamReading, now, scope_on
+from tests.rig.commands import CommandRecorder
+from tests.rig.stream import APP_NAME, SHORT_PAUSES, StreamReading, now, scope_on
 
 Document = dict[str, Any]
 MakeClient = Callable[..., MongoClient[Document]]
+Failpoint = Callable[..., AbstractContextManager[None]]
+
+RESUMABLE = "ResumableChangeStreamError"
+_ALL_TRANSIENT = {code for code in Code if code.verdict is Verdict.TRANSIENT}
+TRANSIENT = sorted(_ALL_TRANSIENT - {Code.ChangeStreamInvalidated, Code.StaleConfig})
+"""Those left out carry facts with them, without which no failpoint can make them."""
+
+_NOT_FINAL = (Verdict.TRANSIENT, Verdict.DUPLICATE_KEY, Verdict.UNKNOWN)
+FINAL = sorted(code for code in Code if code.verdict not in _NOT_FINAL)
+NO_PAUSES = Pauses(first=0.01, longest=60.0, growth=1.0)
+"""So that many errors one after the other are one row and cost no time."""
+
+
+@dataclass
+class Stream:
+    """A collection, readers of it, what they send and log, and failures of their commands."""
+
+    url: str
+    items: Collection[Document]
+    failpoint: Failpoint
+    caplog: pytest.LogCaptureFixture
+    commands: CommandRecorder = field(default_factory=CommandRecorder)
+
+    def read(
+        self, pauses: Pauses = SHORT_PAUSES, *, position: Position | None = None, scope: Any = None, **options: Any
+    ) -> StreamReading:
+        """Give a reader of the collection, from now on by default, to be started by `with`."""
+        where = scope_on(self.items.full_name, **(scope or {}))
+        given = {"pauses": pauses, "commands": self.commands, **options}
+        return StreamReading(self.url, where, position or now(self.items.database.client), **given)
+
+    def failing(self, command: str, **data: Any) -> AbstractContextManager[None]:
+        return self.failpoint(failCommands=[command], appName=APP_NAME, **data)
+
+    def insert(self, *keys: int) -> None:
+        for key in keys:
+            self.items.insert_one({"_id": key})
+
+    @property
+    def openings(self) -> int:
+        return self.commands.names.count("aggregate")
+
+    @property
+    def reopenings(self) -> list[Any]:
+        """The records of it."""
+        return [record for record in self.caplog.records if getattr(record, "event", None) == "stream_reopening"]
+
+    def kill_cursor(self) -> None:
+        """Kill the reader's cursor, so that it opens the stream again."""
+        client, match = self.items.database.client, {"appName": APP_NAME, "cursor.cursorId": {"$exists": 1}}
+        own: list[Document] = [{"$currentOp": {"idleCursors": True}}, {"$match": match}]
+        running = wait_for(lambda: [each for each in client.admin.aggregate(own) if each["ns"].endswith(".items")])
+        for each in running:
+            database, _, collection = each["ns"].partition(".")
+            client[database].command("killCursors", collection, cursors=[each["cursor"]["cursorId"]])
 
 
 @pytest.fixture
-def items(database: Database[Document]) -> Collection[Document]:
-    """Give a collection to watch."""
-    return database.create_collection("items")
-
-
-@pytest.fixture
-def reading(mongo_url: str, items: Collection[Document]) -> Iterator[StreamReading]:
-    """Give a reader of that collection."""
-    with StreamReading(mongo_url, scope_on(items.full_name), now(items.database.client)) as started:
-        yield started
-
-
-def insert(collection: Collection[Document], *keys: Any) -> None:
-    for key in keys:
-        collection.insert_one({"_id": key})
-
-
-# -- what is final -----------------------------------------------------------------------------------
+def stream(
+    mongo_url: str, database: Database[Document], failpoint: Failpoint, caplog: pytest.LogCaptureFixture
+) -> Stream:
+    caplog.set_level("INFO", logger="mongo_celery")
+    return Stream(mongo_url, database.create_collection("items"), failpoint, caplog)
 
 
 def _roll(client: MongoClient[Document]) -> None:
-    """Write until the oplog's oldest entry is a new one."""
     oldest = read_oplog(client).first
     filler = client["filler"]["filler"]
 
@@ -81,9 +123,9 @@ def test_a_rolling_oplog_is_lost_history_for_a_new_stream_and_for_an_open_one(
     position = now(client)
     scope = scope_on("shop.items")
     with StreamReading(rolling_oplog.url, scope, position, room=1) as open_reading:
-        insert(items, 1)
+        items.insert_one({"_id": 1})
         open_reading.wait_for_keys(1)
-        insert(items, *range(2, 20))  # the reader waits for room with its cursor open
+        items.insert_many([{"_id": key} for key in range(2, 20)])  # the reader waits for room with its cursor open
         _roll(client)
         assert open_reading.room is not None
         open_reading.room.release(30)
@@ -95,7 +137,6 @@ def test_a_rolling_oplog_is_lost_history_for_a_new_stream_and_for_an_open_one(
 
 
 def test_a_standalone_server_is_a_wrong_topology(standalone_url: str, make_client: MakeClient) -> None:
-    """P9: found when the listener starts, and by the stream too."""
     client = make_client(standalone_url)
     with pytest.raises(TopologyError):
         check_topology(client)
@@ -105,10 +146,8 @@ def test_a_standalone_server_is_a_wrong_topology(standalone_url: str, make_clien
         assert isinstance(reading.wait_for_failure(), TopologyError)
 
 
-def test_a_bad_pipeline_is_refused_at_once(mongo_url: str, items: Collection[Document]) -> None:
-    """P9: with the server's own words."""
-    wrong = [{"$matsch": {"a": 1}}]
-    with StreamReading(mongo_url, scope_on(items.full_name, pipeline=wrong), now(items.database.client)) as reading:
+def test_a_bad_pipeline_is_refused_at_once(stream: Stream) -> None:
+    with stream.read(scope={"pipeline": [{"$matsch": {"a": 1}}]}) as reading:
         assert isinstance(reading.wait_for_failure(), StreamRefusedError)
 
 
@@ -121,69 +160,51 @@ def test_a_missing_right_is_named(guarded_url: UrlOf, make_client: MakeClient) -
     client = make_client(guarded_url("bridge"))
     assert start_time(client, "oldest") <= start_time(client, "now")
     with StreamReading(guarded_url("bridge"), scope_on(f"{DATA}.items"), now(client)) as allowed:
-        insert(make_client(guarded_url("admin"))[DATA]["items"], 1)
+        make_client(guarded_url("admin"))[DATA]["items"].insert_one({"_id": 1})
         allowed.wait_for_keys(1)
 
 
-# -- invalidation ------------------------------------------------------------------------------------
-
-
-def test_handlers_that_ask_for_drop_and_rename_get_them(mongo_url: str, items: Collection[Document]) -> None:
-    """Drop, rename and invalidate are operations like others where they are asked for."""
-    scope = scope_on(items.full_name, operations={"insert", "drop", "rename", "invalidate"})
-    with StreamReading(mongo_url, scope, now(items.database.client)) as reading:
-        insert(items, 1)
-        items.rename("elsewhere")
-        insert(items, 2)
-        items.drop()
-        insert(items, 3)
+def test_handlers_that_ask_for_drop_and_rename_get_them(stream: Stream) -> None:
+    with stream.read(scope={"operations": {"insert", "drop", "rename", "invalidate"}}) as reading:
+        stream.insert(1)
+        stream.items.rename("elsewhere")
+        stream.insert(2)
+        stream.items.drop()
+        stream.insert(3)
         reading.wait_for_keys(1, 2, 3)
     assert reading.operations == ["insert", "rename", "invalidate", "insert", "drop", "invalidate", "insert"]
     (renamed,) = [event for event in reading.events if event["operationType"] == "rename"]
-    assert (renamed["to"]["db"], renamed["to"]["coll"]) == (items.database.name, "elsewhere")
+    assert (renamed["to"]["db"], renamed["to"]["coll"]) == (stream.items.database.name, "elsewhere")
 
 
-def _is_invalidate(item: object) -> bool:
-    return isinstance(item, ChangeEvent) and item.document["operationType"] == "invalidate"
-
-
-def test_a_reader_that_starts_behind_an_invalidate_opens_after_its_token(
-    mongo_url: str, items: Collection[Document]
-) -> None:
+def test_a_reader_that_starts_behind_an_invalidate_opens_after_its_token(stream: Stream) -> None:
     """P1: the token of an invalidate may be stored; `resumeAfter` it would be refused with 260."""
-    with StreamReading(mongo_url, scope_on(items.full_name), now(items.database.client)) as first:
-        insert(items, 1)
-        items.drop()
+    with stream.read() as first:
+        stream.insert(1)
+        stream.items.drop()
         wait_for(lambda: "invalidate" in first.operations)
-        last = next(item for item in first.items if _is_invalidate(item))
-        assert isinstance(last, ChangeEvent)
-    insert(items, 2)
-    with StreamReading(
-        mongo_url, scope_on(items.full_name), Position(last.mark.token, last.mark.cluster_time)
-    ) as second:
+        events = [item for item in first.items if isinstance(item, ChangeEvent)]
+        last = next(event for event in events if event.document["operationType"] == "invalidate")
+    stream.insert(2)
+    with stream.read(position=Position(last.mark.token, last.mark.cluster_time)) as second:
         second.wait_for_keys(2)
 
 
-# -- markers and room --------------------------------------------------------------------------------
-
-
-def test_a_marker_comes_only_behind_everything_that_was_read_and_can_be_resumed_from(
-    mongo_url: str, reading: StreamReading, items: Collection[Document]
-) -> None:
+def test_a_marker_comes_only_behind_everything_that_was_read_and_can_be_resumed_from(stream: Stream) -> None:
     """P1, P5: items arrive in the order of their places. Behind a stored marker nothing is missing or repeated."""
-    for number in range(200):
-        insert(items, number)
-    reading.wait_for_keys(*range(200))
-    insert(items.database["noise"], 1)
-    last = reading.items[-1]
-    mark = wait_for(lambda: reading.items[-1] is not last and reading.items[-1])
-    assert isinstance(mark, Mark)
-    places = [_place(item) for item in reading.items]
-    assert places == sorted(set(places))
-    assert mark.cluster_time is not None
-    wait_for(lambda: (reading.reader.read_to or Timestamp(0, 0)) >= mark.cluster_time)
-    insert(items, 200)
-    with StreamReading(mongo_url, scope_on(items.full_name), Position(mark.token, mark.cluster_time)) as again:
+    with stream.read() as reading:
+        stream.insert(*range(200))
+        reading.wait_for_keys(*range(200))
+        stream.items.database["noise"].insert_one({})
+        last = reading.items[-1]
+        mark = wait_for(lambda: reading.items[-1] is not last and reading.items[-1])
+        assert isinstance(mark, Mark)
+        places = [_place(item) for item in reading.items]
+        assert places == sorted(set(places))
+        assert mark.cluster_time is not None
+        wait_for(lambda: (reading.reader.read_to or Timestamp(0, 0)) >= mark.cluster_time)
+    stream.insert(200)
+    with stream.read(position=Position(mark.token, mark.cluster_time)) as again:
         again.wait_for_keys(200)
 
 
@@ -192,44 +213,18 @@ def _place(item: Item) -> str:
     return item.data if isinstance(item, Mark) else item.mark.data
 
 
-def test_the_reader_reads_no_further_than_there_is_room(mongo_url: str, items: Collection[Document]) -> None:
-    """Bounded read-ahead, in bytes too: it stops, goes on when room is made, and stops at once when told to."""
-    position = now(items.database.client)
+def test_the_reader_reads_no_further_than_there_is_room(stream: Stream) -> None:
+    items, position = stream.items, now(stream.items.database.client)
     items.insert_many([{"_id": number, "text": "x" * 200_000} for number in range(20)])
-    with StreamReading(mongo_url, scope_on(items.full_name), position, room=1) as reading:
+    with stream.read(position=position, room=1) as reading:
         wait_for(lambda: reading.items)
-        sent = items.database.client.admin.command("ping")
-        assert sent["ok"], "a round trip later there is still nothing more"
+        assert items.database.client.admin.command("ping")["ok"], "a round trip later there is still nothing more"
         assert len(reading.items) == 10, "each weighs seven of the 64 of a batch"
         assert reading.room is not None
         reading.room.release()
         wait_for(lambda: len(reading.items) == 20)
-        items.insert_one({"_id": 20})
+        stream.insert(20)
     assert not reading.reader._thread.is_alive()
-
-
-def test_a_large_event_takes_more_room_than_a_small_one(mongo_url: str, items: Collection[Document]) -> None:
-    """Bounded in bytes, whatever one event has: the listener's memory is."""
-    ahead = ReadAhead(200)
-
-    def deliver(batch: Sequence[Item]) -> None:
-        changes = [item for item in batch if isinstance(item, ChangeEvent)]
-        if changes:
-            ahead.put(changes)
-
-    with StreamReading(mongo_url, scope_on(items.full_name), now(items.database.client)) as reading:
-        reading.reader._deliver = deliver
-        for number in range(6):
-            items.insert_one({"_id": number, "text": "x" * 3_000_000})
-        wait_for(ahead.full)
-        assert items.database.client.admin.command("ping")["ok"], "a round trip later there is still nothing more"
-        assert len(ahead.queue) == 3, "each weighs 92"
-        found = list(ahead.get())
-        wait_for(ahead.full)
-        assert len(ahead.queue) == 3
-        while len(found) < 6:
-            found += ahead.get(timeout=60)
-    assert [event.document["documentKey"]["_id"] for event in found if isinstance(event, ChangeEvent)] == [*range(6)]
 
 
 @pytest.mark.needs_mongodb(6, 0, 9)
@@ -250,3 +245,140 @@ def test_an_event_above_16_mb_comes_whole_from_a_server_that_splits_it(
         "fullDocument": "b",
         "fullDocumentBeforeChange": "a",
     }
+
+
+# -- every code that a server can answer with ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "labels", [pytest.param([], id="without label"), pytest.param([RESUMABLE], id="with label", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("command", ["getMore", "aggregate"])
+def test_a_transient_error_is_resumed(stream: Stream, command: str, labels: list[str]) -> None:
+    """P15: each of the codes, one after the other: one opening and one record each, and every change once."""
+    with stream.read(NO_PAUSES) as reading:
+        for number, code in enumerate(TRANSIENT):
+            with stream.failing(command, errorCode=code, errorLabels=labels, mode={"times": 1}):
+                if command == "aggregate":
+                    stream.kill_cursor()
+                stream.insert(number)
+                wait_for(lambda: code in [record.code for record in stream.reopenings], message=f"{code!r}")  # noqa: B023
+            wait_for(lambda: number in reading.keys, message=f"{code!r}: {number} in {reading.keys}")  # noqa: B023
+        # A read that was under way may have brought the last key before the one behind it failed.
+        wait_for(lambda: stream.openings > len(stream.reopenings))
+        assert reading.keys == list(range(len(TRANSIENT)))
+        assert reading.failure is None
+    records = stream.reopenings
+    assert stream.openings == 1 + len(records)
+    assert reading.reader.status.reopenings == len(records)
+
+
+LASTING: dict[str, Document] = {
+    "by number": {"errorCode": 6},
+    "by number and label": {"errorCode": 262, "errorLabels": [RESUMABLE]},
+    "by label alone": {"errorCode": 9999, "errorLabels": [RESUMABLE]},
+    "by label against a number that is final": {"errorCode": 2, "errorLabels": [RESUMABLE]},
+    "the cursor is gone": {"errorCode": 43},
+    "the connection is cut": {"closeConnection": True},
+}
+
+
+@pytest.mark.parametrize("data", LASTING.values(), ids=LASTING.keys())
+def test_a_getmore_error_is_resumed(stream: Stream, data: Document) -> None:
+    """
+    P15: while it lasts there is one opening a record, and a pause before each but the first; nothing is lost.
+
+    Where connections are cut, events are looked at one by one as well: one may be too large for an answer.
+    """
+    with stream.read() as reading:
+        stream.insert(1)
+        reading.wait_for_keys(1)
+        with stream.failing("getMore", **data):
+            stream.insert(2)
+            wait_for(lambda: len(stream.reopenings) >= 3)
+            assert reading.reader.status.last_error is not None
+        stream.insert(3)
+        reading.wait_for_keys(1, 2, 3)
+        wait_for(lambda: reading.reader.status.last_error is None)
+    records = stream.reopenings
+    assert "closeConnection" in data or stream.openings == 1 + len(records)
+    assert [record.pause > 0 for record in records] == [index > 0 for index in range(len(records))]
+    assert [record.failures for record in records] == list(range(1, len(records) + 1))
+
+
+def test_a_lasting_error_opens_the_stream_at_most_once_a_second(stream: Stream) -> None:
+    """P15: by the pauses that are the default, whatever chance takes away from them."""
+    assert min(PAUSES.nth(count) for count in range(1000)) >= 1.0
+    with stream.failing("getMore", errorCode=262), stream.read(PAUSES) as reading:
+        wait_for(lambda: len(stream.reopenings) >= 3)
+    pauses = [record.pause for record in stream.reopenings]
+    assert pauses[0] == 0
+    assert all(pause >= 1 for pause in pauses[1:])
+    assert stream.openings <= 1 + len(pauses)
+    assert reading.failure is None
+
+
+@pytest.mark.parametrize("command", ["getMore", "aggregate"])
+def test_a_final_error_ends_with_code_name_and_cure(stream: Stream, command: str) -> None:
+    for code in FINAL:
+        stream.commands.sent.clear()
+        with stream.failing(command, errorCode=code), stream.read() as reading:
+            error = reading.wait_for_failure()
+        assert code.name in str(error)
+        assert stream.openings <= 3, "the stream, with small batches, and single events"
+
+
+@pytest.mark.parametrize("command", ["getMore", "aggregate"])
+def test_an_aggregate_error_is_named_when_nobody_knows_it(stream: Stream, command: str) -> None:
+    """P9: an error of unknown kind is tried a few times, with pauses, and then ends with what is known of it."""
+    with stream.failing(command, errorCode=4711), stream.read() as reading:
+        error = reading.wait_for_failure()
+    assert isinstance(error, StreamRefusedError)
+    assert "4711" in str(error)
+    assert stream.openings == UNKNOWN_LIMIT + 1
+
+
+@pytest.mark.parametrize("command", ["getMore", "aggregate"])
+def test_a_token_that_is_never_found_is_tried_once_by_its_time(stream: Stream, command: str) -> None:
+    """P15: code 280 was tried by time for ever, where it comes with the `getMore`."""
+    with stream.read() as reading:
+        stream.insert(1)
+        reading.wait_for_keys(1)
+        with stream.failing(command, errorCode=Code.ChangeStreamFatalError):
+            if command == "aggregate":
+                stream.kill_cursor()
+            assert isinstance(reading.wait_for_failure(), HistoryLostError)
+    assert len([record for record in stream.reopenings if record.code == Code.ChangeStreamFatalError]) == 1
+
+
+def test_lost_history_that_is_lost_again_elsewhere_is_paced_across_readers(stream: Stream) -> None:
+    """P15: going on from the oldest entry of an oplog that rolls on; each time another reader begins."""
+    made: list[int] = []
+
+    class Noted(Pauses):
+        def nth(self, count: int = 0) -> float:
+            made.append(count)
+            return super().nth(count)
+
+    pauses, status = Noted(first=0.05, longest=0.2), None
+    with stream.failing("getMore", errorCode=286):
+        for number in range(3):
+            with stream.read(pauses, status=status) as reading:
+                assert isinstance(reading.wait_for_failure(), HistoryLostError)
+            status = replace(reading.reader.status)
+            assert made == list(range(number))
+            assert status.reopenings == number + 1
+
+
+def test_a_token_that_is_found_later_loses_nothing(stream: Stream) -> None:
+    """P1: read by time, what was read before comes again and is known; the token is asked for behind it only."""
+    with stream.read() as reading:
+        stream.insert(0, 1, 2)
+        reading.wait_for_keys(0, 1, 2)
+        with stream.failing("getMore", errorCode=280, mode={"times": 1}):
+            stream.insert(3)
+            wait_for(lambda: 3 in reading.keys)
+        stream.insert(4)
+        wait_for(lambda: 4 in reading.keys)
+        assert list(dict.fromkeys(reading.keys)) == [0, 1, 2, 3, 4]
+        assert reading.failure is None

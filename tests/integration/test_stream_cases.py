@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -48,18 +47,10 @@ class Watching(StreamReading):
         asked = [selector_of(target or collection.full_name, operations=operations)]
         scope = replace(make_scope(asked, state_database="state_of_nobody", **options), last=tuple(pipeline))
         self.commands = CommandRecorder()
-        self._collection = collection
         (self.selector,) = resolve_selectors(asked, Bookkeeping())
         address = "{}:{}".format(*(client.address or ("", 0)))
         url = f"mongodb://{address}/?directConnection=true"
         super().__init__(url, scope, now(client), commands=self.commands, comment=comment)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.reader.stop()
-        self._collection.insert_one({})  # ends the read that is under way
-        super().__exit__(kind, error, traceback)
 
     def changes(self, count: int) -> list[Change]:
         """What the handler gets, once it is so much; the bridge has met no error."""
@@ -75,15 +66,10 @@ class Watching(StreamReading):
 
 @pytest.fixture
 def orders(database: Database[Document]) -> Collection[Document]:
-    """Give a collection to watch."""
     return database.create_collection("orders")
 
 
-# -- what an event carries ---------------------------------------------------------------------------
-
-
 def test_the_four_changes_of_a_document_keep_the_servers_format(orders: Collection[Document]) -> None:
-    """Insert, update with its description, replace, delete; with token, key, namespace, cluster time and wall time."""
     with Watching(orders) as watching:
         orders.insert_one({"_id": 1, "x": 1})
         orders.update_one({"x": 1}, {"$set": {"x": 2}})
@@ -105,7 +91,6 @@ def test_the_four_changes_of_a_document_keep_the_servers_format(orders: Collecti
 
 
 def test_a_truncated_array_is_said_to_be_one(orders: Collection[Document]) -> None:
-    """And touches the array's field, for handlers that name it."""
     orders.insert_one({"_id": 1, "array": ["foo", {"a": "bar"}, 1, 2, 3]})
     with Watching(orders) as watching:
         orders.update_one({"_id": 1}, [{"$set": {"array": ["foo", {"a": "bar"}]}}])
@@ -119,9 +104,6 @@ def test_a_truncated_array_is_said_to_be_one(orders: Collection[Document]) -> No
     assert not selector_of(orders.full_name, fields={"a"}).selects(change.raw)
 
 
-# -- a later server's events, made by a pipeline -----------------------------------------------------
-
-
 _KEPT = {"operationType": 1, "ns": 1, "documentKey": 1}
 LATER: dict[str, Document] = {
     "an unknown operation type": {"operationType": "addedInALaterVersion", "ns": 1},
@@ -132,7 +114,6 @@ LATER: dict[str, Document] = {
 
 @pytest.mark.parametrize("shape", LATER.values(), ids=LATER)
 def test_an_event_of_another_shape_comes_to_its_handler(orders: Collection[Document], shape: Document) -> None:
-    """What handler, partition and order rest on is there, and what else it has is passed on. It stops nothing."""
     with Watching(orders, operations="*", pipeline=[{"$project": shape}]) as watching:
         orders.insert_one({"_id": 1})
         (change,) = watching.changes(1)
@@ -145,14 +126,10 @@ def test_an_event_of_another_shape_comes_to_its_handler(orders: Collection[Docum
     assert isinstance(Partitioner("_id", document_key).hash(change.raw), int)
 
 
-# -- what is sent ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("comment", "expanded"), [("a text", True), ({"name": "a document"}, False)])
 def test_the_comment_is_sent_with_each_read_and_expanded_events_are_asked_for_only_if_they_are_wanted(
     orders: Collection[Document], comment: Any, expanded: bool
 ) -> None:
-    """An operator finds the bridge in the server's logs. A server before 6.0 refuses the option."""
     with Watching(orders, comment=comment, expanded=expanded) as watching:
         orders.insert_one({"_id": 1})
         watching.changes(1)
@@ -188,13 +165,9 @@ def test_the_stream_is_the_pipelines_first_stage_on_what_is_watched(
     assert set(first) - {"fullDocument", "startAtOperationTime"} == stage
 
 
-# -- expanded events ---------------------------------------------------------------------------------
-
-
 def test_expanded_events_come_with_fields_of_their_own_to_the_handler_that_asks_for_them(
     orders: Collection[Document],
 ) -> None:
-    """By their names, on a database, and to nobody who asks for changes of documents."""
     database = orders.database
     orders.create_index("y", name="y_1")
     database.create_collection("existing")
@@ -238,16 +211,12 @@ def test_a_collection_that_is_made_again_comes_to_the_handler_that_asks_for_it(
     assert "startAfter" in begin
 
 
-# -- images ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "not recorded"])
 @pytest.mark.parametrize("asked", ["whenAvailable", "required", "off"])
 @pytest.mark.parametrize("image", ["full_document", "before_change"])
 def test_images_come_as_they_are_asked_for(
     orders: Collection[Document], image: str, asked: str, recorded: bool
 ) -> None:
-    """Where one is required and none is recorded, the change is not passed over in silence."""
     if (image, asked) == ("full_document", "off"):
         return  # no such mode
     orders.insert_one({"_id": 1})

@@ -71,7 +71,6 @@ class World:
         self.client[self.names["B"]]["orders"].insert_one({"_id": "again"})
 
     def selector(self, *targets: str, **conditions: Any) -> Selector:
-        """What a handler wants, in this world's names."""
         return selector_of(*(self.named(target) for target in targets), **conditions)
 
     def named(self, target: str) -> str:
@@ -86,7 +85,6 @@ class World:
         expanded: bool,
         after: Mapping[str, Any] | None = None,
     ) -> list[Mapping[str, Any]]:
-        """Everything from the first write, or from behind a token, to the last."""
         options: dict[str, Any] = {"show_expanded_events": True} if expanded else {}
         options |= {"start_after": after} if after else {"start_at_operation_time": self.start}
         found: list[Mapping[str, Any]] = []
@@ -132,10 +130,7 @@ SOURCES: dict[str, list[dict[str, Any]]] = {
         {"targets": ["A.orders"], "operations": {"insert", "drop"}},
         {"targets": ["B.orders"], "operations": {"delete", "rename", "dropDatabase"}},
     ],
-    "fields and a match": [
-        {"targets": ["A.orders"], "fields": {"lines"}},
-        {"targets": ["B.orders"], "match": MATCH},
-    ],
+    "fields and a match": [{"targets": ["A.orders"], "fields": {"lines"}}, {"targets": ["B.orders"], "match": MATCH}],
 }
 
 ASKED: dict[str, Any] = {

@@ -41,23 +41,8 @@ def make_table(make_client: MakeClient, database: Any) -> Callable[[float], Tabl
 
 @pytest.mark.parametrize("call", sorted(CALLS))
 def test_every_call_ends_within_its_time(make_table: Callable[[float], Table], failpoint: Failpoint, call: str) -> None:
-    """A server that holds the answer back does not hold the caller."""
     with failpoint(failCommands=ALL, blockTimeMS=600, **BLOCKED), pytest.raises(PyMongoError) as raised:
         CALLS[call](make_table(0.2))
-    assert raised.value.timeout
-
-
-def test_one_limit_counts_for_all_calls_inside(make_table: Callable[[float], Table], failpoint: Failpoint) -> None:
-    """Two calls that take more than half of it each are too many."""
-    table = make_table(1.0)
-
-    def both() -> None:
-        with table.limit():
-            table.find_one({})
-            table.find({})
-
-    with failpoint(failCommands=["find"], blockTimeMS=600, **BLOCKED), pytest.raises(PyMongoError) as raised:
-        both()
     assert raised.value.timeout
 
 
@@ -65,7 +50,6 @@ def test_one_limit_counts_for_all_calls_inside(make_table: Callable[[float], Tab
 def test_only_some_writes_are_repeated_by_the_driver(
     make_table: Callable[[float], Table], failpoint: Failpoint, call: str
 ) -> None:
-    """A lost answer of the others is their caller's matter."""
     cut = failpoint(mode={"times": 1}, failCommands=["update", "findAndModify"], closeConnection=True, appName=APP)
     with cut:
         if RETRIED[call]:
@@ -81,10 +65,7 @@ def test_a_write_concern_that_failed_is_an_error_of_a_plain_command_too(
 ) -> None:
     """A command returns it beside `ok: 1`; taken for success, a fail-over could take the write back."""
     failed = {"writeConcernError": {"code": 64, "errmsg": "late"}}
-    with (
-        failpoint(failCommands=["update", "findAndModify"], appName=APP, **failed),
-        pytest.raises(OperationFailure),
-    ):
+    with failpoint(failCommands=["update", "findAndModify"], appName=APP, **failed), pytest.raises(OperationFailure):
         CALLS[call](make_table(10.0))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import pytest
 from bson import Timestamp
@@ -27,10 +26,8 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.rig.commands import CommandRecorder
-from tests.rig.repartitioning import NAME, TermsOfShop
+from tests.rig.repartitioning import Document
 from tests.rig.term import BRIDGE, TermRig, begin_term, mark_at
-
-Document = dict[str, Any]
 
 _FEW, _MANY = 2, 60
 SLOW = "slow"
@@ -55,15 +52,11 @@ def names_of(count: int) -> list[str]:
 
 
 def trackers_of(takeover: Takeover) -> dict[str, Partition]:
-    """A partition of each partition, by its `_id`."""
     found = {}
     for image in [image for images in takeover.images.values() for image in images]:
         where = f"{BRIDGE}/{image.subscription}/{takeover.layouts[image.subscription].term}/{image.index}"
         found[where] = Partition(where, image, takeover.version, GracePeriods(1, 1), time.monotonic())
     return found
-
-
-# -- a constant number of calls ----------------------------------------------------------------------
 
 
 def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
@@ -72,7 +65,6 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
     """P12: a take-over and watermarks cost as many round trips for 60 handlers as for 2."""
 
     def count(handlers: int) -> list[int]:
-        """How many commands there were after each step of a term."""
         commands = CommandRecorder()
         client, names = make_client(event_listeners=[commands]), names_of(handlers)
         database, sent = f"{state_database}_{handlers}", list[int]()
@@ -94,12 +86,8 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
     assert count(_MANY) == count(_FEW)
 
 
-# -- around a locked partition -----------------------------------------------------------------------
-
-
 @pytest.fixture
 def begin(mongo_client: MongoClient[Document], state_database: str) -> Callable[[], TermRig]:
-    """Give what begins a term with two handlers."""
     return lambda: begin_term(mongo_client, state_database, _PARTITIONS, ("record", "audit"))
 
 
@@ -221,17 +209,3 @@ def test_what_an_older_term_commits_in_a_locked_partition_counts(begin: Callable
     assert (image.term, image.committed, image.data, image.handled) == (rig.version, 1, _PLACE.data, None)
     partition.observe(image, time.monotonic())
     assert partition.next_sequence == 2
-
-
-def test_repartitioning_waits_for_a_locked_partition(mongo_client: MongoClient[Document], state_database: str) -> None:
-    """P2, P16: what an older term may still commit there lies before the place at which the new partitions begin."""
-    shop = TermsOfShop(mongo_client, state_database)
-    before = shop.begin(_PARTITIONS)
-    with open_transaction(mongo_client, state_database, before.rig.partition_id(NAME, 0)):
-        term = shop.begin(_PARTITIONS + 1)
-        for _ in range(3):
-            term.turn()
-        assert term.waits.keys() == {NAME}
-    assert term.rig.store.partitions.win([before.rig.partition_id(NAME, 0)], term.rig.version)
-    term.finish()
-    assert shop.in_force(term).partitions == _PARTITIONS + 1

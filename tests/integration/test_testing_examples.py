@@ -53,7 +53,6 @@ def move(session, *, order, status):
 
 
 def run_example(documented: object, shop: dict[str, Any]) -> None:
-    """Run the code of the first block in a docstring, in the test's database."""
     text = f"{inspect.getdoc(documented)}\n"
     found = re.search(r"::\n\n((?:(?:    .*)?\n)+)", text)
     assert found, f"{documented} has no example"
@@ -65,7 +64,6 @@ def run_example(documented: object, shop: dict[str, Any]) -> None:
 def shop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: Any, mongo_url: str, redis_url: str
 ) -> Iterator[dict[str, Any]]:
-    """Give the names that examples use."""
     (tmp_path / "shop.py").write_text(f"DATABASE = {database.name!r}\n{SHOP}", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -84,7 +82,6 @@ def shop(
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
 def test_an_example_runs(name: str, shop: dict[str, Any]) -> None:
-    """Every public name has one."""
     run_example(PUBLIC[name], shop)
 
 

@@ -16,18 +16,14 @@ from pymongo.database import Database
 
 from mongo_celery import Event
 from mongo_celery.outbox.pending import FIELD
-from tests.rig.outbox import Rig, pending
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, Rig, pending
 
 
 def request() -> Any:
-    """A span of the test's, as a web request has one."""
     return trace.get_tracer("test").start_as_current_span("request")
 
 
 def parent(headers: Document) -> tuple[int, int]:
-    """Trace and span of a `traceparent`."""
     _, found, span, _ = headers["traceparent"].split("-")
     return int(found, 16), int(span, 16)
 
@@ -65,13 +61,11 @@ def test_a_message_is_in_the_trace_of_its_write_whoever_publishes_it(rig: Rig, s
 
 @pytest.mark.usefixtures("spans")
 def test_all_messages_of_a_canvas_carry_it_and_the_users_headers_stand(rig: Rig) -> None:
-    """Also those that a worker sends later: the steps of a chain."""
     outbox = rig.outbox()
     own = rig.add.s(5, 5).set(headers={"mine": "1", "traceparent": "own"})
     with request() as span:
         outbox.insert_one(
-            {"_id": 1},
-            tasks=[chain(rig.add.s(1, 1), rig.add.s(2)), group(rig.add.s(3, 3), rig.add.s(4, 4)), own],
+            {"_id": 1}, tasks=[chain(rig.add.s(1, 1), rig.add.s(2)), group(rig.add.s(3, 3), rig.add.s(4, 4)), own]
         )
     first, third, fourth, fifth = rig.drain()
 

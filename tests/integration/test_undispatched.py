@@ -11,13 +11,7 @@ from pymongo import InsertOne
 from pymongo.database import Database
 
 from mongo_celery import STORED_ID, Bridge, Change, Event, Outbox, OutboxCollection, once, transactional
-from mongo_celery.testing import (
-    BridgeRunner,
-    assert_once,
-    assert_pending,
-    pending_entries,
-    undispatched,
-)
+from mongo_celery.testing import BridgeRunner, assert_once, assert_pending, pending_entries, undispatched
 
 Document = dict[str, Any]
 
@@ -38,9 +32,6 @@ def outbox(app: Celery, database: Database[Document]) -> Iterator[Outbox]:
     made = Outbox(app, database["orders"], sweep_every=None)
     with undispatched(made):
         yield made
-
-
-# -- outboxes --------------------------------------------------------------------------------------
 
 
 def test_what_documents_hold_is_as_their_tasks_will_have_it(app: Celery, outbox: Outbox) -> None:
@@ -64,14 +55,12 @@ def test_what_documents_hold_is_as_their_tasks_will_have_it(app: Celery, outbox:
 
 
 def test_a_canvas_is_each_of_its_tasks(app: Celery, outbox: Outbox) -> None:
-    """Those that a dispatch sends, and those that follow them."""
     mail = app.tasks["shop.mail"]
     outbox.insert_one({"_id": 1}, tasks=[chain(mail.si(1), mail.si(2), mail.si(3)), group(mail.si(4), mail.si(5))])
     assert sorted(each.args[0] for each in pending_entries(outbox)) == [1, 2, 3, 4, 5]
 
 
 def test_what_was_written_over_is_said(outbox: Outbox) -> None:
-    """Not taken for nothing."""
     outbox.collection.insert_one({"_id": 1, "pendingEvents": {"events": [{"id": 5}]}})
     with pytest.raises(ValueError):  # noqa: PT011
         assert_pending(outbox, "shop.mail")
@@ -79,7 +68,6 @@ def test_what_was_written_over_is_said(outbox: Outbox) -> None:
 
 @pytest.mark.needs_mongodb(5, 0)
 def test_what_goes_with_a_transaction_is_looked_at_by_its_key(app: Celery, database: Database[Document]) -> None:
-    """Both or neither; in the order of the commits."""
     outbox, mail = OutboxCollection(app, database["outbox"], sweep_every=None), app.tasks["shop.mail"]
     run = transactional(database.client, outbox=outbox).run
 
@@ -119,11 +107,7 @@ def test_what_was_held_back_goes_out_by_a_sweep(app: Celery, database: Database[
     bridge.client.close()
 
 
-# -- once ------------------------------------------------------------------------------------------
-
-
 def test_a_body_that_has_failed_has_no_record(app: Celery, database: Database[Document]) -> None:
-    """By key, tuple or list."""
     failures = [ValueError("no")]
 
     @app.task(name="shop.pay", shared=False)
@@ -142,8 +126,6 @@ def test_a_body_that_has_failed_has_no_record(app: Celery, database: Database[Do
 
 
 def test_a_task_is_known_by_its_id(app: Celery, database: Database[Document]) -> None:
-    """Also while it runs."""
-
     @app.task(name="shop.pay", shared=False)
     @once(database["done"])
     def pay() -> None:

@@ -40,16 +40,12 @@ def items(database: Database[Document]) -> Collection[Document]:
 
 @pytest.fixture
 def read(mongo_url: str, items: Collection[Document]) -> Read:
-    """Give readers of a scope from now on, to be started by `with`."""
     return lambda scope: StreamReading(mongo_url, scope, now(items.database.client))
 
 
 def events_of(reading: StreamReading, key: Any) -> list[ChangeEvent]:
     events = [item for item in reading.items if isinstance(item, ChangeEvent)]
     return [event for event in events if event.document["documentKey"]["_id"] == key]
-
-
-# -- too large ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.needs_mongodb_before(6, 0, 9)
@@ -105,9 +101,6 @@ def test_an_insert_that_is_too_large_by_itself_is_read_without_its_document(
     assert "fullDocument" not in event.document
     assert [each[FLAGS]["record"] for each in reading.events] == [True, False]
     assert event.mark.cluster_time is not None
-
-
-# -- an _id of some megabytes ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("megabytes", [4.5, 8])
@@ -174,9 +167,6 @@ def test_changes_of_documents_with_a_long_id_arrive_however_they_meet_in_an_answ
         reading.wait_for_keys(first, second, 1)
     assert ["fullDocument" in event for event in reading.events] == [True, False, True]
     assert list(reading.read_errors) == [second]
-
-
-# -- expressions -------------------------------------------------------------------------------------
 
 
 def test_a_match_that_fails_leaves_the_flags_of_others(read: Read, items: Collection[Document]) -> None:

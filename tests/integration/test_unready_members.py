@@ -30,7 +30,6 @@ def recovering() -> Iterator[MongoServer]:
 
 
 def end_recovery(server: MongoServer) -> None:
-    """Have the set elect its one member."""
     with MongoClient[Document](server.url) as client:
         members = [{"_id": 0, "host": server.address}]
         client.admin.command("replSetInitiate", {"_id": "shop", "members": members})
@@ -88,7 +87,6 @@ def test_connections_of_a_member_that_recovered_are_made_anew(recovering: MongoS
 
 
 def test_other_mistakes_of_a_configuration_are_the_callers_own() -> None:
-    """They do not pass."""
     with pytest.raises(ConfigurationError) as caught:
         MongoClient("mongodb://127.0.0.1:1/?compressors=zlib&retryWrites=true&authMechanism=MONGODB-OIDC")
 

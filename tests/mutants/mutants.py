@@ -162,7 +162,7 @@ MUTANTS = (
         "bridge/stream/verdicts.py",
         "PASSING = frozenset({Verdict.TRANSIENT, Verdict.UNKNOWN})",
         "PASSING = frozenset(Verdict)",
-        ("tests/integration/test_stream_codes.py::test_a_final_error_ends_with_code_name_and_cure",),
+        ("tests/integration/test_stream.py::test_a_final_error_ends_with_code_name_and_cure",),
     ),
     Mutant(
         "P10",
@@ -218,7 +218,7 @@ MUTANTS = (
         "bridge/stream/reader.py",
         "        return 0.0 if is_search or status.failures == 1 else self._pauses.nth(status.failures - 2)",
         "        return 0.0",
-        ("tests/integration/test_stream_codes.py::test_a_lasting_error_opens_the_stream_at_most_once_a_second",),
+        ("tests/integration/test_stream.py::test_a_lasting_error_opens_the_stream_at_most_once_a_second",),
     ),
     Mutant(
         "P16",

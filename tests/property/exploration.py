@@ -9,24 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
-
-
-class AnyWorld(Protocol):
-    """What is known here of a scenario: its name, and the rule that is left out."""
-
-    @property
-    def name(self) -> str:
-        """A sentence for reports."""
-
-    @property
-    def broken(self) -> object:
-        """The rule left out."""
-
-
-WorldT = TypeVar("WorldT", bound=AnyWorld)
+WorldT = TypeVar("WorldT")
 StateT = TypeVar("StateT", bound=Hashable)
 
 
@@ -38,22 +24,10 @@ class Step(NamedTuple):
     fair: bool = True
 
     def __str__(self) -> str:
-        """Return the step as a line of a trace."""
-        return self.kind if self.who is None else f"{self.kind}: {describe(self.who)}"
-
-
-def describe(value: Any) -> str:
-    """Return a value for a trace: of a named tuple the fields that are not as they are mostly."""
-    if not hasattr(value, "_fields"):
-        return str(value)
-    usual = value._field_defaults
-    fields = {name: each for name, each in value._asdict().items() if name not in usual or each != usual[name]}
-    return f"{type(value).__name__}({', '.join(f'{name} {describe(each)}' for name, each in fields.items())})"
+        return self.kind if self.who is None else f"{self.kind}: {self.who}"
 
 
 class Move(NamedTuple, Generic[WorldT, StateT]):
-    """One step as the oracles see it."""
-
     world: WorldT
     before: StateT
     step: Step
@@ -68,14 +42,11 @@ class Finding(NamedTuple):
     trace: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the finding as a text for a failure message."""
         lines = [f"{number:3} {line}" for number, line in enumerate(self.trace, 1)]
         return "\n".join([", ".join(sorted(self.invariants)), *self.complaints, *lines])
 
 
 class Search(NamedTuple):
-    """What a search has seen."""
-
     states: int
     quiescent: int
     finding: Finding | None
@@ -98,16 +69,12 @@ class Model(NamedTuple, Generic[WorldT, StateT]):
 
     @property
     def invariants(self) -> frozenset[str]:
-        """Everything that is judged."""
         return frozenset({*self.oracles, *self.at_rest})
 
     def search(self, world: WorldT, *, watched: frozenset[str] | None = None, limit: int = 500_000) -> Search:
         """Explore every interleaving of a scenario, breadth first, up to the first violation.
 
-        Args:
-            world: The scenario.
-            watched: The invariants to judge; all if left out.
-            limit: The largest number of states; more is an error of the scenario, never a silent cut.
+        It judges the ``watched`` invariants, or all. More states than the limit are an error, never a silent cut.
         """
         judged = self.invariants if watched is None else watched
         oracles = [(name, oracle) for name, found in self.oracles.items() if name in judged for oracle in found]
@@ -123,7 +90,8 @@ class Model(NamedTuple, Generic[WorldT, StateT]):
                 move = Move(world, before, step, after)
                 said = {name: complaint for name, oracle in oracles for complaint in oracle(move)}
                 if said:
-                    return Search(len(parents), quiescent, finding(said, [*way_to(parents, before), str(step)]))
+                    trace = (*way_to(parents, before), str(step))
+                    return Search(len(parents), quiescent, Finding(frozenset(said), (*said.values(),), trace))
                 if after not in parents:
                     parents[after] = (before, step)
                     queue.append(after)
@@ -132,13 +100,13 @@ class Model(NamedTuple, Generic[WorldT, StateT]):
                 texts = {name: "; ".join(oracle(world, before)) for name, oracle in at_rest.items()}
                 said = {name: text for name, text in texts.items() if text}
                 if said:
-                    return Search(len(parents), quiescent, finding(said, way_to(parents, before)))
-            assert len(parents) <= limit, f"{world.name}: more than {limit} states"
+                    trace = (*way_to(parents, before),)
+                    return Search(len(parents), quiescent, Finding(frozenset(said), (*said.values(),), trace))
+            assert len(parents) <= limit, f"{world}: more than {limit} states"
         return Search(len(parents), quiescent, None)
 
 
 def way_to(parents: Mapping[StateT, tuple[StateT, Step] | None], state: StateT) -> list[str]:
-    """Return the steps that lead to a state, first to last."""
     trace = []
     link = parents[state]
     while link is not None:
@@ -148,18 +116,11 @@ def way_to(parents: Mapping[StateT, tuple[StateT, Step] | None], state: StateT) 
     return trace[::-1]
 
 
-def finding(said: Mapping[str, str], trace: Iterable[str]) -> Finding:
-    """Return what was said about the end of a trace."""
-    return Finding(frozenset(said), tuple(said.values()), tuple(trace))
-
-
 def put(items: tuple[Item, ...], index: int, item: Item) -> tuple[Item, ...]:
-    """Return the tuple with one item replaced."""
     return (*items[:index], item, *items[index + 1 :])
 
 
 def changed(before: tuple[Item, ...], after: tuple[Item, ...]) -> list[tuple[Item, Item]]:
-    """Return the items that a step has replaced, old and new."""
     if before is after:
         return []
     return [(old, new) for old, new in zip(before, after, strict=True) if old is not new]

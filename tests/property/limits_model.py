@@ -1,11 +1,11 @@
-"""Limits over all workers as a finite machine: who holds a slot, and who has a token.
+"""Limits over all workers as a finite machine: who holds a slot.
 
 As ``protocol_model``, it imports nothing from the package. What it models, in `mongo_celery/bridge`:
 
 | here | there |
 |---|---|
 | ``holds`` | `Partition.holds_slot`; the images are those of the poller |
-| ``dispatch``, ``send`` | `Subscription.due`, `RunPublisher.dispatch`: slot and token first, then the message |
+| ``dispatch``, ``send`` | `Subscription.due`, `RunPublisher.dispatch`: the slot first, then the message |
 | ``deliver`` | `Claims.take` with the fencing token of the message |
 | ``void`` | `PartitionPoller._void_orphans`, `Claims.void` |
 | ``take_over``, ``win`` | `Partitions.take_over`, `Partitions.win` |
@@ -42,7 +42,6 @@ class Broken(StrEnum):
     PAUSED_NOT_COUNTED = "a pause frees the slot of a message, which is not ended"
     NOTED_WHEN_SENT = "a slot is taken only when the broker has answered"
     NEVER_VOIDED = "nothing is ended in a partition that waits for something else"
-    TOKENS_NOT_STORED = "tokens are in the listener's memory"
 
 
 class Fault(StrEnum):
@@ -65,8 +64,6 @@ class World(NamedTuple):
         changes: How many changes each partition has.
         terms: How many terms may begin without need, each while the one before believes itself the holder.
         most: How many executions may run at a time.
-        tokens: How many starts the bucket holds at first; None: there is no rate.
-        refills: How many tokens come with time.
         faults: Which kinds may happen; ``budget``: how many altogether.
         broken: The rule left out.
     """
@@ -75,8 +72,6 @@ class World(NamedTuple):
     changes: tuple[int, ...] = (1, 1)
     terms: int = 1
     most: int = 1
-    tokens: int | None = None
-    refills: int = 0
     faults: frozenset[Fault] = frozenset()
     budget: int = 0
     broken: Broken = Broken.NOTHING
@@ -103,14 +98,13 @@ class Listener(NamedTuple):
     """What one term keeps in memory.
 
     ``sent`` is, of each partition, the fencing token of the last message that may be in its queue; ``sending`` is the
-    partition whose slot and token are taken, and whose message is not sent; ``tokens`` is of a broken rule.
+    partition whose slot is taken, and whose message is not sent.
     """
 
     term: int
     images: tuple[Partition, ...] = ()
     sent: tuple[int, ...] = ()
     sending: int = NONE
-    tokens: int = 0
 
 
 class Message(NamedTuple):
@@ -123,28 +117,21 @@ class Message(NamedTuple):
 
 
 class Run(NamedTuple):
-    """An execution between claim and outcome."""
-
     partition: int
     owner: int
 
 
 class State(NamedTuple):
-    """Everything. ``starts`` and ``granted`` are ghost: how often a handler has started, and how often it might."""
+    """Everything."""
 
     partitions: tuple[Partition, ...]
     listeners: tuple[Listener, ...] = ()
     messages: frozenset[Message] = frozenset()
     runs: frozenset[Run] = frozenset()
-    tokens: int = 0
-    refills: int = 0
     budget: int = 0
-    starts: int = 0
-    granted: int = 0
 
     @property
     def epoch(self) -> int:
-        """The last term."""
         return len(self.listeners)
 
 
@@ -152,14 +139,7 @@ Steps = Iterator[tuple[Step, State]]
 
 
 def initial(world: World) -> State:
-    """Return the state before the first term."""
-    return State(
-        (Partition(),) * len(world.changes),
-        tokens=world.tokens or 0,
-        refills=world.refills,
-        budget=world.budget,
-        granted=world.tokens or 0,
-    )
+    return State((Partition(),) * len(world.changes), budget=world.budget)
 
 
 def holds(world: World, listener: Listener, index: int) -> bool:
@@ -181,7 +161,7 @@ def holds(world: World, listener: Listener, index: int) -> bool:
 def acquire(world: World, state: State) -> Steps:
     """A term begins; the first one sooner or later."""
     if state.epoch < world.terms:
-        begun = Listener(state.epoch + 1, sent=(NONE,) * len(world.changes), tokens=world.tokens or 0)
+        begun = Listener(state.epoch + 1, sent=(NONE,) * len(world.changes))
         yield Step("acquire", begun, fair=state.epoch == 0), replaced(state, listeners=(*state.listeners, begun))
 
 
@@ -199,7 +179,6 @@ def take_over(world: World, state: State, listener: Listener) -> Steps:
 
 
 def win(state: State, listener: Listener) -> Steps:
-    """A locked partition is free again, and won."""
     for index, image in enumerate(listener.images):
         if image.term < listener.term and state.partitions[index].term <= listener.term:
             won = state.partitions[index]._replace(term=listener.term)
@@ -219,7 +198,7 @@ def _seeing(listener: Listener, index: int, image: Partition) -> Listener:
 
 
 def dispatch(world: World, state: State, listener: Listener) -> Steps:
-    """A listener takes a slot and a token for the next change of a partition. A lapsed claim has had its grace."""
+    """A listener takes a slot for the next change of a partition. A lapsed claim has had its grace."""
     used = sum(holds(world, listener, index) for index in range(len(world.changes)))
     for index, image in enumerate(listener.images):
         is_held = holds(world, listener, index)
@@ -231,16 +210,7 @@ def dispatch(world: World, state: State, listener: Listener) -> Steps:
         begun = listener._replace(sending=index)
         if world.broken is not Broken.NOTED_WHEN_SENT:
             begun = begun._replace(sent=put(begun.sent, index, image.fence))
-        after = state
-        if world.tokens is not None and world.broken is Broken.TOKENS_NOT_STORED:
-            if not begun.tokens:
-                continue
-            begun = begun._replace(tokens=begun.tokens - 1)
-        elif world.tokens is not None:
-            if not state.tokens or listener.term < state.epoch:
-                continue
-            after = replaced(state, tokens=state.tokens - 1)
-        yield Step("dispatch", begun), with_listener(after, listener, begun)
+        yield Step("dispatch", begun), with_listener(state, listener, begun)
 
 
 def _message(listener: Listener, index: int) -> Message:
@@ -275,7 +245,6 @@ def void(world: World, state: State, listener: Listener) -> Steps:
 
 
 def deliver(world: World, state: State) -> Steps:
-    """A message claims its run, once or again."""
     for message in state.messages:
         found = state.partitions[message.partition]
         is_next = found.term == message.term and found.committed == message.first - 1 and not found.paused
@@ -285,7 +254,7 @@ def deliver(world: World, state: State) -> Steps:
             owner = found.fence + 1
             after = with_partition(state, message.partition, found._replace(fence=owner, claim=Claim(owner)))
             run = Run(message.partition, owner)
-            yield Step("claim", message), replaced(after, runs=after.runs | {run}, starts=after.starts + 1)
+            yield Step("claim", message), replaced(after, runs=after.runs | {run})
 
 
 def execute(world: World, state: State, run: Run) -> Steps:
@@ -319,26 +288,17 @@ def lapse(world: World, state: State) -> Steps:
 
 
 def lose(world: World, state: State) -> Steps:
-    """The broker loses a message."""
     for message in state.messages if can(world, state, Fault.LOSS) else ():
         yield Step("loss", message, fair=False), spent(replaced(state, messages=state.messages - {message}))
 
 
 def pause(world: World, state: State) -> Steps:
-    """A person pauses a partition, or resumes it."""
     for index, found in enumerate(state.partitions):
         if found.paused:
             yield Step("resume", index, fair=False), with_partition(state, index, found._replace(paused=False))
         elif can(world, state, Fault.PAUSE):
             paused = with_partition(state, index, found._replace(paused=True))
             yield Step("pause", index, fair=False), spent(paused)
-
-
-def refill(world: World, state: State) -> Steps:
-    """Time brings a token."""
-    if world.tokens is not None and state.refills and world.broken is not Broken.TOKENS_NOT_STORED:
-        after = replaced(state, tokens=state.tokens + 1, refills=state.refills - 1, granted=state.granted + 1)
-        yield Step("refill"), after
 
 
 # === the oracles, and the search ===
@@ -353,23 +313,14 @@ def no_more_running(move: Move) -> Iterator[str]:
         yield f"{running} executions have a claim, and {move.world.most} may run"
 
 
-def no_more_starts(move: Move) -> Iterator[str]:
-    """A handler starts at most once for each token."""
-    if move.world.tokens is not None and move.after.starts > move.after.granted:
-        yield f"{move.after.starts} starts, and {move.after.granted} tokens"
-
-
 def left_undone(world: World, state: State) -> Iterator[str]:
-    """P17: where nothing more will happen, all is done but what is paused, or for what there is no token."""
-    if world.tokens is not None and not state.tokens:
-        return
+    """P17: where nothing more will happen, all is done but what is paused."""
     for index, found in enumerate(state.partitions):
         if found.committed < world.changes[index] and not found.paused:
             yield f"partition {index} stays at {found.committed} for ever"
 
 
 def steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows."""
     yield from acquire(world, state)
     for listener in state.listeners:
         if len(listener.images) < len(world.changes):
@@ -387,12 +338,11 @@ def steps(world: World, state: State) -> Steps:
     yield from lapse(world, state)
     yield from lose(world, state)
     yield from pause(world, state)
-    yield from refill(world, state)
 
 
 LIMITS_MODEL = Model(
     initial=initial,
     steps=steps,
-    oracles={"running": (no_more_running,), "rate": (no_more_starts,)},
+    oracles={"running": (no_more_running,)},
     at_rest={"P17": left_undone},
 )

@@ -56,7 +56,6 @@ class Broken(StrEnum):
     START_UNCHECKED = "a start does not look whether its letter is the first"
     ASKED_LATER = "a removal asks for the next letter in a write of its own"
     RELEASED_LATER = "a removal takes the hash away in a write of its own"
-    COUNT = "letters are counted beside the hash, which is taken away at zero"
     REMOVED_UNWRITTEN = "a removal writes the partition only where it takes the hash away"
     DISCARD_FORWARD = "several letters are discarded from the first to the last"
     LATER_DISCARD_ASKS = "discarding a later letter asks for the first one"
@@ -72,8 +71,6 @@ class Fault(StrEnum):
     CRASH = "a worker dies"
     LAPSE = "a claim lapses while its handler runs"
     RETRY = "a handler asks for a retry"
-    TAKE_OVER = "a listener takes over"
-    HAND = "somebody removes a letter by hand that is not the only one of its key"
 
 
 class Command(StrEnum):
@@ -108,7 +105,6 @@ class World(NamedTuple):
     broken: Broken = Broken.NOTHING
 
     def key(self, number: int) -> int:
-        """Return the key of a change."""
         return self.keys[number - 1]
 
 
@@ -121,13 +117,10 @@ class Claim(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """The document of the partition; ``counts`` is of ``Broken.COUNT`` alone."""
-
     committed: int = 0
     fence: int = 0
     claim: Claim | None = None
     parked: frozenset[int] = frozenset()
-    counts: tuple[tuple[int, int], ...] = ()
 
 
 class Letter(NamedTuple):
@@ -235,43 +228,37 @@ class Target(NamedTuple):
 class State(NamedTuple):
     """Everything: the documents, who is at work, the targets, what may still happen, and the ghosts.
 
-    Ghosts: ``done`` and ``discarded`` changes; ``starts`` of each one's handler, and how many of these are
+    Ghosts: ``done`` and ``discarded`` changes; ``starts`` of each one's handler, and how many of these are = ()
     ``justified``; ``owed``: letters for whose replay a person has asked, and that have not ended.
     """
 
-    stored: Stored
-    actors: frozenset[Actor]
-    transactions: frozenset[Transaction]
-    targets: tuple[Target, ...]
-    failures: int
-    commands: int
-    budget: int
-    done: frozenset[int]
-    discarded: frozenset[int]
-    starts: tuple[int, ...]
-    justified: tuple[int, ...]
-    owed: frozenset[int]
+    stored: Stored = Stored()
+    actors: frozenset[Actor] = frozenset()
+    transactions: frozenset[Transaction] = frozenset()
+    targets: tuple[Target, ...] = ()
+    failures: int = 0
+    commands: int = 0
+    budget: int = 0
+    done: frozenset[int] = frozenset()
+    discarded: frozenset[int] = frozenset()
+    starts: tuple[int, ...] = ()
+    justified: tuple[int, ...] = ()
+    owed: frozenset[int] = frozenset()
 
 
 Steps = Iterator[tuple[Step, State]]
 
 
 def initial(world: World) -> State:
-    """Return the state before the first change."""
     count = len(world.keys)
     return State(
-        stored=Stored(), actors=frozenset(), transactions=frozenset(),
-        targets=(Target(),) * (max(world.keys) + 1),
-        failures=world.failures, commands=world.commands, budget=world.budget,
-        done=frozenset(), discarded=frozenset(), starts=(0,) * count, justified=(1,) * count, owed=frozenset(),
+        targets=(Target(),) * (max(world.keys) + 1), failures=world.failures, commands=world.commands,
+        budget=world.budget, starts=(0,) * count, justified=(1,) * count,
     )  # fmt: skip
 
 
 class Draft:
-    """What a transaction, or one write, makes of the documents that it has read."""
-
     def __init__(self, stored: Stored) -> None:
-        """Begin with what is stored."""
         self.partition = stored.partition
         self.letters = {each.number: each for each in stored.letters}
         self.requests = {each.number: each for each in stored.requests}
@@ -283,7 +270,6 @@ class Draft:
         return min((number for number in self.letters if world.key(number) == key), default=0)
 
     def write(self, *documents: Document) -> None:
-        """Write documents that may be left as they are."""
         self._written.update(documents)
 
     def remove(self, number: int) -> Letter | None:
@@ -292,23 +278,19 @@ class Draft:
         return self.letters.pop(number, None)
 
     def ask(self, number: int) -> None:
-        """Ask for a letter, unless somebody has done so."""
         if number not in self.requests:
             letter = self.letters.get(number)
             self.requests[number] = Request(number, letter.replays if letter else 0)
 
     def end_claim(self) -> None:
-        """End the claim of the partition."""
         self.partition = self.partition._replace(claim=None)
 
     def patch(self) -> Patch:
-        """Return what is to be written."""
         old, new = _documents(self._before), _documents(self.stored())
         names = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)} | self._written
         return Patch(frozenset((name, new.get(name)) for name in names))
 
     def stored(self) -> Stored:
-        """Return the documents as they will be."""
         letters = tuple(self.letters[number] for number in sorted(self.letters))
         return Stored(self.partition, letters, tuple(self.requests[number] for number in sorted(self.requests)))
 
@@ -340,7 +322,6 @@ def written(state: State, patch: Patch) -> State:
 
 
 def without(state: State, *actors: Actor) -> State:
-    """Return the state without some actors, and without their transactions."""
     return state._replace(
         actors=state.actors - {*actors},
         transactions=frozenset(each for each in state.transactions if each.who not in actors),
@@ -348,7 +329,6 @@ def without(state: State, *actors: Actor) -> State:
 
 
 def with_actor(state: State, old: Actor, new: Actor) -> State:
-    """Return the state in which an actor has gone on."""
     return state._replace(actors=state.actors - {old} | {new})
 
 
@@ -366,7 +346,6 @@ def owns(partition: Partition, run: Execution) -> bool:
 
 
 def is_free(state: State) -> bool:
-    """Tell whether the partition can be claimed."""
     claim = state.stored.partition.claim
     return claim is None or not claim.live
 
@@ -397,7 +376,6 @@ def claim_for_replay(state: State) -> Steps:
 
 
 def claimed(state: State, run: Execution) -> State:
-    """Return the state in which an execution has the claim."""
     draft = Draft(state.stored)
     draft.partition = draft.partition._replace(fence=run.owner, claim=Claim(run.owner, letter=run.letter))
     after = written(state, draft.patch())
@@ -405,12 +383,10 @@ def claimed(state: State, run: Execution) -> State:
 
 
 def begun(state: State, number: int) -> State:
-    """Return the state in which a handler has started with a change."""
     return state._replace(starts=counted(state.starts, number - 1))
 
 
 def execute(world: World, state: State, run: Execution) -> Steps:
-    """Yield what an execution does next, but for its misfortunes."""
     match run.phase:
         case Phase.CLAIMED:
             yield from start(world, state, run)
@@ -442,7 +418,6 @@ def start(world: World, state: State, run: Execution) -> Steps:
 
 
 def load(world: World, state: State, run: Execution) -> Steps:
-    """Read the letter, and whether it is the first of its key."""
     draft = Draft(state.stored)
     letter = draft.letters.get(run.letter)
     if letter is None:
@@ -480,7 +455,6 @@ def handle(state: State, run: Execution) -> Steps:
 
 
 def handled(state: State, run: Execution, last: int) -> State:
-    """Return the state in which a run is committed up to a change."""
     draft = Draft(state.stored)
     draft.partition = draft.partition._replace(committed=last, claim=None)
     after = written(state, draft.patch())
@@ -499,7 +473,6 @@ def go_on(world: World, state: State, run: Execution) -> Steps:
 
 
 def relinquished(state: State, run: Execution) -> State:
-    """Return the state in which an execution has ended without an outcome, and its claim with it."""
     draft = Draft(state.stored)
     if draft.partition.claim is not None and draft.partition.claim.owner == run.owner:
         draft.end_claim()
@@ -533,7 +506,6 @@ def _may_wait(world: World, draft: Draft, run: Execution) -> bool:
 
 
 def kind_of(run: Execution) -> str:
-    """Return the name of the outcome that an execution writes in a transaction."""
     names = {
         Phase.DONE: "succeed",
         Phase.FAILED: "fail" if run.letter else "park",
@@ -570,7 +542,6 @@ def set_aside(world: World, draft: Draft, run: Execution, *, parks: bool) -> tup
     if world.broken is Broken.LETTER_LATER:
         return (Addition("keep", run.first, run.owner),)
     draft.letters[run.first] = Letter(run.first, run.owner, failed=parks)
-    count(world, draft, key, 1)
     if parks and world.broken is Broken.PARKED_LATER:
         return (Addition("add", key, run.first),)
     if parks:
@@ -589,12 +560,9 @@ def removed(world: World, draft: Draft, number: int, *, asks: bool) -> tuple[Act
     """Behind a letter that is removed: ask for the next one, or take the hash away; return who goes on behind it."""
     key = world.key(number)
     following = draft.first_of(world, key)
-    is_last = not following
-    if world.broken is Broken.COUNT:
-        is_last = not count(world, draft, key, -1)
     if world.broken is not Broken.REMOVED_UNWRITTEN:
         draft.write(PARTITION)
-    if is_last:
+    if not following:
         if world.broken is Broken.RELEASED_LATER:
             return (Addition("take", key, number),)
         draft.partition = draft.partition._replace(parked=draft.partition.parked - {key})
@@ -603,16 +571,6 @@ def removed(world: World, draft: Draft, number: int, *, asks: bool) -> tuple[Act
             return (Addition("ask", following, number),)
         draft.ask(following)
     return ()
-
-
-def count(world: World, draft: Draft, key: int, by: int) -> int:
-    """Count a letter of a key, where that is the rule; return how many are counted."""
-    if world.broken is not Broken.COUNT:
-        return 0
-    counts = dict(draft.partition.counts)
-    counts[key] = counts.get(key, 0) + by
-    draft.partition = draft.partition._replace(counts=tuple(sorted(counts.items())))
-    return counts[key]
 
 
 def fail(world: World, draft: Draft, run: Execution) -> None:
@@ -730,24 +688,10 @@ def crash_between(world: World, state: State, addition: Addition) -> Steps:
         yield Step("crash", addition, fair=False), spent(without(state, addition))
 
 
-def remove_by_hand(world: World, state: State) -> Steps:
-    """Somebody removes a letter without any command, in a quiet moment; not the only one of its key."""
-    if not can(world, state, Fault.HAND) or state.transactions or state.stored.requests:
-        return
-    for letter in state.stored.letters:
-        if any(each != letter and world.key(each.number) == world.key(letter.number) for each in state.stored.letters):
-            draft = Draft(state.stored)
-            del draft.letters[letter.number]
-            after = written(state, draft.patch())
-            ended = spent(after)._replace(discarded=after.discarded | {letter.number})
-            yield Step("remove by hand", letter, fair=False), ended
-
-
 # -- a person -------------------------------------------------------------------------------------------------------
 
 
 def order(world: World, state: State) -> Steps:
-    """A person gives a command about letters that are there."""
     if state.commands == 0:
         return
     numbers = [each.number for each in state.stored.letters]
@@ -841,16 +785,6 @@ def _discard(world: World, draft: Draft, number: int) -> tuple[Actor, ...] | Non
     return removed(world, draft, number, asks=asks and world.broken is not Broken.DISCARD_ASKS_NOBODY)
 
 
-# -- the listener ---------------------------------------------------------------------------------------------------
-
-
-def take_over(world: World, state: State) -> Steps:
-    """A listener takes over, and writes the partition."""
-    if can(world, state, Fault.TAKE_OVER):
-        touched = Patch(frozenset({(PARTITION, state.stored.partition)}))
-        yield Step("take-over", fair=False), spent(written(state, touched))
-
-
 # === the oracles, and the search ===
 
 Move = exploration.Move[World, State]
@@ -918,16 +852,15 @@ def left_undone(world: World, state: State) -> Iterator[str]:
         yield f"a letter waits for key {key}, which is not parked"
     for key in keys:
         first = draft.letters[draft.first_of(world, key)]
-        if not first.failed and Fault.HAND not in world.faults:
+        if not first.failed:
             yield f"letter {first.number} is the first of its key, has not failed, and nobody asks for it"
-    if state.owed and Fault.HAND not in world.faults:
+    if state.owed:
         yield f"a person has asked for the replay of {sorted(state.owed)}, and nothing has come of it"
     for request in state.stored.requests:
         yield f"the request for letter {request.number} is left"
 
 
 def steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows."""
     yield from claim(world, state)
     yield from claim_for_replay(state)
     yield from lapse(world, state)
@@ -946,8 +879,6 @@ def steps(world: World, state: State) -> Steps:
             asks = transaction.kind == "ask" and isinstance(who, Order)
             yield step, after._replace(owed=after.owed | {who.numbers[0]}) if asks and isinstance(who, Order) else after
     yield from order(world, state)
-    yield from take_over(world, state)
-    yield from remove_by_hand(world, state)
 
 
 PARK_MODEL = Model(

@@ -51,7 +51,6 @@ class Broken(StrEnum):
 
     NOTHING = "nothing"
     FENCE_IS_LEASE_VERSION = "the lease's version alone is the fencing token"
-    COMMIT_BELIEVES_MESSAGE = "values are taken from the message at commit"
     WATERMARK_IS_MAXIMUM = "the watermark is the largest completed token"
     MARK_BESIDE_WINDOW = "the post-batch token is a variable beside the window"
     CLAIM_IGNORES_HANDLED = "a claim does not ask whether the run is handled"
@@ -60,8 +59,6 @@ class Broken(StrEnum):
     TWO_IMAGES = "number and token come from two images of the document"
     WATERMARK_IGNORES_EPOCH = "a watermark is written without comparing the epoch"
     CLAIM_IGNORES_EPOCH = "a claim does not compare the epoch"
-    NUMBERED_AT_READING = "the sequence number is fixed at reading"
-    KEY_CHANGES = "a change read again has another partition key"
     WATERMARK_PASSES_LOCKED = "the watermark does not wait for a partition that is locked at the take-over"
     REWIND_IN_TWO_WRITES = "a rewind is two writes: the watermark, then the positions"
     LOOK_BEFORE_MAJORITY = "a look takes a position that a failover may take back"
@@ -71,7 +68,6 @@ class Broken(StrEnum):
     PROGRESS_ENDS_CLAIM = "the claim ends where the position moves inside a run"
     PROGRESS_BEFORE_SUCCESS = "the position moves inside a run behind the change that is under way"
     FAILURE_BEFORE_PROGRESS = "a change that fails inside a run has its outcome while those before it are not recorded"
-    FAILURE_CUTS_RUN = "a change that fails inside a run ends it, and is the first of the next one"
     REWIND_COUNTS_ALONE = "a rewind takes each document's epoch plus one, not the lease's next version"
 
 
@@ -81,19 +77,11 @@ class Fault(StrEnum):
     LAPSE = "a claim lapses while its handler runs"
     CRASH = "a worker dies, or the answer to its claim is lost"
     RETRY = "a handler asks for a retry"
-    FAILURE = "a handler fails for good: the failure policy applies"
+    FAILURE = "a handler fails for good: its partition halts"
     ROLLBACK = "a failover loses what no majority has: the mark `handled`, or a position"
     LOSS = "the broker loses a message"
     REOPEN = "the stream breaks and is opened again at the watermark"
     LOCK = "a transaction that nobody ends keeps a partition from being won by a take-over"
-
-
-class Policy(StrEnum):
-    """What happens to a change whose handler failed for good."""
-
-    HALT = "halt"
-    SKIP = "skip"
-    DEAD_LETTER = "dead_letter"
 
 
 class Commit(StrEnum):
@@ -102,14 +90,6 @@ class Commit(StrEnum):
     CHAIN = "whoever commits what is handled"
     INLINE = "the execution itself"
     EITHER = "either: the option has changed, and runs of before it are still on their way"
-
-
-class Rewind(StrEnum):
-    """Whether an operator may rewind to the start, and what becomes of the sequence number."""
-
-    NEVER = "never"
-    NUMBER_KEPT = "the number goes on, the token goes back"
-    NUMBER_BACK = "number and token go back"
 
 
 class World(NamedTuple):
@@ -123,12 +103,10 @@ class World(NamedTuple):
         terms: How many terms may begin without need, each while the one before believes itself the holder.
         budget: How many faults may happen altogether.
         faults: Which kinds.
-        policy: The failure policy.
         commit: Who writes the positions.
-        rewind: Whether and how the operator may rewind, once.
+        rewind: Whether the operator may rewind to the start, once; numbers go on.
         matches: Per configuration the positions its handler matches; empty: everything, always.
         runs: Whether a run carries the next change, too, where it was read.
-        moved: The stream as read by later configurations (``Broken.KEY_CHANGES``); empty: as the first.
         broken: The rule left out.
     """
 
@@ -137,28 +115,19 @@ class World(NamedTuple):
     terms: int
     budget: int = 0
     faults: frozenset[Fault] = frozenset()
-    policy: Policy = Policy.HALT
     commit: Commit = Commit.CHAIN
-    rewind: Rewind = Rewind.NEVER
+    rewind: bool = False
     matches: tuple[frozenset[int], ...] = ()
-    moved: tuple[int, ...] = ()
     runs: bool = False
     broken: Broken = Broken.NOTHING
 
-    def partition(self, config: int, token: int) -> int:
-        """Return the partition into which a configuration sorts the item at a position."""
-        return (self.moved if self.moved and config else self.stream)[token - 1]
-
     def matched(self, config: int, token: int) -> bool:
-        """Tell whether the item is a change that this configuration's handler wants."""
         if self.stream[token - 1] == MARK:
             return False
         return not self.matches or token in self.matches[min(config, len(self.matches) - 1)]
 
 
 class Image(NamedTuple):
-    """Number and token of a partition, as seen at one moment."""
-
     committed: int = 0
     token: int = 0
 
@@ -220,7 +189,6 @@ class Listener(NamedTuple):
     opened: int = 0
     cursor: int = 0
     images: tuple[Image, ...] = ()
-    at_opening: tuple[Image, ...] = ()
     locked: frozenset[int] = frozenset()
 
 
@@ -277,20 +245,20 @@ class State(NamedTuple):
     of the change's own: a retry, a failure; ``era`` counts rewinds.
     """
 
-    version: int
-    holder: int
-    epoch: int
-    watermark: int
-    partitions: tuple[Partition, ...]
-    listeners: tuple[Listener, ...]
-    messages: frozenset[Message]
-    runs: frozenset[Run]
-    targets: tuple[Target, ...]
-    budget: int
-    era: int
-    settled: frozenset[int]
-    starts: tuple[int, ...]
-    asked: tuple[int, ...]
+    version: int = 0
+    holder: int = 0
+    epoch: int = 0
+    watermark: int = 0
+    partitions: tuple[Partition, ...] = ()
+    listeners: tuple[Listener, ...] = ()
+    messages: frozenset[Message] = frozenset()
+    runs: frozenset[Run] = frozenset()
+    targets: tuple[Target, ...] = ()
+    budget: int = 0
+    era: int = 0
+    settled: frozenset[int] = frozenset()
+    starts: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()
 
 
 Steps = Iterator[tuple[Step, State]]
@@ -298,13 +266,9 @@ Steps = Iterator[tuple[Step, State]]
 
 def initial(world: World) -> State:
     """Return the state before the first term: nothing read, nothing claimed."""
-    count = max(world.stream + world.moved) + 1
-    return State(
-        version=0, holder=0, epoch=0, watermark=0,
-        partitions=(Partition(),) * count, listeners=(), messages=frozenset(), runs=frozenset(),
-        targets=(Target(),) * count, budget=world.budget, era=0,
-        settled=frozenset(), starts=(0,) * len(world.stream), asked=(0,) * len(world.stream),
-    )  # fmt: skip
+    count, none = max(world.stream) + 1, (0,) * len(world.stream)
+    partitions, targets = (Partition(),) * count, (Target(),) * count
+    return State(partitions=partitions, targets=targets, budget=world.budget, starts=none, asked=none)
 
 
 def owns(partition: Partition, run: Run) -> bool:
@@ -342,15 +306,12 @@ def moved(world: World, state: State, index: int, to: Handled, done: int) -> Sta
     old = state.partitions[index].replicated()
     new = old._replace(committed=to.last, token=to.token, claim=None, handled=None)
     passed = frozenset(
-        token
-        for token in excused(world, to.config, old.token + 1, to.token)
-        if world.partition(to.config, token) == index
+        token for token in excused(world, to.config, old.token + 1, to.token) if world.stream[token - 1] == index
     )
     return with_partition(state, index, new)._replace(settled=state.settled | passed | {done, *to.also})
 
 
 def committed(world: World, state: State, index: int) -> State:
-    """Return the state in which what is handled in a partition has become its position."""
     handled = state.partitions[index].handled
     return moved(world, state, index, handled, handled.token) if handled else state
 
@@ -390,7 +351,6 @@ def release(world: World, state: State) -> Steps:
 
 
 def ended(listener: Listener) -> Listener:
-    """Return what is left of a listener that does nothing any more."""
     return Listener(listener.term, listener.config, taken=-1)
 
 
@@ -408,14 +368,12 @@ def take_over(world: World, state: State, which: int) -> Steps:
         after, image = taken_over(world, state, index, listener)
         epoch = after.partitions[index].epoch
         images = (*listener.images, image)
-        numbered = world.broken is Broken.NUMBERED_AT_READING
-        taken = listener._replace(taken=listener.taken + 1, images=images, at_opening=images if numbered else ())
+        taken = listener._replace(taken=listener.taken + 1, images=images)
     known = taken if epoch == listener.term else ended(listener)
     yield Step("take over", known), with_listener(after, listener, known)
 
 
 def taken_over(world: World, state: State, index: int, listener: Listener) -> tuple[State, Image]:
-    """Return the state after the take-over of one partition, and the image that it answered."""
     after = committed(world, state, index)
     partition = after.partitions[index].replicated()
     partition = partition._replace(epoch=max(partition.epoch, listener.term))
@@ -441,7 +399,6 @@ def win(world: World, state: State, which: int) -> Steps:
 
 
 def read(world: World, state: State, which: int) -> Steps:
-    """The listener reads on, or takes a fresh image of a partition."""
     listener = state.listeners[which]
     if listener.cursor < len(world.stream):
         onward = listener._replace(cursor=listener.cursor + 1)
@@ -459,7 +416,7 @@ def buffered(world: World, listener: Listener, index: int, after: int) -> list[i
     return [
         token
         for token in range(max(listener.opened, after) + 1, listener.cursor + 1)
-        if world.matched(listener.config, token) and world.partition(listener.config, token) == index
+        if world.matched(listener.config, token) and world.stream[token - 1] == index
     ]
 
 
@@ -472,11 +429,8 @@ def dispatch(world: World, state: State, which: int) -> Steps:
     for index, image in enumerate(listener.images):
         waiting = buffered(world, listener, index, image.token)
         if waiting:
-            first = image.committed + 1
-            if listener.at_opening:
-                base = listener.at_opening[index]
-                first = base.committed + 1 + buffered(world, listener, index, base.token).index(waiting[0])
-            message = Message(index, listener.term, first, waiting[0], tuple(waiting[1:2]) if world.runs else ())
+            rest = tuple(waiting[1:2]) if world.runs else ()
+            message = Message(index, listener.term, image.committed + 1, waiting[0], rest)
             if message not in state.messages:
                 yield Step("dispatch", message), state._replace(messages=state.messages | {message})
 
@@ -485,7 +439,7 @@ def complete(world: World, listener: Listener, token: int) -> bool:
     """Tell whether an item of the window is complete, as far as the listener knows."""
     if not world.matched(listener.config, token):
         return True
-    index = world.partition(listener.config, token)
+    index = world.stream[token - 1]
     if world.broken is Broken.WATERMARK_PASSES_LOCKED and index in listener.locked:
         return True
     return token <= listener.images[index].token
@@ -522,7 +476,6 @@ def store_watermark(world: World, state: State, which: int) -> Steps:
 
 
 def claimable(world: World, partition: Partition, message: Message) -> bool:
-    """Tell whether the filter of a claim matches."""
     return (
         (partition.epoch == message.term or world.broken is Broken.CLAIM_IGNORES_EPOCH)
         and partition.committed == message.first - 1
@@ -538,7 +491,7 @@ def ruling(world: World, state: State, partition: Partition) -> int:
 
     Where all configurations are alike it is always the first: fewer states that differ in nothing.
     """
-    if not world.matches and not world.moved:
+    if not world.matches:
         return 0
     return next(each.config for each in reversed(state.listeners) if each.term <= partition.epoch)
 
@@ -647,17 +600,10 @@ def progress(world: World, state: State, run: Run) -> Steps:
 def commit(world: World, state: State) -> Steps:
     """Whoever comes first, task or listener, turns what is handled into the position."""
     for index, partition in enumerate(state.partitions):
-        if partition.handled is None:
-            continue
-        if world.broken is not Broken.COMMIT_BELIEVES_MESSAGE:
-            handled = partition.handled
+        handled = partition.handled
+        if handled is not None:
             after = unsure(state, committed(world, state, index), index, {handled.token, *handled.also})
-            yield Step("commit", partition.handled), after
-            continue
-        for message in state.messages:
-            if message.partition == index and message.first == partition.committed + 1:
-                believed = Handled(message.first, message.token, partition.handled.config)
-                yield Step("commit", message), moved(world, state, index, believed, partition.handled.token)
+            yield Step("commit", handled), after
 
 
 # === what may go wrong at any moment, and persons ===
@@ -690,31 +636,19 @@ def misfortune_of_runs(world: World, state: State, run: Run) -> Steps:
     if can(world, state, Fault.CRASH):
         yield Step("crash", run, fair=False), hit(others, run.partition)
     guarded = owns(partition, run) or world.broken is Broken.OUTCOME_WITHOUT_FENCE
-    if run.done and world.broken is Broken.FAILURE_CUTS_RUN and guarded and can(world, state, Fault.RETRY):
-        *also, last = run.done
-        done = Handled(run.first + len(also), last, run.config, tuple(also))
-        cut = with_partition(others, run.partition, partition._replace(handled=done))
-        yield Step("cut", run, fair=False), spent(cut)
     if run.done and world.broken is not Broken.FAILURE_BEFORE_PROGRESS:
         return
     if guarded and can(world, state, Fault.RETRY):
         retried = with_partition(others, run.partition, partition._replace(claim=None))
         yield Step("retry", run, fair=False), answered(retried, run)
     if guarded and can(world, state, Fault.FAILURE):
-        yield Step(world.policy, run, fair=False), answered(given_up(world, others, run), run)
+        halted = with_partition(others, run.partition, partition._replace(claim=None, halted=True))
+        yield Step("halt", run, fair=False), answered(halted, run)
 
 
 def answered(state: State, run: Run) -> State:
     """Return the state with one fault less to come, which is that of one change alone."""
     return spent(state)._replace(asked=counted(state.asked, run.token - 1))
-
-
-def given_up(world: World, state: State, run: Run) -> State:
-    """Return the state after the failure policy was applied to a run."""
-    if world.policy is Policy.HALT:
-        halted = state.partitions[run.partition]._replace(claim=None, halted=True)
-        return with_partition(state, run.partition, halted)
-    return moved(world, state, run.partition, Handled(run.first, run.token, run.config), run.token)
 
 
 def misfortune_of_stores(world: World, state: State) -> Steps:
@@ -763,7 +697,7 @@ def rewind(world: World, state: State) -> Steps:
     All of it is one transaction. In two writes a listener that comes in between moves either the watermark or
     the positions past what the other write sends back, in whichever order they are made.
     """
-    if world.rewind is Rewind.NEVER or not state.settled:
+    if not world.rewind or not state.settled:
         return
     rewind_step, version = Step("rewind", fair=False), state.version + 1
     raised = state._replace(version=version, holder=0)
@@ -790,11 +724,9 @@ def sent_back(world: World, state: State, epoch: int | None) -> tuple[Partition,
     """
     for index in range(len(state.partitions)):
         state = committed(world, state, index)
-    kept = world.rewind is Rewind.NUMBER_KEPT
     return tuple(
         each.replicated()._replace(
             epoch=each.epoch + 1 if epoch is None else epoch,
-            committed=each.committed if kept else 0,
             token=0,
             fence=each.fence + 1,
             claim=None,
@@ -810,7 +742,7 @@ def sent_back(world: World, state: State, epoch: int | None) -> tuple[Partition,
 Move = exploration.Move[World, State]
 
 
-OUTCOMES = frozenset({"handled", "position", "progress", "retry", *Policy})
+OUTCOMES = frozenset({"handled", "position", "progress", "retry", "halt"})
 """The kinds of steps by which an execution records how it ended, or how far it is."""
 
 
@@ -824,7 +756,7 @@ def no_loss(move: Move) -> Iterator[str]:
         config = old.handled.config if old.handled else getattr(move.step.who, "config", 0)
 
         def is_owed(token: int, index: int = index, config: int = config) -> bool:
-            wanted = move.world.matched(config, token) and move.world.partition(config, token) == index
+            wanted = move.world.matched(config, token) and move.world.stream[token - 1] == index
             return wanted and token not in move.after.settled
 
         yield from passed(old.token, new.token, index, is_owed)
@@ -907,14 +839,13 @@ def left_undone(world: World, state: State) -> Iterator[str]:
         return
     for token in range(1, len(world.stream) + 1):
         wanted = world.matched(listener.config, token) and token not in state.settled
-        if wanted and not state.partitions[world.partition(listener.config, token)].halted:
+        if wanted and not state.partitions[world.stream[token - 1]].halted:
             yield f"change {token} is neither done nor is its partition halted"
     if state.watermark < len(world.stream) and not any(each.halted for each in state.partitions):
         yield f"the watermark stands at {state.watermark} for ever"
 
 
 def steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows."""
     yield from acquire(world, state)
     yield from release(world, state)
     for which, listener in enumerate(state.listeners):

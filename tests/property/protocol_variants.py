@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.property.protocol_model import MARK, PROTOCOL_MODEL, Broken, Commit, Fault, Policy, Rewind, World
+from tests.property.protocol_model import MARK, PROTOCOL_MODEL, Broken, Commit, Fault, World
 from tests.property.scenarios import NARROWER, WIDER, Scenarios, caught, sound
 
 LOCKS = frozenset({Fault.LOCK, Fault.LAPSE})
@@ -20,41 +20,37 @@ SOUND = (
     sound(19_000, FAULTY, "one change, three terms, one fault", stream=(0,), terms=3),
     sound(100_000, FAULTY, "two partitions, three changes, two faults", stream=(0, 1, 0), budget=2),
     sound(33_000, LAPSING, "two changes, three terms", terms=3, budget=0),
-    sound(18_000, FAULTY, "a dead letter", terms=2, policy=Policy.DEAD_LETTER),
-    sound(3_500, FAULTY, "a skipped change, two faults", budget=2, policy=Policy.SKIP),
     sound(85_000, FAULTY, "a later term matches more", stream=(0, 0, 0), terms=2, matches=WIDER),
     sound(80_000, FAULTY, "a later term matches less", stream=(0, 0, 0), terms=2, matches=NARROWER),
-    sound(23_000, LAPSING, "a rewind, number kept", rewind=Rewind.NUMBER_KEPT),
-    sound(50_000, LAPSING, "a rewind of the number, two terms", terms=2, budget=0, rewind=Rewind.NUMBER_BACK),
+    sound(23_000, LAPSING, "a rewind", rewind=True),
+    sound(50_000, LAPSING, "a rewind, two terms", terms=2, budget=0, rewind=True),
     sound(2_000, FAULTY, "inline, two changes, two faults", budget=2, commit=Commit.INLINE),
     sound(10_000, FAULTY, "inline, two changes, two terms, a fault", terms=2, commit=Commit.INLINE),
     sound(1_300, FAULTY, "inline, three changes, a mark, a fault", stream=(0, MARK, 0, 0), commit=Commit.INLINE),
     sound(3_400, FAULTY, "inline, two partitions, a fault", stream=(0, 1, 0), commit=Commit.INLINE),
     sound(50_000, FAULTY, "inline, a later term matches more", stream=(0, 0, 0), terms=2, commit=Commit.INLINE,
         matches=WIDER),
-    sound(9_000, FAULTY, "inline, a rewind of the number, a fault", commit=Commit.INLINE, rewind=Rewind.NUMBER_BACK),
-    sound(2_000, FAULTY, "inline, a dead letter, two faults", budget=2, policy=Policy.DEAD_LETTER,
-        commit=Commit.INLINE),
+    sound(1_300, FAULTY, "inline, a rewind", budget=0, commit=Commit.INLINE, rewind=True),
+    sound(30_000, FAULTY, "inline, a rewind, a fault", commit=Commit.INLINE, rewind=True),
+    sound(2_000, LAPSING, "a rewind, no fault", budget=0, rewind=True),
     sound(17_000, FAULTY, "inline or chain, two terms, a fault", terms=2, commit=Commit.EITHER),
     sound(7_500, LOCKING, "inline, a locked partition", commit=Commit.INLINE),
     sound(40_000, LAPSING, "a run of two changes, two terms, a lapse", terms=2, runs=True),
-    sound(1_500, FAULTY, "a dead letter in a run of two", policy=Policy.DEAD_LETTER, runs=True),
     sound(13_000, FAULTY, "inline, runs of two of three changes, a fault", stream=(0, 0, 0), commit=Commit.INLINE,
         runs=True),
     sound(1_700, FAULTY, "inline or chain, a run of two changes, a fault", commit=Commit.EITHER, runs=True),
     sound(14_000, FAULTY, "inline, a run of two changes, two faults", budget=2, commit=Commit.INLINE, runs=True),
-    sound(85_000, LAPSING, "a rewind in a run of two", rewind=Rewind.NUMBER_BACK, runs=True),
+    sound(85_000, LAPSING, "a rewind in a run of two", rewind=True, runs=True),
     sound(40_000, LOCKING, "a locked partition, two changes, two terms", budget=2),
     sound(120_000, LOCKING, "a locked partition beside another, a mark, two terms", stream=(0, MARK, 1)),
     sound(35_000, LOCKING, "a locked partition, a later term matches more", stream=(0, 0, 0), matches=WIDER),
-    sound(5_000, LOCKING, "a locked partition and a rewind", terms=1, rewind=Rewind.NUMBER_BACK),
+    sound(25_000, LOCKING, "a locked partition and a rewind", terms=1, rewind=True),
 )  # fmt: skip
 
 
 ONE = World("one partition", (0, 0), terms=1)
 TWO_TERMS = World("one partition, two terms", (0, 0), terms=2)
-KEPT = World("a rewind that keeps the number", (0, 0), terms=1, rewind=Rewind.NUMBER_KEPT)
-BACK = World("a rewind of the number", (0, 0), terms=1, rewind=Rewind.NUMBER_BACK)
+REWOUND = World("a rewind", (0, 0), terms=1, rewind=True)
 LOCKED = World("two partitions, one of them locked", (0, 1), terms=2, budget=1, faults=LOCKS)
 INLINE = World("inline", (0, 0), terms=1, commit=Commit.INLINE)
 TAKEN_BACK = INLINE._replace(name="inline, a failover", budget=1, faults=frozenset({Fault.ROLLBACK}))
@@ -62,12 +58,10 @@ COMMIT_TAKEN_BACK = TAKEN_BACK._replace(name="a chain, a failover", commit=Commi
 MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
 RUNS = World("a run of two changes, a lapse", (0, 0), terms=1, budget=1, faults=LAPSE, runs=True)
 FAILING_RUN = RUNS._replace(name="a run of two changes, a retry", faults=frozenset({Fault.RETRY}))
-MOVING = World("two partitions, a key that changes", (0, 1), terms=2, moved=(1, 1))
 
 CAUGHT = (
     caught(Broken.FENCE_IS_LEASE_VERSION, LAPSING, "P3"),
     caught(Broken.FENCE_IS_LEASE_VERSION, LAPSING, "P2", watched="P2"),
-    caught(Broken.COMMIT_BELIEVES_MESSAGE, MATCHES_MORE, "P1"),
     caught(Broken.WATERMARK_IS_MAXIMUM, ONE._replace(stream=(0, 1)), "P5"),
     caught(Broken.MARK_BESIDE_WINDOW, ONE._replace(stream=(0, MARK)), "P5"),
     caught(Broken.CLAIM_IGNORES_HANDLED, ONE, "P6"),
@@ -80,22 +74,17 @@ CAUGHT = (
     caught(Broken.CLAIM_BEFORE_MAJORITY, TAKEN_BACK, "P3"),
     caught(Broken.CLAIM_BEFORE_MAJORITY, COMMIT_TAKEN_BACK, "P3"),
     caught(Broken.TAKE_OVER_CLEARS_CLAIMS, TWO_TERMS, "P6"),
-    caught(Broken.TWO_IMAGES, KEPT, "P5"),
-    caught(Broken.TWO_IMAGES, BACK, "P1", watched="P1"),
-    caught(Broken.WATERMARK_IGNORES_EPOCH, KEPT, "P5"),
-    caught(Broken.CLAIM_IGNORES_EPOCH, KEPT, "P1"),
+    caught(Broken.TWO_IMAGES, REWOUND, "P5"),
+    caught(Broken.WATERMARK_IGNORES_EPOCH, REWOUND, "P5"),
+    caught(Broken.CLAIM_IGNORES_EPOCH, REWOUND, "P1"),
     caught(Broken.CLAIM_IGNORES_EPOCH, MATCHES_MORE, "P1"),
-    caught(Broken.NUMBERED_AT_READING, MATCHES_MORE, "P1"),
-    caught(Broken.KEY_CHANGES, MOVING, "P6"),
-    caught(Broken.KEY_CHANGES, MOVING, "P5", watched="P1 P2 P3 P4 P5"),
     caught(Broken.WATERMARK_PASSES_LOCKED, LOCKED, "P5"),
     caught(Broken.PROGRESS_WITHOUT_FENCE, RUNS, "P3"),
     caught(Broken.PROGRESS_ENDS_CLAIM, RUNS, "P6"),
     caught(Broken.PROGRESS_BEFORE_SUCCESS, RUNS, "P1"),
     caught(Broken.FAILURE_BEFORE_PROGRESS, FAILING_RUN, "P6"),
-    caught(Broken.FAILURE_CUTS_RUN, FAILING_RUN, "P6"),
-    caught(Broken.REWIND_IN_TWO_WRITES, KEPT, "P1", watched="P1"),
-    caught(Broken.REWIND_COUNTS_ALONE, TWO_TERMS._replace(rewind=Rewind.NUMBER_BACK), "P1"),
+    caught(Broken.REWIND_IN_TWO_WRITES, REWOUND, "P1", watched="P1"),
+    caught(Broken.REWIND_COUNTS_ALONE, TWO_TERMS._replace(rewind=True), "P1"),
 )
 
 PROTOCOL = Scenarios(
@@ -104,5 +93,5 @@ PROTOCOL = Scenarios(
     large=13_000,
     sound=SOUND,
     caught=CAUGHT,
-    unsearched=(MOVING, LOCKED),
+    unsearched=(LOCKED,),
 )

@@ -50,8 +50,6 @@ class Claim(NamedTuple):
 
 
 class Handled(NamedTuple):
-    """The success of an execution that is not committed."""
-
     owner: Any
     last: int
     place: Any
@@ -115,26 +113,21 @@ class Write(NamedTuple):
 
     @property
     def changed(self) -> Mapping[Key, Document | None]:
-        """The documents that it has written, as they are afterwards."""
         return dict(self.written)
 
     def old(self, collection: str, id_: str) -> Any:
-        """Return a document before the write. None if there was none."""
         return self.before[collection].get(id_)
 
     def new(self, collection: str, id_: str) -> Any:
-        """Return a document after the write. None if there is none."""
         last = [document for key, document in self.written if key == (collection, id_)]
         return last[-1] if last else self.old(collection, id_)
 
     def all_new(self, collection: str, handler: str) -> Iterator[Any]:
-        """Yield the documents of a handler after the write."""
         ids = self.before[collection].keys() | {id_ for each, id_ in self.changed if each == collection}
         found = (self.new(collection, id_) for id_ in ids if id_.startswith(handler + "/"))
         return (each for each in found if each is not None)
 
     def has_term(self, id_: str, term: int) -> bool:
-        """Return True if the lease of a document's bridge has, or had, this term."""
         lease = self.new("leases", id_.partition("/")[0])
         return lease is not None and term in lease.terms
 
@@ -145,7 +138,6 @@ class Write(NamedTuple):
         return before is not None and after is not None and after.term > before.term and not after.holder
 
     def holds_letter(self, id_: str, place: Any) -> bool:
-        """Return True if the write leaves a dead letter of a partition's change."""
         letters = [key[1] for key, each in self.changed.items() if isinstance(each, Letter) and each.place == place]
         return any(handler_of(each) == handler_of(id_) for each in letters)
 
@@ -178,21 +170,6 @@ def _of_next_term(old: Lease, new: Lease) -> Lease:
     return old._replace(term=term, terms=old.terms | {term})
 
 
-def _renew(old: Lease, new: Lease, _: Write, __: str) -> Lease | None:
-    """The holder extends its lease."""
-    return old._replace(until=new.until) if old.holder else None
-
-
-def _release(old: Lease, _: Lease, __: Write, ___: str) -> Lease | None:
-    """The holder gives the lease back. Its term stays."""
-    return old._replace(holder=None, until=0.0)
-
-
-def _raise_term(old: Lease, new: Lease, _: Write, __: str) -> Lease | None:
-    """The holder has found a larger term, and takes one above it."""
-    return _of_next_term(old, new) if old.holder else None
-
-
 def _take_term(old: Lease, new: Lease, write: Write, _: str) -> Lease | None:
     """A person's move takes the next term while nobody leads."""
     free = not old.holder or old.until <= write.at
@@ -220,7 +197,6 @@ def _advance_watermark(old: Handler, new: Handler, write: Write, id_: str) -> Ha
 
 
 def _find_waiting(name: str, partition: Partition, watermark: Any, write: Write) -> list[Any]:
-    """Return the places up to a watermark of what a partition has not done, as far as they are known."""
     places = write.changes.get(name, ())
     waiting = [*places[bisect_right(places, partition.place) : bisect_right(places, watermark)]]
     known = (partition.head, partition.handled.place if partition.handled else None)
@@ -228,7 +204,6 @@ def _find_waiting(name: str, partition: Partition, watermark: Any, write: Write)
 
 
 def _is_stored(name: str, partition: Partition, place: Any, write: Write) -> bool:
-    """Return True if a change is stored, and its partition knows it."""
     return bool(place <= partition.mark) and write.old("backlog", f"{name}/{place}") is not None
 
 
@@ -242,11 +217,6 @@ def _move_handler(old: Handler, new: Handler, write: Write, id_: str) -> Handler
     if not write.is_move(id_) or not write.has_term(id_, new.term):
         return None
     return old._replace(term=max(old.term + 1, new.term), watermark=new.watermark, gap=new.gap)
-
-
-def _repartition(old: Handler, new: Handler, _: Write, __: str) -> Handler | None:
-    """Other partitions take the place of those in force, of which each is drained."""
-    return old._replace(partitioning=max(old.partitioning + 1, new.partitioning))
 
 
 # --- executions ---------------------------------------------------------------------------------------------
@@ -264,14 +234,12 @@ def _claim(old: Partition, new: Partition, write: Write, _: str) -> Partition | 
 
 
 def _beat(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The claim goes on."""
     if old.claim is None or new.claim is None:
         return None
     return old._replace(claim=old.claim._replace(until=new.claim.until))
 
 
 def _handle(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The execution that holds the claim has succeeded."""
     claim, handled = old.claim, new.handled
     if claim is None or handled is None or handled.owner != claim.owner:
         return None
@@ -282,11 +250,6 @@ def _is_in(claim: Claim, number: int) -> bool:
     return claim.first <= number <= claim.last
 
 
-def _commit(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    """The position becomes what was handled."""
-    return _committed(old) if old.handled is not None else None
-
-
 def _committed(old: Partition) -> Partition:
     handled = old.handled
     if handled is None:
@@ -295,7 +258,6 @@ def _committed(old: Partition) -> Partition:
 
 
 def _finish(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The execution writes the position itself."""
     if old.claim is None or old.handled is not None or not _is_in(old.claim, new.committed) or new.place <= old.place:
         return None
     return old._replace(committed=new.committed, place=new.place, claim=None)
@@ -321,13 +283,7 @@ def _progress(old: Partition, new: Partition, _: Write, __: str) -> Partition | 
     return old._replace(committed=new.committed, place=new.place, claim=claim)
 
 
-def _give_up(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    """A claim ends without a success: a retry, a wait, a crash, a replay."""
-    return old._replace(claim=None) if old.handled is None else None
-
-
 def _halt(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The execution stops the partition at its first change."""
     if old.claim is None or old.handled is not None or not new.head or new.head <= old.place:
         return None
     return old._replace(claim=None, state=HALTED, head=new.head)
@@ -347,26 +303,6 @@ def _mark(old: Partition, new: Partition, write: Write, id_: str) -> Partition |
     return old._replace(mark=new.mark) if new.mark and new.mark > old.mark and is_there else None
 
 
-def _clear(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """All that was stored is committed."""
-    return old._replace(mark=new.mark) if not new.mark and old.mark <= old.place else None
-
-
-def _release_key(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """The last dead letter of a parked key is gone. The claim of its replay may end with it."""
-    return old._replace(parked=old.parked & new.parked, claim=new.claim and old.claim)
-
-
-def _pause(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    """A person lets no new claim begin."""
-    return old._replace(state=PAUSED) if old.state == FLOWING else None
-
-
-def _resume(old: Partition, _: Partition, __: Write, ___: str) -> Partition | None:
-    """A person lets claims begin again."""
-    return old._replace(state=FLOWING) if old.state == PAUSED else None
-
-
 def _retry(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
     """A person, or what was given up, lets the first change begin anew. Who runs it is refused."""
     if old.handled is not None:
@@ -382,7 +318,6 @@ def _void(old: Partition, new: Partition, write: Write, _: str) -> Partition | N
 
 
 def _skip(old: Partition, new: Partition, _: Write, __: str) -> Partition | None:
-    """A person passes over the change at which the partition is halted."""
     if old.state != HALTED or old.handled is not None:
         return None
     passed = old._replace(committed=old.committed + 1, place=old.head, claim=None)
@@ -402,9 +337,9 @@ def _move(old: Partition, new: Partition, write: Write, id_: str) -> Partition |
 STEPS: Mapping[type, Mapping[str, Rule]] = {
     Lease: {
         "acquire": _acquire,
-        "renew": _renew,
-        "release": _release,
-        "raise": _raise_term,
+        "renew": lambda old, new, *_: old._replace(until=new.until) if old.holder else None,
+        "release": lambda old, *_: old._replace(holder=None, until=0.0),
+        "raise": lambda old, new, *_: _of_next_term(old, new) if old.holder else None,  # it has found a larger one
         "take a term": _take_term,
     },
     Handler: {
@@ -412,24 +347,28 @@ STEPS: Mapping[type, Mapping[str, Rule]] = {
         "watermark": _advance_watermark,
         "give up history": _give_up_history,
         "move a handler": _move_handler,
-        "repartition": _repartition,
+        "repartition": lambda old, new, *_: old._replace(partitioning=max(old.partitioning + 1, new.partitioning)),
     },
     Partition: {
         "claim": _claim,
         "beat": _beat,
         "handle": _handle,
-        "commit": _commit,
+        "commit": lambda old, *_: _committed(old) if old.handled is not None else None,
         "finish": _finish,
         "set aside": _set_aside,
         "progress": _progress,
-        "give up": _give_up,
+        # A claim ends without a success: a retry, a wait, a crash, a replay.
+        "give up": lambda old, *_: old._replace(claim=None) if old.handled is None else None,
         "halt": _halt,
         "win": _win,
         "mark": _mark,
-        "clear": _clear,
-        "release a key": _release_key,
-        "pause": _pause,
-        "resume": _resume,
+        "clear": lambda old, new, *_: old._replace(mark=new.mark) if not new.mark and old.mark <= old.place else None,
+        # The last dead letter of the key is gone. The claim of its replay may end with it.
+        "release a key": lambda old, new, *_: old._replace(
+            parked=old.parked & new.parked, claim=new.claim and old.claim
+        ),
+        "pause": lambda old, *_: old._replace(state=PAUSED) if old.state == FLOWING else None,
+        "resume": lambda old, *_: old._replace(state=FLOWING) if old.state == PAUSED else None,
         "retry": _retry,
         "void": _void,
         "skip": _skip,
@@ -448,7 +387,6 @@ _POSITIONS = frozenset({"commit", "finish", "set aside", "progress", "win", "ski
 
 
 def _create(new: Document, write: Write, id_: str) -> str | None:
-    """Return the step that has created a document."""
     if isinstance(new, Lease):
         return "create a lease" if not new.holder else None
     if isinstance(new, Handler):
@@ -471,14 +409,12 @@ def _is_new(new: Partition, write: Write, id_: str) -> bool:
 
 
 def _replaced(write: Write, id_: str) -> list[Partition]:
-    """Return the partitions of a handler that a write has removed."""
     scope = handler_of(id_) + "/"
     gone = [name for (collection, name), new in write.changed.items() if collection == "partitions" and new is None]
     return [write.old("partitions", name) for name in gone if name.startswith(scope)]
 
 
 def _remove(old: Document, write: Write, id_: str) -> str | None:
-    """Return the step that has removed a document."""
     if isinstance(old, StoredChange):
         partition = write.new("partitions", id_.rpartition("/")[0])
         return "remove" if partition is None or old.place <= partition.place else None
@@ -496,7 +432,6 @@ def _remove(old: Document, write: Write, id_: str) -> str | None:
 
 
 def _is_drained(old: Partition, write: Write) -> bool:
-    """Return True if a partition has nothing left to do."""
     runs = old.claim is not None and old.claim.until > write.at
     return old.state == FLOWING and old.handled is None and not runs and old.mark <= old.place and not old.parked
 
@@ -505,8 +440,6 @@ def _is_drained(old: Partition, write: Write) -> bool:
 
 
 class Judgement(NamedTuple):
-    """The steps of a write, and what is wrong with it."""
-
     steps: tuple[str, ...]
     complaints: tuple[str, ...]
 
@@ -532,7 +465,6 @@ def judge(write: Write) -> Judgement:
 
 
 def name_step(old: Any, new: Any, write: Write, id_: str) -> str | None:
-    """Return the name of the step that a document has made. None if there is none."""
     if old is None:
         return _create(new, write, id_)
     if new is None:
@@ -567,7 +499,6 @@ def _find_unparked(write: Write) -> Iterator[str]:
 
 
 def _parked_in(document: Any) -> frozenset[Any]:
-    """Return the keys that a document says are parked."""
     if isinstance(document, Letter):
         return frozenset() if document.parked is None else frozenset({document.parked})
     return document.parked if isinstance(document, Partition) else frozenset()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
-from tests.property.exploration import Model, WorldT
+from tests.property.exploration import Model
 
 WIDER = (frozenset({2, 3}), frozenset({1, 2, 3}))
 """A second configuration matches a change that lies before those of the first."""
@@ -32,36 +32,32 @@ def is_within(part: Any, other: Any) -> bool:
     )
 
 
-class Sound(NamedTuple, Generic[WorldT]):
+class Sound(NamedTuple):
     """A scenario without a broken rule, and the number of states below which the check would be hollow."""
 
-    world: WorldT
+    world: Any
     floor: int
 
     def __str__(self) -> str:
-        """Return the scenario's name."""
-        return self.world.name
+        return str(self.world.name)
 
 
-def sound(floor: int, base: Any, name: str = "", **changes: Any) -> Sound[Any]:
-    """Return a scenario that has a name of its own, and differs from another one in some fields."""
+def sound(floor: int, base: Any, name: str = "", **changes: Any) -> Sound:
     return Sound(base._replace(name=name or base.name, **changes), floor)
 
 
-class Caught(NamedTuple, Generic[WorldT]):
+class Caught(NamedTuple):
     """A broken variant, the invariants that its shortest violation breaks, and those that are judged (None: all)."""
 
-    world: WorldT
+    world: Any
     breaks: frozenset[str]
     watched: frozenset[str] | None
 
     def __str__(self) -> str:
-        """Return the broken rule, the scenario and the invariants broken."""
         return f"{self.world.broken}: {self.world.name}: {' '.join(sorted(self.breaks))}"
 
 
-def caught(broken: Any, world: Any, breaks: str, watched: str = "") -> Caught[Any]:
-    """Return a scenario with one rule broken, the invariants it breaks and those judged, as words."""
+def caught(broken: Any, world: Any, breaks: str, watched: str = "") -> Caught:
     judged = frozenset(watched.split()) if watched else None
     return Caught(world._replace(broken=broken), frozenset(breaks.split()), judged)
 
@@ -81,8 +77,8 @@ class Scenarios(NamedTuple):
     model: Model[Any, Any]
     broken: Iterable[StrEnum]
     large: int
-    sound: tuple[Sound[Any], ...]
-    caught: tuple[Caught[Any], ...]
+    sound: tuple[Sound, ...]
+    caught: tuple[Caught, ...]
     unsearched: tuple[Any, ...] = ()
 
     def whole(self) -> list[Any]:

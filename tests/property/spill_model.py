@@ -52,8 +52,6 @@ class Broken(StrEnum):
     COLLECTION_AT_ONCE = "the collection is run at once, whatever this term has read"
     BUFFER_FIRST = "what is in the buffer runs although stored changes are left"
     RUNS_BEFORE_STORED_AGAIN = "stored changes run although changes at or below the mark wait to be stored again"
-    BOUND_REFUSES_LARGE = "the bound also refuses a change that is too large for a message"
-    NONE_LEFT_CLEARS = "a read that finds none clears the mark"
     BOUND_REFUSES_AGAIN = "the bound also refuses what lies at or below the mark"
     DECISION_RUNS_ALL = "a decision on lost history lets everything up to the mark run"
     DECISION_TRUSTS_DOCUMENTS = "a decision on lost history counts on documents that an older term may remove"
@@ -78,8 +76,6 @@ class Fault(StrEnum):
     LAPSE = "a claim lapses while its handler runs"
     HALT = "a handler fails for good: its partition halts"
     ROLLBACK = "a failover loses `handled`, which was written with w:1"
-    STALE_READ = "a deposed primary answers that nothing is stored"
-    REOPEN = "the stream breaks and is opened again at the watermark"
 
 
 class Late(StrEnum):
@@ -111,8 +107,6 @@ class World(NamedTuple):
         decision: What the operator decides on lost history; without one the subscription stands still.
         rewind: The place to which the operator may rewind, once.
         operator: Whether somebody retries or skips what is halted.
-        storing: Whether a halting execution stores its change, unmarked.
-        large: Whether changes are too large for a message: then none is dispatched before it is stored and marked.
         buffer: How many changes a listener keeps in memory; 0: any number.
         bound: How many documents may be stored; 0: any number.
         broken: The rule left out.
@@ -131,18 +125,14 @@ class World(NamedTuple):
     decision: Decision | None = None
     rewind: int | None = None
     operator: bool = False
-    storing: bool = False
-    large: bool = False
     buffer: int = 0
     bound: int = 0
     broken: StrEnum = stores.Broken.NOTHING
 
     def matched(self, config: int, token: int) -> bool:
-        """Tell whether a configuration's handler wants the change at a position."""
         return not self.matches or token in self.matches[min(config, len(self.matches) - 1)]
 
     def wanted(self, config: int) -> int:
-        """Return how many partitions a configuration asks for."""
         return self.partitions[min(config + 1, len(self.partitions) - 1)]
 
 
@@ -189,24 +179,24 @@ class State(NamedTuple):
     of them are justified; the last start of each key; whether the operator has rewound.
     """
 
-    epoch: int
-    watermark: int
-    generation: int
-    partitions: tuple[Partition, ...]
-    documents: frozenset[Document]
-    listeners: tuple[Listener, ...]
-    messages: frozenset[Message]
-    writes: frozenset[Write]
-    oldest: int
-    rolls: int
-    delays: int
-    budget: int
-    done: frozenset[int]
-    excused: frozenset[int]
-    starts: tuple[int, ...]
-    justified: tuple[int, ...]
-    last: tuple[Started, ...]
-    rewound: bool
+    epoch: int = 0
+    watermark: int = 0
+    generation: int = 0
+    partitions: tuple[Partition, ...] = ()
+    documents: frozenset[Document] = frozenset()
+    listeners: tuple[Listener, ...] = ()
+    messages: frozenset[Message] = frozenset()
+    writes: frozenset[Write] = frozenset()
+    oldest: int = 1
+    rolls: int = 0
+    delays: int = 0
+    budget: int = 0
+    done: frozenset[int] = frozenset()
+    excused: frozenset[int] = frozenset()
+    starts: tuple[int, ...] = ()
+    justified: tuple[int, ...] = ()
+    last: tuple[Started, ...] = ()
+    rewound: bool = False
 
     @property
     def settled(self) -> frozenset[int]:
@@ -221,16 +211,12 @@ def initial(world: World) -> State:
     """Return the state before the first term: nothing read, nothing stored."""
     length = len(world.keys)
     return State(
-        epoch=0, watermark=0, generation=0, partitions=(Partition(),) * world.partitions[0],
-        documents=frozenset(), listeners=(), messages=frozenset(), writes=frozenset(), oldest=1, rolls=0,
-        delays=world.delays, budget=world.budget, done=frozenset(), excused=frozenset(),
+        partitions=(Partition(),) * world.partitions[0], delays=world.delays, budget=world.budget,
         starts=(0,) * length, justified=(1,) * length, last=(Started(),) * (max(world.keys) + 1),
-        rewound=False,
     )  # fmt: skip
 
 
 def partition_of(state: State, world: World, token: int) -> int:
-    """Return the index of a change under the partitioning in force."""
     return world.keys[token - 1] % len(state.partitions)
 
 
@@ -238,7 +224,6 @@ def partition_of(state: State, world: World, token: int) -> int:
 
 
 def landed(world: World, state: State, one: Write) -> State:
-    """Return the state after a write, which its own guard may have refused."""
     if one.kind is stores.Late.WATERMARK:
         matches = state.epoch == one.term and one.place > state.watermark
         return passed_over(world, state, one) if matches else state
@@ -299,7 +284,6 @@ def is_drained(world: World, state: State, term: int, place: int) -> bool:
 
 
 def read_changes(world: World, state: State, listener: Listener, index: int, after: int) -> list[int]:
-    """Return the changes of a partition that a listener has read and that lie after a place, in order."""
     return [
         token
         for token in range(max(listener.opened, after) + 1, listener.cursor + 1)
@@ -321,7 +305,6 @@ def unstored(world: World, state: State, listener: Listener, index: int) -> list
 
 
 def tokens_of(changes: Iterable[Change]) -> list[int]:
-    """Return where changes lie."""
     return [each.token for each in changes]
 
 
@@ -347,7 +330,6 @@ def is_complete(world: World, state: State, listener: Listener, token: int) -> b
 
 
 def unfinished(world: World, state: State, listener: Listener) -> int:
-    """Return how many changes a listener has in memory that are not complete."""
     window = range(listener.opened + 1, listener.cursor + 1)
     return sum(not is_complete(world, state, listener, token) for token in window)
 
@@ -378,7 +360,6 @@ def opened(state: State, listener: Listener, place: int) -> Listener:
 
 
 def committed(world: World, state: State, index: int) -> State:
-    """Return the state in which what is handled in a partition has become its position."""
     partition = state.partitions[index]
     claim = partition.claim
     return moved(world, state, index, claim.item) if claim is not None and claim.handled else state
@@ -403,7 +384,6 @@ def moved(world: World, state: State, index: int, change: Change) -> State:
 
 
 def read(world: World, state: State, listener: Listener) -> Steps:
-    """The listener reads on while it has room."""
     if listener.cursor < len(world.keys) and not is_lost(state, listener) and not is_full(world, state, listener):
         onward = listener._replace(cursor=listener.cursor + 1)
         yield Step("read", onward), with_listener(state, listener, onward)
@@ -413,12 +393,11 @@ def insert(world: World, state: State, listener: Listener, index: int) -> Steps:
     """What a listener has read of a partition is stored, as far as there is room."""
     tokens = with_room(world, state, index, unstored(world, state, listener, index))
     if tokens:
-        urgent = is_full(world, state, listener) or world.large
-        yield from stores.insert(world, state, listener, index, [Change(each) for each in tokens], urgent=urgent)
+        changes = [Change(each) for each in tokens]
+        yield from stores.insert(world, state, listener, index, changes, urgent=is_full(world, state, listener))
 
 
 def is_full(world: World, state: State, listener: Listener) -> bool:
-    """Tell whether a listener has no room in memory."""
     return 0 < world.buffer <= unfinished(world, state, listener)
 
 
@@ -430,43 +409,22 @@ def with_room(world: World, state: State, index: int, tokens: list[int]) -> list
     below = 0 if world.broken is Broken.BOUND_REFUSES_AGAIN else state.partitions[index].spilled
     room = world.bound - len(state.documents)
     new = [token for token in tokens if token not in there and token > below]
-    if world.large and world.broken is not Broken.BOUND_REFUSES_LARGE and partition_is_due(state, index):
-        new = [token for token in new if token != tokens[0]]
     refused = next(iter(new[max(room, 0) :]), len(world.keys) + 1)
     return [token for token in tokens if token < refused]
 
 
-def partition_is_due(state: State, index: int) -> bool:
-    """Tell whether a partition would run its next change from memory: it flows, and nothing of it is stored."""
-    partition = state.partitions[index]
-    return partition.head is None and not partition.has_stored
-
-
 def mark(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """What this term has inserted is marked."""
     read = read_changes(world, state, listener, index, state.partitions[index].token)
     place = max((token for token in read if token <= listener.stored[index]), default=0)
     yield from stores.mark(world, state, listener, index, place)
 
 
 def store_watermark(world: World, state: State, listener: Listener) -> Steps:
-    """The end of the completed prefix, if it is larger than what is stored."""
     window = range(listener.opened + 1, listener.cursor + 1)
     place = next((token - 1 for token in window if not is_complete(world, state, listener, token)), listener.cursor)
     if place > state.watermark:
         one = Write(stores.Late.WATERMARK, listener.term, place=place)
         yield from write(world, state, [one], landed(world, state, one))
-
-
-def clear(world: World, state: State, listener: Listener, index: int) -> Steps:
-    """The mark goes when the position has reached it, and never because none is found."""
-    yield from stores.clear(world, state, listener, index)
-    partition = state.partitions[index]
-    if partition.has_stored and can(world, state, Fault.STALE_READ):
-        after = spent(state)
-        if world.broken is Broken.NONE_LEFT_CLEARS:
-            after = with_partition(after, index, stores.without_mark(partition))
-        yield Step("stale read", fair=False), after
 
 
 # --- running ------------------------------------------------------------------------------------------------
@@ -488,7 +446,6 @@ def next_change(world: World, state: State, listener: Listener, index: int) -> i
 
 
 def runs_from_store(world: World, partition: Partition) -> bool:
-    """Tell whether a partition runs what is stored of it, and nothing else."""
     return partition.has_stored and world.broken is not Broken.BUFFER_FIRST
 
 
@@ -497,7 +454,7 @@ def dispatch(world: World, state: State, listener: Listener, index: int) -> Step
     partition = state.partitions[index]
     token = next_change(world, state, listener, index)
     is_stored = runs_from_store(world, partition)
-    if token is None or partition.head is not None or (world.large and not is_stored):
+    if token is None or partition.head is not None:
         return
     change = Change(token, listener.config)
     yield from stores.dispatch(state, Message(index, listener.term, partition.token, change, is_stored))
@@ -578,36 +535,17 @@ def execute(world: World, state: State, index: int) -> Steps:
         lapsed = stores.with_claim(state, index, live=False)
         yield Step("lapse", claim, fair=False), spent(justify(lapsed, token))
     if can(world, state, Fault.HALT):
-        yield from halt(world, stores.halted(spent(state), index, claim.item), claim, index)
-
-
-def halt(world: World, halted: State, claim: Claim, index: int) -> Steps:
-    """The partition halts at a change, which its execution may have stored before, unmarked."""
-    one = Write(stores.Late.INSERT, claim.term, halted.generation, index, item=Change(claim.item.token))
-    yield Step("halt", claim, fair=False), landed(world, halted, one) if world.storing else halted
-    if world.storing and stores.Late.INSERT in world.late and halted.delays:
-        sent = halted._replace(delays=halted.delays - 1, writes=halted.writes | {one})
-        yield Step("halt, late", claim, fair=False), sent
+        yield Step("halt", claim, fair=False), stores.halted(spent(state), index, claim.item)
 
 
 def justify(state: State, token: int) -> State:
-    """Return the state in which one more start of a change is justified."""
     return state._replace(justified=counted(state.justified, token - 1))
-
-
-def reopen(world: World, state: State, listener: Listener) -> Steps:
-    """The stream breaks: the listener opens it again at the watermark and forgets what it had read and stored."""
-    if listener.cursor > state.watermark and can(world, state, Fault.REOPEN):
-        place = state.watermark
-        again = listener._replace(opened=place, cursor=place, stored=(place,) * len(listener.stored))
-        yield Step("reopen", again, fair=False), spent(with_listener(state, listener, again))
 
 
 # --- the oplog and the operator -----------------------------------------------------------------------------
 
 
 def roll(world: World, state: State) -> Steps:
-    """The oplog loses its beginning."""
     if state.rolls < len(world.rolls):
         yield Step("roll", fair=False), state._replace(oldest=world.rolls[state.rolls], rolls=state.rolls + 1)
 
@@ -650,7 +588,6 @@ def secured(world: World, state: State, listener: Listener, index: int, place: i
 
 
 def is_owed(world: World, state: State, token: int) -> bool:
-    """Tell whether a change is stored where it will be run from."""
     index = partition_of(state, world, token)
     partition = state.partitions[index]
     return token in tokens_of(stored(state, index, partition.token, partition.spilled))
@@ -695,7 +632,6 @@ def rewind(world: World, state: State) -> Steps:
 
 
 def sent_back(world: World, partition: Partition, place: int) -> Partition:
-    """Return a partition at a place, if that is a way back."""
     if world.broken is Broken.REWIND_MOVES_FORWARD:
         return partition._replace(token=place, claim=None)
     if partition.token <= place:
@@ -807,7 +743,6 @@ def is_garbage(state: State, document: Document) -> bool:
 
 
 def led(world: World, state: State, listener: Listener) -> Steps:
-    """Yield the steps of a listener that has taken over, where it has not been left behind."""
     if listener.generation != state.generation:
         yield from adopt(state, listener)
         return
@@ -818,25 +753,22 @@ def led(world: World, state: State, listener: Listener) -> Steps:
     if state.epoch == listener.term:
         yield from store_watermark(world, state, listener)
         yield from decide(world, state, listener)
-        yield from reopen(world, state, listener)
     for index, partition in enumerate(state.partitions):
         if partition.epoch == listener.term:
             yield from insert(world, state, listener, index)
             yield from mark(world, state, listener, index)
-            yield from clear(world, state, listener, index)
+            yield from stores.clear(world, state, listener, index)
             yield from stores.remove(world, state, listener, index, partition.token)
             yield from dispatch(world, state, listener, index)
 
 
 def steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows, with the state it leads to in its plainest form."""
     for step, after in all_steps(world, state):
         acting = (each for each in after.listeners if may_act(after, each))
         yield step, stores.plain(world, after, acting, may_land)
 
 
 def all_steps(world: World, state: State) -> Steps:
-    """Yield every step that a state allows."""
     # With the partitioning of the handler: so no older term's switch can follow.
     yield from acquire(world, state, lambda term, begun: opened(state, Listener(term, begun), state.watermark))
     for listener in state.listeners:
@@ -854,7 +786,6 @@ def all_steps(world: World, state: State) -> Steps:
 
 
 def may_land(world: World, state: State, one: Write) -> bool:
-    """Tell whether the guard of a write may still match."""
     if one.kind is Late.SWITCH:
         mine = one.term == state.epoch or world.broken is Broken.SWITCH_IGNORES_TERM
         return mine and one.generation == state.generation

@@ -31,33 +31,27 @@ Steps = Iterator[tuple[Step, Any]]
 
 
 def replaced(state: StateT, **fields: Any) -> StateT:
-    """Return the state with some fields replaced."""
     after: StateT = cast("Any", state)._replace(**fields)
     return after
 
 
 def with_partition(state: StateT, index: int, partition: Any) -> StateT:
-    """Return the state with one partition document replaced."""
     return replaced(state, partitions=put(cast("Any", state).partitions, index, partition))
 
 
 def with_listener(state: StateT, old: Any, new: Any) -> StateT:
-    """Return the state with one listener's memory replaced."""
     return replaced(state, listeners=tuple(new if each is old else each for each in cast("Any", state).listeners))
 
 
 def can(world: Any, state: Any, fault: Any) -> bool:
-    """Tell whether a fault may still happen."""
     return state.budget > 0 and fault in world.faults
 
 
 def spent(state: StateT) -> StateT:
-    """Return the state with one fault less to come."""
     return replaced(state, budget=cast("Any", state).budget - 1)
 
 
 def counted(counts: tuple[int, ...], index: int, by: int = 1) -> tuple[int, ...]:
-    """Return numbers of which one has grown."""
     return put(counts, index, counts[index] + by)
 
 
@@ -68,7 +62,6 @@ def in_office(state: Any) -> Any:
 
 
 def leader(state: Any) -> Any:
-    """Return the listener in office, if it has taken everything over."""
     listener = in_office(state)
     return listener if listener is not None and listener.leads else None
 
@@ -77,10 +70,7 @@ def acquire(world: Any, state: Any, make: Callable[[int, int], Any]) -> Steps:
     """A standby takes the lease and the subscription; without anybody in office it happens sooner or later.
 
     Else it is bounded by the scenario. The two writes are one step, since between them nobody learns anything. Epochs
-    count the terms; a rewind is a term without a listener.
-
-    Args:
-        make: A listener of a term, from that and from how many there were before.
+    count the terms; a rewind is a term without a listener. ``make`` gets the term, and how many there were before.
     """
     needed, begun = in_office(state) is None, state.epoch - state.rewound
     if needed or begun < world.terms:
@@ -135,7 +125,6 @@ class Partition(NamedTuple):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a claim lets no other one begin."""
         return self.claim is not None and (self.claim.live or self.claim.handled)
 
     @property
@@ -178,7 +167,6 @@ class Write(NamedTuple):
 
 
 def stored(state: Any, index: int, after: Any, up_to: Any) -> list[Any]:
-    """Return what is stored of a partition after one place and not after another, in order."""
     return sorted(
         each.item
         for each in state.documents
@@ -187,7 +175,6 @@ def stored(state: Any, index: int, after: Any, up_to: Any) -> list[Any]:
 
 
 def found(state: Any, index: int, token: Any, generation: int) -> Document | None:
-    """Return the document of an item, if there is one."""
     return next(
         (
             each
@@ -248,7 +235,6 @@ def removed(world: Any, state: StateT, one: Write) -> StateT:
 
 
 def marked(world: Any, state: StateT, one: Write) -> StateT:
-    """Return the state after a partition's mark was set, or cleared."""
     known = cast("Any", state)
     if one.generation != known.generation or known.partitions[one.partition].epoch != one.term:
         return state
@@ -266,7 +252,6 @@ def without_mark(partition: Partition) -> Partition:
 
 
 def may_land(state: Any, one: Write) -> bool:
-    """Tell whether the guard of a write may still match."""
     if one.kind is Late.WATERMARK:
         return bool(one.term == state.epoch)
     if one.kind in {Late.MARK, Late.CLEAR}:
@@ -276,12 +261,7 @@ def may_land(state: Any, one: Write) -> bool:
 
 
 def plain(world: Any, state: StateT, listeners: Iterable[Any], may_land: Callable[[Any, Any, Any], bool]) -> StateT:
-    """Return the state without what can never matter again: it differs in nothing, and is one state more often.
-
-    Args:
-        listeners: Those that may still act.
-        may_land: Whether the guard of a write may still match.
-    """
+    """Return the state without what can never matter again: it differs in nothing, and is one state more often."""
     known = cast("Any", state)
     messages = frozenset(each for each in known.messages if may_claim(state, each))
     writes = frozenset(each for each in known.writes if may_land(world, state, each))
@@ -314,7 +294,6 @@ def mark(world: Any, state: Any, listener: Any, index: int, place: Any) -> Steps
 
 
 def clear(world: Any, state: Any, listener: Any, index: int) -> Steps:
-    """The mark goes when the position has reached it."""
     partition = state.partitions[index]
     if partition != without_mark(partition) and not partition.has_stored:
         one = Write(Late.CLEAR, listener.term, state.generation, index, partition.spilled)
@@ -353,13 +332,11 @@ def claimable(state: Any) -> Iterator[tuple[Message, Partition]]:
 
 
 def may_claim(state: Any, message: Message) -> bool:
-    """Tell whether a message could claim when its partition flows."""
     partition = state.partitions[message.partition]
     return bool(partition.epoch == message.term and partition.token == message.base)
 
 
 def with_claim(state: StateT, index: int, **fields: Any) -> StateT:
-    """Return the state in which a claim is something else."""
     partition = cast("Any", state).partitions[index]
     return with_partition(state, index, partition._replace(claim=partition.claim._replace(**fields)))
 
@@ -371,7 +348,6 @@ def ended(state: StateT, index: int, item: Any) -> StateT:
 
 
 def halted(state: StateT, index: int, item: Any) -> StateT:
-    """Return the state in which a partition waits for a person."""
     partition = cast("Any", state).partitions[index]
     return with_partition(state, index, partition._replace(claim=None, head=item))
 

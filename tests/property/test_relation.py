@@ -16,7 +16,7 @@ from tests.property.park_model import PARK_MODEL
 from tests.property.park_variants import LAPSING as LAPSING_REPLAY
 from tests.property.park_variants import ONE as PARKED_KEY
 from tests.property.protocol_model import PROTOCOL_MODEL
-from tests.property.protocol_variants import KEPT, LAPSING, LOCKED, TWO_TERMS
+from tests.property.protocol_variants import LAPSING, LOCKED, REWOUND, TWO_TERMS
 from tests.property.relation import (
     FLOWING,
     HALTED,
@@ -170,7 +170,7 @@ _LATE = frozenset({*stores.Late, *spill_model.Late})
 _SOUND: dict[str, list[Any]] = {
     "protocol": [
         TWO_TERMS,
-        KEPT,
+        REWOUND,
         TWO_TERMS._replace(name="faults", terms=1, budget=1, faults=_FAULTS),
         _RUNS,
         _RUNS._replace(name="inline", commit=protocol_model.Commit.INLINE),
@@ -191,7 +191,7 @@ _BROKEN = [
     ("protocol", TWO_TERMS, protocol_model.Broken.TAKE_OVER_CLEARS_CLAIMS),
     ("protocol", LOCKED, protocol_model.Broken.WATERMARK_PASSES_LOCKED),
     ("protocol", TWO_TERMS._replace(stream=(0, 1)), protocol_model.Broken.WATERMARK_IS_MAXIMUM),
-    ("protocol", KEPT, protocol_model.Broken.REWIND_COUNTS_ALONE),
+    ("protocol", REWOUND, protocol_model.Broken.REWIND_COUNTS_ALONE),
     ("spill", ONE, stores.Broken.MARK_BEFORE_INSERT),
     ("spill", ONE, spill_model.Broken.WATERMARK_BEFORE_MARK),
     ("spill", LATE_MARK, stores.Broken.MARK_IGNORES_GROWTH),

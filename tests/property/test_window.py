@@ -19,7 +19,6 @@ SETTINGS = settings(max_examples=60, stateful_step_count=40)
 
 
 def stands_in(number: int) -> bool:
-    """Return True for some places, at which no stream can be opened."""
     return number % 10 == 0
 
 

@@ -114,21 +114,18 @@ class State(NamedTuple):
 
 
 def put(state: State, side: int, **fields: Any) -> State:
-    """Return the state with a participant changed."""
     parts = [*state.parts]
     parts[side] = parts[side]._replace(**fields)
     return state._replace(parts=(parts[0], parts[1]))
 
 
 def renew(state: State, side: int) -> State:
-    """Renew the version of a participant, if it has one."""
     if not state.parts[side].at:
         return state
     return put(state, side, at=state.fresh)._replace(fresh=state.fresh + 1)
 
 
 def give(state: State, side: int) -> State:
-    """Give a participant a version, if it has none."""
     if state.parts[side].at:
         return state
     return put(state, side, of=state.fresh, at=state.fresh)._replace(fresh=state.fresh + 1)
@@ -155,7 +152,6 @@ def move(state: State, me: Process, name: str, then: tuple[str, int], *, takes: 
 
 
 def owns(state: State, me: Process) -> bool:
-    """Return True if the log has the state and the version that a process has seen."""
     return (state.log.state, state.log.version) == (me.log.state, me.log.version)
 
 
@@ -174,7 +170,6 @@ MOVES = {
 
 
 def read(state: State, me: Process) -> State:
-    """Choose what a process does with the transaction as it is now."""
     log, me = state.log, me._replace(log=state.log, seen=())
     is_too_late = me.cancels and log.state == "applied" and state.left.broken is not Broken.CANCELED_LATE
     if log.state in {"done", "canceled"}:
@@ -203,7 +198,6 @@ def look(state: State, me: Process) -> State:
 
 
 def prove(state: State, me: Process) -> State:
-    """Prove that the transaction is as it was read, or read it again."""
     return go(state, me, "apply" if owns(state, me) else "read")
 
 
@@ -227,12 +221,10 @@ def change(state: State, me: Process) -> State:
 
 
 def stop(state: State, me: Process) -> State:
-    """Stop loudly, if the process still has the transaction."""
     return go(state._replace(stopped=True), me, "end") if owns(state, me) else go(state, me, "read")
 
 
 def settle(state: State, me: Process) -> State:
-    """Pull a marker, and renew the version."""
     broken, after = state.left.broken, put(state, me.side, marked=False)
     after = after if broken is Broken.SETTLED_AS_IS else renew(after, me.side)
     then = "settle" if me.side == 0 else "end" if broken is Broken.DONE_FIRST else "done"
@@ -253,7 +245,6 @@ def undo(state: State, me: Process) -> State:
 
 
 def record(state: State, me: Process) -> State:
-    """Record that a step is made."""
     name, then, takes = MOVES[me.step]
     if me.step == "applied" and state.left.broken is Broken.DONE_FIRST:
         name = "done"
@@ -281,7 +272,6 @@ def work(state: State) -> Iterator[tuple[Step, State]]:
 
 
 def befall(state: State) -> Iterator[tuple[Step, State]]:
-    """Yield what others may do."""
     left, number = state.left, state.started + 1
 
     def less(name: str) -> State:
@@ -307,7 +297,6 @@ def befall(state: State) -> Iterator[tuple[Step, State]]:
 
 
 def list_steps(_world: World, state: State) -> Iterator[tuple[Step, State]]:
-    """Yield every step that a state allows."""
     yield from work(state)
     yield from befall(state)
 

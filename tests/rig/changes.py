@@ -19,7 +19,6 @@ TERM = 100
 
 
 def token(number: int) -> Document:
-    """Return the resume token of the change with this number."""
     return {"_data": f"82{number:06d}"}
 
 
@@ -36,12 +35,10 @@ def event_of_key(number: int, key: object, *, exists: bool = False) -> Document:
 
 
 def hash_of(key: object) -> int:
-    """Return the hash of a document's key."""
     return document_hash(event_of_key(0, key))
 
 
 def number_of(change: Change) -> int:
-    """Return the number of a change, by its document."""
     return int((change.full_document or {}).get("n", 0))
 
 
@@ -56,7 +53,6 @@ def letter_of(
     raw: bytes = b"",
     error: str = "ValueError: no",
 ) -> Document:
-    """Return the dead letter of a change, whose document has its number or this key, as an execution leaves it."""
     document = number if key is None else key
     return dead_letter(
         bridge=BRIDGE,
@@ -74,7 +70,6 @@ def letter_of(
 
 
 def make_run(first: int, count: int, *changes: bytes, **fields: Any) -> Run:
-    """Build a run of so many changes of the first partition."""
     return Run(BRIDGE, HANDLER, 0, 0, TERM, first, first + count - 1, **{"changes": changes, **fields})
 
 

@@ -67,13 +67,11 @@ class Recording:
                 self._transaction.append(event)
 
     def end(self) -> None:
-        """Judge what is left."""
         events, self._transaction = self._transaction, []
         if events:
             self._judge(events)
 
     def _forget(self, event: Event) -> None:
-        """Somebody has dropped a collection."""
         name = event["ns"].get("coll")
         for gone in [key for key in self._stored if name in (None, key[0])]:
             del self._stored[gone]
@@ -101,7 +99,6 @@ class Recording:
 
 
 def record(client: MongoClient[Stored], database: str, start: Timestamp) -> Recording:
-    """Record what was written to a state database since a time, up to now."""
     recording = Recording()
     for event in follow(client, start, database, without=LARGE):
         recording.take(event)
@@ -110,7 +107,6 @@ def record(client: MongoClient[Stored], database: str, start: Timestamp) -> Reco
 
 
 def transaction_of(event: Event) -> Any:
-    """Return the name of an event's transaction. None outside of one."""
     return (event["txnNumber"], event["lsid"]["id"]) if "txnNumber" in event else None
 
 
@@ -125,7 +121,6 @@ def _seconds(time: datetime | None) -> float:
 
 
 def document_after(before: Stored, event: Event) -> Stored | None:
-    """Return a document after an event. None if it is gone."""
     if event["operationType"] == "delete":
         return None
     if event["operationType"] == "update":
@@ -197,18 +192,10 @@ def _partition(document: Stored, _: Any) -> Partition:
     )
 
 
-def _stored_change(document: Stored, _: Any) -> StoredChange:
-    return StoredChange(int(document["term"]), str(document["_id"]).rpartition("/")[2])
-
-
-def _letter(document: Stored, _: Any) -> Letter:
-    return Letter(_place(document), document.get("parked"))
-
-
 _VIEWS: Mapping[str, Callable[[Stored, Any], relation.Document]] = {
     "leases": _lease,
     "handlers": _handler,
     "partitions": _partition,
-    "backlog": _stored_change,
-    "dead_letters": _letter,
+    "backlog": lambda document, _: StoredChange(int(document["term"]), str(document["_id"]).rpartition("/")[2]),
+    "dead_letters": lambda document, _: Letter(_place(document), document.get("parked")),
 }

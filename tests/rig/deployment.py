@@ -51,14 +51,7 @@ class Deployment(Project):
     Args:
         client: the test's own client; facts and judgements go through it.
         url: of the MongoDB for data, state and facts; failpoints name the bridge's clients, not that of the facts.
-        directory: for the processes' output and the gates.
         options: of the bridge, over `SHORT_TIMES`.
-        handlers: the project's handlers to register; all of them if left out.
-        include: a module with more handlers.
-        transport: Celery's `broker_transport_options`.
-        conf: more of Celery's settings.
-        environment: more variables.
-        redis: options of the Redis server.
 
     Attributes:
         is_recorded: whether `judge` can read all that the bridge has stored. False once a test has rolled the oplog
@@ -124,7 +117,6 @@ class Deployment(Project):
         return f"{self.url}&appName={self.app_name(process)}"
 
     def app_name(self, process: str) -> str:
-        """What a process calls itself to MongoDB."""
         return f"{self.names}.{process}"
 
     def changes(self, command: str, *arguments: str, **variables: str) -> Document:
@@ -151,7 +143,6 @@ class Deployment(Project):
 
     @property
     def logs(self) -> dict[str, str]:
-        """All output so far, by process."""
         return {process.output.name: process.text for process in self._processes.started}
 
     @property
@@ -188,11 +179,9 @@ class Deployment(Project):
         return [self.write(handler, key, n, **do) for n in range(1, count + 1) for key in chosen]
 
     def partition_of(self, handler: str, key: str) -> int:
-        """The partition of a key."""
         return partition_hash([self.data.name, handler, key]) % self.partitions
 
     def keys(self, handler: str, partition: int, prefix: str = "k") -> Iterator[str]:
-        """Keys of one partition, without end."""
         number = 0
         while True:
             key = f"{prefix}{number}"
@@ -209,7 +198,6 @@ class Deployment(Project):
         return [Started(**{name: each[name] for name in names}, partitioning=_partitioning(each)) for each in found]
 
     def effects(self) -> list[Effect]:
-        """Accepted effects, in the order of each partition's sink."""
         return [
             Effect(**{name: each[name] for name in _WHERE}, partitioning=_partitioning(each))
             for sink in self.data["sink"].find().sort("_id")
@@ -217,29 +205,23 @@ class Deployment(Project):
         ]
 
     def partition(self, handler: str, index: int) -> Document:
-        """The state of one partition."""
         found = sparse(self.state["partitions"]).find_one({"handler": handler, "partition": index})
         assert found is not None, f"no partition {index} of {handler}"
         return found
 
     @property
     def lease(self) -> Document:
-        """The stored lease."""
         return sparse(self.state["leases"]).find_one({"_id": "chain"}) or {}
 
     def of(self, item: Due) -> Document:
-        """The state of a change's partition."""
         return self.partition(item.handler, self.partition_of(item.handler, item.key))
 
     def letters(self, handler: str) -> list[Document]:
-        """Dead letters of a handler, in the order of their tokens."""
         return list(self.state["dead_letters"].find({"handler": handler}).sort("_id"))
 
     # -- waiting -----------------------------------------------------------------------------------
 
     def wait_started(self, item: Due, times: int = 1, timeout: float = PATIENCE_SECONDS) -> Started:
-        """Wait until a handler has started for a change that often."""
-
         def started() -> Started | None:
             found = self.starts(item)
             return found[times - 1] if len(found) >= times else None
@@ -275,8 +257,6 @@ class Deployment(Project):
     def wait_state(
         self, item: Due, condition: Callable[[Document], object], timeout: float = PATIENCE_SECONDS
     ) -> Document:
-        """Wait until the document of a change's partition fulfils a condition, and return it."""
-
         def found() -> Document | None:
             document = self.of(item)
             return document if condition(document) else None
@@ -337,7 +317,6 @@ class Deployment(Project):
         return history
 
     def read_oplog(self) -> list[Fact]:
-        """All that has happened so far, in the order of the oplog."""
         databases = {"data": self.data, "state": self.state, "facts": self.facts}
         # What needs no effect comes last: no watermark may rely on what a test expects.
         return [*read_oplog(self.client, self._since, **databases), *map(SetAside, self._without_effect)]
@@ -350,8 +329,6 @@ Make = Callable[..., Deployment]
 
 
 class MakeDeployment(Protocol):
-    """Makes deployments, and takes them apart in the end."""
-
     @overload
     def __call__(self, *handlers: str, kind: type[D], start: str = "", **given: Any) -> D: ...
     @overload

@@ -6,25 +6,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pymongo import (
-    DeleteOne,
-    MongoClient,
-    ReplaceOne,
-    UpdateMany,
-    UpdateOne,
-)
+from pymongo import DeleteOne, MongoClient, ReplaceOne, UpdateMany, UpdateOne
 from pymongo.collection import Collection
 
 from mongo_celery.bridge.fenced import TOMBSTONES, FencedCollection
 from mongo_celery.bridge.fenced.fence import Fence
+from tests.rig.commands import CommandRecorder
 
 Document = dict[str, Any]
 MakeClient = Callable[..., MongoClient[Document]]
+Target = Collection[Document]
+Spied = tuple[Target, CommandRecorder]
+"""A collection, and the commands that its client sends."""
 
 KEY = "shop/summarise"
 DEADLINE_S = 120
 FENCE = "_fence"
-RIVAL = "rival"
 
 
 def fence(token: int, *, index: int = 0, partitioning: int = 1, key: str = KEY) -> Fence:

@@ -43,9 +43,9 @@ class Wrote:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class _OfChange:
     """
-    A handler began with a change.
+    What a handler did with a change.
 
     Attributes:
         fence: the token under which it did.
@@ -57,38 +57,28 @@ class Started:
     handler: str
     key: str
     n: int
-    fence: int
-    partition: int = 0
-    partitioning: int = 0
-    seq: int | None = None
-    at: float = 0.0
-    retries: int = 0
-    pid: int = 0
-
-    @property
-    def due(self) -> Due:
-        """Of which change."""
-        return Due(self.handler, self.key, self.n)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
-    """A handler's effect was accepted by what it writes to; attributes as of `Started`."""
-
-    handler: str
-    key: str
-    n: int
     fence: int = 0
     partition: int = 0
     partitioning: int = 0
     seq: int | None = None
-    place: str = ""
     at: float = 0.0
 
     @property
     def due(self) -> Due:
-        """Of which change."""
         return Due(self.handler, self.key, self.n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(_OfChange):
+    """A handler began with a change."""
+
+    retries: int = 0
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect(_OfChange):
+    """A handler's effect was accepted by what it writes to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +109,6 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Led:
-    """A listener acquired the lease."""
-
     listener: str
     version: int
     at: float = 0.0
@@ -178,7 +166,6 @@ def lost(history: Sequence[Fact], handlers: Handlers = NONE) -> list[str]:
 
 
 def missing(history: Sequence[Fact], handlers: Handlers, kind: type[Started | Effect]) -> list[Due]:
-    """The changes that have no fact of a kind, and were not set aside."""
     there = {fact.due for fact in history if isinstance(fact, (kind, SetAside))}
     return [due for due, _ in _owed(history, handlers) if due not in there]
 

@@ -29,7 +29,6 @@ class Role:
         self.process = start(name)
 
     def look(self, processes: Processes) -> None:
-        """Start it again, if it has ended."""
         ended = self.process.returncode
         if ended is None:
             return

@@ -28,7 +28,6 @@ def token(number: int) -> dict[str, Any]:
 
 
 def stored_change(number: int, **fields: Any) -> StoredChange:
-    """An insert as the listener stores it."""
     event = {"_id": token(number), "operationType": "insert", "ns": {"db": "shop", "coll": "orders"}, **fields}
     event["documentKey"] = {"_id": number}
     return StoredChange(token(number)["_data"], bson.encode(event), hash=number)
@@ -51,11 +50,9 @@ class LedBridge:
         self.partitionings = {name: layout.term for name, layout in takeover.layouts.items()}
 
     def report(self, **fields: Any) -> None:
-        """Let the listener report."""
         assert self.store.leases.record_report(self.term, fields)
 
     def claim(self, index: int = 0, number: int = 1, handler: str = "summarise") -> Claim | None:
-        """Claim one change of a partition, as a worker does."""
         return self.store.claims.take(
             self.store.partitions.partition_id(handler, self.partitionings[handler], index),
             owner=str(ObjectId()),
@@ -66,13 +63,11 @@ class LedBridge:
         )
 
     def run(self, index: int = 0, number: int = 1, handler: str = "summarise") -> Claim:
-        """Claim a change that may run."""
         claim = self.claim(index, number, handler)
         assert claim is not None, "the change may run"
         return claim
 
     def halt(self, index: int = 0, number: int = 1, handler: str = "summarise") -> None:
-        """Let a change fail for good."""
         claim = self.run(index, number, handler)
         assert self.store.claims.halt(claim, token(number), f"shop.orders insert {number}", "ValueError: no")
 
@@ -86,7 +81,6 @@ class LedBridge:
         return self.operations.read_status().handlers[0].partitions[index]
 
     def images(self) -> list[Image]:
-        """All partitions, read now."""
         return self.store.partitions.of(self.partitionings)
 
     def lose_history(self, oldest: Timestamp = Timestamp(0x10000000, 1)) -> None:  # noqa: B008 - it is immutable
@@ -98,7 +92,6 @@ class LedBridge:
 
     @property
     def image(self) -> Image:
-        """The first partition, read now."""
         return self.images()[0]
 
     def store_changes(self, *changes: StoredChange, mark: bool = True) -> None:
@@ -108,7 +101,6 @@ class LedBridge:
             assert self.store.partitions.mark_stored(self.image.id, self.version, changes[-1].data, "halted")
 
     def commit(self, last: int) -> None:
-        """Let all changes of the first partition up to one be done."""
         for number in range(int(self.image.committed) + 1, last + 1):
             assert self.store.claims.discard(self.run(number=number), token(number))
 

@@ -13,7 +13,6 @@ from tests.fixtures.process import PATIENCE_SECONDS
 
 @contextmanager
 def listening(bridge: Bridge) -> Iterator[None]:
-    """Run the bridge's listener until the block ends."""
     listener = Listener(bridge.wiring)
     thread = threading.Thread(target=listener.run, daemon=True)
     thread.start()

@@ -40,7 +40,6 @@ def read_oplog(
     state: Database[Document],
     facts: Database[Document],
 ) -> Iterator[Fact]:
-    """Give the facts of a deployment from a time to this moment."""
     parts = {data.name: "data", state.name: "state", facts.name: "facts"}
     reading = _Reading()
     for event in follow(client, since, *parts):

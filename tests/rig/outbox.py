@@ -34,8 +34,6 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Message:
-    """One message in the queue, its headers and its decoded body."""
-
     headers: Document
     body: Any
 
@@ -61,15 +59,7 @@ def _same(value: Any) -> Any:
 
 
 class Rig:
-    """
-    An app with tasks, its queue, and outboxes.
-
-    Args:
-        database: of this test.
-        broker: URL of an emptied Redis.
-        backend: URL of the result backend.
-        conf: more of Celery's settings.
-    """
+    """An app with tasks, its queue, and outboxes."""
 
     def __init__(
         self, database: Database[Document], broker: str, backend: str = "cache+memory://", **conf: Any
@@ -96,7 +86,6 @@ class Rig:
         return made
 
     def messages(self, collection: str | Collection[Document] = "outbox", **options: Any) -> OutboxCollection:
-        """An outbox in a collection of its own, which leaves delivery to sweeps."""
         given = {"sweep_every": None, "at_once": False, "database": self.database.name, **options}
         name = given.pop("name", f"outbox {len(self._outboxes)}")
         made = OutboxCollection(self.app, self._open(collection), name=name, **given)
@@ -121,7 +110,6 @@ class Rig:
         return pending(self.database, identity, collection)
 
     def drain(self) -> list[Message]:
-        """Take all messages from the queue, the oldest first."""
         found = []
         while (raw := self._redis.rpop("celery")) is not None:
             message = json.loads(raw)
@@ -131,7 +119,6 @@ class Rig:
         return found
 
     def sent(self) -> list[list[Any]]:
-        """Arguments of all messages, the oldest first."""
         return [message.args for message in self.drain()]
 
     def close(self) -> None:
@@ -178,7 +165,6 @@ def opened(database: Database[Document], broker: str, **conf: Any) -> Iterator[R
 
 @pytest.fixture(name="rig")
 def an_outbox_rig(database: Database[Document], redis_url: str) -> Iterator[Rig]:
-    """An app with outboxes on the session's servers."""
     with opened(database, redis_url) as made:
         yield made
 
@@ -239,7 +225,6 @@ Publish = Callable[[], None]
 
 @contextmanager
 def publishing(outbox: BaseOutbox, instead: Callable[[Publish, Entry], object]) -> Iterator[None]:
-    """Inside, each entry goes to a function, with that which publishes it."""
     publisher = outbox.runtime.publisher
     publish = publisher.publish
 

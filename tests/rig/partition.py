@@ -26,14 +26,11 @@ NASTY = ("$committed", "$$NOW", "$", "$.x", "a.b", "")
 
 
 def layouts(*names: str, partitioning: int = 0, partitions: int = 1) -> dict[str, Layout]:
-    """One layout for these subscriptions."""
     return {name: Layout(partitioning, partitions, "blake2b-64:_id") for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionRig:
-    """A store, one partition of it, and its document."""
-
     store: Store
     where: str
     documents: Collection[Document]
@@ -49,14 +46,12 @@ class PartitionRig:
 
     @property
     def document(self) -> Document:
-        """The partition as it is stored."""
         found = self.documents.find_one({"_id": self.where})
         assert found is not None, "the partition exists"
         return found
 
     @property
     def image(self) -> Image:
-        """The partition as the listener sees it."""
         self.partitions.flush()  # a success is written with w:1
         return self.partitions.look([self.where])[0]
 
@@ -68,11 +63,9 @@ class PartitionRig:
         self.documents.update_one({"_id": self.where}, {name: fields for name, fields in update.items() if fields})
 
     def lapse(self) -> None:
-        """Let the claim's time be over."""
         self.documents.update_one({"_id": self.where}, [{"$set": {"claim.until": {"$subtract": ["$$NOW", 1]}}}])
 
     def try_claim(self, first: int = 1, last: int | None = None, *, owner: str = "me", **options: Any) -> Claim | None:
-        """Claim a run of this version, which begins with this change."""
         given = {"term": TERM, "token": token(first)["_data"], **options}
         return self.claims.take(self.where, owner=owner, first=first, last=last or first, **given)
 

@@ -34,7 +34,6 @@ def data_of(token: Mapping[str, Any] | None) -> str:
 
 
 def place_of(plan: Plan) -> Timestamp:
-    """Where a reset goes."""
     time = time_of_token({"_data": plan.fields["token"]}, None)
     assert time is not None
     return time
@@ -59,7 +58,6 @@ class PositionsRig:
     # -- a listener --------------------------------------------------------------------------------
 
     def lead(self) -> None:
-        """Begin a term, as a listener does."""
         self.store.leases.ensure()
         self.term = self.store.leases.acquire(IDENTITY, (self.store.leases.read() or {}).get("identity"))
         assert self.term is not None, "the lease is free"
@@ -68,7 +66,6 @@ class PositionsRig:
         self.version, self.partitioning = takeover.version, takeover.layouts[self.handler].term
 
     def release(self) -> None:
-        """End the term."""
         assert self.term is not None, "it leads"
         assert self.store.leases.release(self.term)
 
@@ -93,7 +90,6 @@ class PositionsRig:
         return self.store.partitions.partition_id(self.handler, self.partitioning, index)
 
     def claim(self, event: Mapping[str, Any]) -> Claim | None:
-        """Begin to run a change."""
         number = int(self.partition(self.index(event))["committed"]) + 1
         where, token = self.partition_id(self.index(event)), event["_id"]["_data"]
         owner = str(ObjectId())
@@ -116,7 +112,6 @@ class PositionsRig:
         return sparse(self.state["handlers"]).find_one({"_id": f"{NAME}/{self.handler}"}) or {}
 
     def of(self, index: int) -> list[Document]:
-        """The changes of a partition."""
         return [event for event in self.events if self.index(event) == index]
 
     def claims_at(self, event: Mapping[str, Any]) -> Claim:
@@ -129,7 +124,6 @@ class PositionsRig:
         return self.bridge.operations.reset(self.handler, to, **options)
 
     def reset(self, to: str, **options: Any) -> Plan:
-        """Plan and do it."""
         plan = self.plan(to, **options)
         plan.run()
         return plan
@@ -141,7 +135,6 @@ class PositionsRig:
 
 
 def bridge_on(url: str, data: Database[Document], state: str, *handlers: str) -> Bridge:
-    """The bridge of an app with these handlers of one collection."""
     app = Celery("positions", broker="memory://", set_as_current=False)
     bridge = Bridge(app, url, name=NAME, database=state, partitions=PARTITIONS, autodiscover=False)
     for name in handlers:

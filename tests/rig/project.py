@@ -35,13 +35,6 @@ class Project:
     """
     One app, which reads `PROJECT_MONGO`, `PROJECT_BROKER`, `PROJECT_NAMES` and `PROJECT_OPTIONS` from its environment.
 
-    Args:
-        processes: starts and ends its processes.
-        client: of the MongoDB that has all of its databases.
-        url: of the same.
-        broker: URL of the broker.
-        variables: more of its environment.
-
     Attributes:
         app: the module with the app, as `celery -A` takes it.
         options: of the bridge.
@@ -74,7 +67,6 @@ class Project:
             empty(self.client, database)
 
     def url_of(self, process: str) -> str:  # noqa: ARG002 - some name their processes
-        """Return the address of MongoDB as a process has it."""
         return self.url
 
     def variables(self, options: Mapping[str, Any] | None = None, **more: str) -> dict[str, str]:
@@ -90,7 +82,6 @@ class Project:
         options: Mapping[str, Any] | None = None,
         **variables: str,
     ) -> ProjectProcess:
-        """Start a command of Celery, and wait for an output, if one is given."""
         called = name or arguments[0]
         environment = {**self.variables(options), "PROJECT_MONGO": self.url_of(called), **variables}
         started = self._processes.celery(app or self.app, *arguments, name=called, environment=environment)
@@ -110,7 +101,6 @@ class Project:
         return self.start(*own, name=name, **{"awaited": r" ready\.", **given})
 
     def run(self, *arguments: str, text: str = "", app: str = "", **variables: str) -> Done:
-        """Run a command of Celery to its end."""
         return run_celery("-A", app or self.app, *arguments, environment=self.variables(None, **variables), text=text)
 
     def answer(self, *arguments: str, status: int = 0, **variables: str) -> Document:

@@ -43,7 +43,6 @@ def change(number: int) -> ChangeEvent:
 
 
 def number_of(data: str) -> int:
-    """The number of an event, by the comparable part of its token."""
     return int(data[10:18], 16)
 
 
@@ -52,28 +51,11 @@ def region(found: Mapping[str, Any]) -> Any:
     return found["documentKey"]["region"]
 
 
-@dataclass
-class Stream:
-    """The events that a term reads, up to an end."""
-
-    events: Sequence[ChangeEvent]
-    at: str = ""
-
-    def read(self, subscriptions: Iterable[Subscription]) -> None:
-        """Hand over the next events."""
-        for each in [each for each in self.events if each.mark.data > self.at]:
-            self.at = each.mark.data
-            for subscription in subscriptions:
-                subscription.ingest_item(each)
-
-
 class SwitchingTerm:
     """
     One term, which repartitions handlers whose options ask for it.
 
     Args:
-        rig: the term.
-        events: the stream.
         handled: takes the numbers of events as workers handle them.
     """
 
@@ -93,12 +75,11 @@ class SwitchingTerm:
         snapshots = Snapshotting(rig.wiring, self.led, rig.version, lambda: None)
         self.repartitioning = Repartitioning(rig.wiring, self.watermarks, self.storing, snapshots)
         self._replace(self.repartitioning.begin(self.led, self.takeover))
-        self.stream = Stream(events, min((each.window.seen for each in self.led.values()), default=""))
+        self.events, self.read_to = events, min((each.window.seen for each in self.led.values()), default="")
         self.now = time.monotonic()
 
     @property
     def waits(self) -> dict[str, str]:
-        """What each handler on its way waits for."""
         return {each["subscription"]: each["waits"] for each in self.repartitioning.report()}
 
     def _replace(self, moved: Iterable[Subscription]) -> None:
@@ -106,7 +87,6 @@ class SwitchingTerm:
             self.led[subscription.name] = subscription
 
     def observe(self) -> None:
-        """Look at all partitions."""
         for subscription in self.led.values():
             ids = [partition.partition_id for partition in subscription.partitions.values()]
             for image in self.rig.store.partitions.look(ids, self.storing.session):
@@ -115,11 +95,14 @@ class SwitchingTerm:
     def turn(self) -> None:
         """One turn of the leading thread, two seconds later than the one before, without a worker."""
         self.now += 2.0
-        self.stream.read(self.led.values())
+        for each in [each for each in self.events if each.mark.data > self.read_to]:
+            self.read_to = each.mark.data
+            for subscription in self.led.values():
+                subscription.ingest_item(each)
         self.observe()
         self._replace(self.repartitioning.turn(self.now))
         if self.repartitioning.wants_reading(self.now):
-            self.stream.at = min(each.window.seen for each in self.led.values())
+            self.read_to = min(each.window.seen for each in self.led.values())
             self.repartitioning.resume_reading(self.now)
         self.storing.turn(self.now, at_end=True)
 
@@ -141,14 +124,12 @@ class SwitchingTerm:
         return True
 
     def end(self, claim: Claim, run: Run) -> None:
-        """Let a claimed run succeed."""
         tokens = run.stored or [read_token(raw)["_data"] for raw in run.changes]
         self.handled += [(run.subscription, number_of(token)) for token in tokens]
         assert self.rig.store.claims.handle(claim, claim.last, {"_data": tokens[-1]})
         assert self.rig.store.claims.commit(claim.partition_id, claim.first)
 
     def runs(self, name: str = NAME) -> dict[int, Run]:
-        """What is due now, by partition."""
         self.turn()
         return {dispatch.run.index: dispatch.run for dispatch in self.led[name].due(time.monotonic())}
 
@@ -159,7 +140,7 @@ class SwitchingTerm:
             for name in self.led:
                 self.work(name)
             idle = all(not each.window.count and not each.backlogs for each in self.led.values())
-            read = not self.stream.events or self.stream.at >= self.stream.events[-1].mark.data
+            read = not self.events or self.read_to >= self.events[-1].mark.data
             if is_done() if is_done is not None else idle and read and not self.waits:
                 self.observe()
                 return
@@ -181,16 +162,13 @@ class TermsOfShop:
     handled: list[tuple[str, int]] = field(default_factory=list)
 
     def write(self, *numbers: int) -> None:
-        """Add events to the stream."""
         self.events += map(change, numbers)
 
     def begin(self, partitions: int, *names: str, **options: Any) -> SwitchingTerm:
-        """A term with so many partitions."""
         rig = begin_term(self.client, self.database, partitions, names or (NAME,), **options)
         return SwitchingTerm(rig, self.events, self.handled)
 
     def numbers(self, name: str = NAME) -> list[int]:
-        """What a handler was given."""
         return [number for handler, number in self.handled if handler == name]
 
     def check(self, name: str = NAME) -> None:
@@ -202,12 +180,10 @@ class TermsOfShop:
             assert mine == sorted(mine)
 
     def in_force(self, term: SwitchingTerm, name: str = NAME) -> Layout:
-        """The layout in force."""
         (document,) = [each for each in term.rig.store.subscriptions.read_all() if parse_name(each) == name]
         return parse_layout(document)
 
     def images(self, term: SwitchingTerm, name: str = NAME) -> dict[int, Image]:
-        """The partitions in force."""
         found = term.rig.store.partitions.of({name: self.in_force(term, name).term})
         return {image.index: image for image in found}
 

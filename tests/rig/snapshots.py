@@ -45,8 +45,6 @@ HANDLER = "copy"
 
 @dataclass(frozen=True)
 class Seen:
-    """What a handler was given."""
-
     operation: str
     key: Any
     value: int | None
@@ -55,8 +53,6 @@ class Seen:
 
 @dataclass
 class SnapshotWorld:
-    """A collection, and what a handler has made of it, whoever ran it."""
-
     client: MongoClient[Document]
     url: str
     state: str
@@ -76,7 +72,6 @@ class SnapshotWorld:
 
     @property
     def records(self) -> list[Document]:
-        """The snapshots, as they are stored."""
         return list(self.client[self.state]["snapshots"].with_options(codec_options=_LENIENT_TIMES).find())
 
     @property
@@ -90,7 +85,6 @@ class SnapshotWorld:
         return self.terms[-1]
 
     def write(self, key: Any, value: int) -> None:
-        """Write a document, or delete it where the value is negative."""
         if value < 0:
             self.orders.delete_one({"_id": key})
         else:
@@ -106,11 +100,9 @@ class SnapshotWorld:
         self.copy[_name(key)] = value
 
     def snapshots_of(self, key: Any) -> int:
-        """How often a key was given as an existing document."""
         return sum(each.operation == "snapshot" and _name(each.key) == _name(key) for each in self.seen)
 
     def is_equal(self) -> bool:
-        """Whether the copies are what the collection has."""
         there = {_name(each["_id"]): each.get("v") for each in self.orders.find()}
         return there == {key: value for key, value in self.copy.items() if value is not None or key in there}
 
@@ -160,21 +152,17 @@ class SnapshotTerm:
         return self.bridge.wiring
 
     def begin(self) -> SnapshotTerm:
-        """Take over, and read on."""
         self.leader = _Stepped(self, self.wiring, _renewal(self.world, self.wiring))
         self.has_begun = True
         self.leader._begin()
         return self
 
     def step(self) -> None:
-        """One turn."""
         if self.is_killed.is_set():
             raise KilledError
         self.leader.turn()
 
     def until(self, condition: Callable[[], object], each: Callable[[], object] | None = None) -> None:
-        """Turn again and again until something is so."""
-
         def turned() -> object:
             if each is not None:
                 each()
@@ -184,16 +172,13 @@ class SnapshotTerm:
         wait_for(turned, message=lambda: f"{self.world.records}, {self.images()}, {self.world.seen[-5:]}")
 
     def finish(self, each: Callable[[], object] | None = None) -> None:
-        """Until all snapshots are done, and all that was written is handled."""
         self.until(lambda: self.world.records and all(one["state"] == "done" for one in self.world.records), each)
         self.until(self.world.is_equal)
 
     def images(self) -> list[Image]:
-        """The partitions as this term has seen them last."""
         return [partition.image for led in self.leader.subscriptions.values() for partition in led.partitions.values()]
 
     def close(self) -> None:
-        """End it, as if it were killed."""
         if self.has_begun:
             self.leader.intake.stop()
             self.leader.snapshots.thread.close()
@@ -272,13 +257,11 @@ def _name(key: Any) -> bytes:
 
 
 def keys_of(index: int, world: SnapshotWorld, count: int) -> list[int]:
-    """Keys of a partition."""
     found = (key for key in itertools.count() if partition_hash([world.data, world.name, key]) % PARTITIONS == index)
     return list(itertools.islice(found, count))
 
 
 def worlds(client: MongoClient[Document], url: str, state: str, data: str) -> Iterator[SnapshotWorld]:
-    """Give a world, and end its terms."""
     world = SnapshotWorld(client, url, state, data)
     yield world
     for term in world.terms:

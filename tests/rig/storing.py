@@ -43,19 +43,16 @@ _LATER = 1.1
 
 
 def key_of(index: int) -> int:
-    """A document of a partition."""
     return next(key for key in itertools.count() if partition_hash(["shop", "orders", key]) % PARTITIONS == index)
 
 
 def change(number: int, index: int = 0, padding: int = 0) -> ChangeEvent:
-    """The change with this place in the stream, of this partition."""
     document = event("insert", documentKey={"_id": key_of(index)}, fullDocument={"n": number, "padding": "x" * padding})
     raw = bson.encode({**document, "_id": {"_data": token_data(number)}})
     return ChangeEvent(mark(number), RawBSONDocument(raw, EVENT_TYPES), raw)
 
 
 def number_of(raw: bytes) -> int:
-    """The place in the stream of a change."""
     found: int = bson.decode(raw)["fullDocument"]["n"]
     return found
 
@@ -91,7 +88,6 @@ class StoringTerm:
     # -- what the listener does --------------------------------------------------------------------
 
     def read(self, *numbers: int, index: int = 0, padding: int = 0) -> None:
-        """Take in changes of a partition."""
         for number in numbers:
             self.led.ingest_item(change(number, index, padding))
 
@@ -113,8 +109,6 @@ class StoringTerm:
         self.storing.turn(time.monotonic() + self._later, at_end=False)
 
     def turn_until(self, condition: Callable[[], object], later: float = _LATER) -> None:
-        """Turn again and again, each time so much later, until something is so."""
-
         def turned() -> object:
             self.turn(later)
             return condition()
@@ -122,7 +116,6 @@ class StoringTerm:
         wait_for(turned, message=lambda: f"stored {self.stored()}, {self.image()}, {self.storing.report()}")
 
     def store(self, index: int = 0) -> bool:
-        """Store what a partition has in the buffer."""
         partition = self.led.partitions[index]
         while partition.queue:
             if not self.storing.store(self.led, partition, AGAIN if partition.must_store_again else "halted"):
@@ -130,13 +123,11 @@ class StoringTerm:
         return True
 
     def in_memory(self) -> list[StoredChange]:
-        """What was read back of the first partition."""
         backlog = self.led.partitions[0].backlog
         assert backlog is not None, "it runs from stored changes"
         return list(backlog.ahead)
 
     def dispatch(self) -> list[Run]:
-        """What is due now, as published."""
         found = []
         for dispatch in self.led.due(time.monotonic()):
             dispatch.partition.note_sent(time.monotonic())
@@ -156,32 +147,27 @@ class StoringTerm:
         return token["_data"] if token else None
 
     def close(self) -> None:
-        """End the term."""
         self.housekeeping.stop()
         self.storing.close()
 
     # -- what workers do ---------------------------------------------------------------------------
 
     def claim(self, run: Run) -> Claim:
-        """Begin to run it."""
         claim = claim_run(self.rig.store, run)
         if claim is None:
             raise RefusedError(f"somebody else has run {run.first}, or does")
         return claim
 
     def run(self, run: Run) -> None:
-        """Run it, and commit it."""
         claim = self.claim(run)
         self.ran += map(number_of, run.changes)
         assert self.rig.store.claims.handle(claim, run.last, read_token(run.changes[-1]))
         assert self.rig.store.claims.commit(run.partition_id, run.first)
 
     def halt(self, run: Run) -> None:
-        """Fail at its first change."""
         assert self.rig.store.claims.halt(self.claim(run), read_token(run.changes[0]), "key", "as asked")
 
     def retry(self, index: int = 0) -> None:
-        """Let a halted partition go on."""
         assert self.rig.store.partitions.retry(self.image(index))
 
     def work(self, *, until: int, later: float = 0.0) -> list[int]:
@@ -204,14 +190,12 @@ class StoringTerm:
 
     @property
     def documents(self) -> Collection[Document]:
-        """The stored changes, as they are stored."""
         return self.rig.database["backlog"]
 
     def partition_id(self, index: int = 0) -> str:
         return self.led.partitions[index].partition_id
 
     def stored(self, index: int = 0) -> list[int]:
-        """Places of the stored changes of a partition."""
         found = self.rig.store.backlog.read(self.partition_id(index), "", "9", 1_000_000)
         return [number_of(each.raw) for each in found]
 
@@ -219,7 +203,6 @@ class StoringTerm:
         return self.rig.store.partitions.look([self.partition_id(index)])[0]
 
     def marked(self, index: int = 0) -> str | None:
-        """Up to where a partition is marked."""
         spilled = self.image(index).stored
         return spilled["to"] if spilled else None
 
@@ -230,7 +213,6 @@ class StoringTerm:
 
 
 def terms(client: MongoClient[Document], database: str) -> Iterator[Callable[..., StoringTerm]]:
-    """Give what begins a term, whatever the one before is doing."""
     begun: list[StoringTerm] = []
 
     def begin(marks: Mark | None = None, **options: Any) -> StoringTerm:

@@ -29,7 +29,6 @@ SHORT_PAUSES = Pauses(first=0.1, longest=5.0, growth=1.5)
 
 
 def selector_of(*targets: str, name: str = "record", **conditions: Any) -> Selector:
-    """What one handler wants."""
     wanted = make_filter(conditions.get("operations"), conditions.get("fields"), conditions.get("match"))
     return Selector(name, tuple(parse_source(target, None) for target in targets), wanted)
 
@@ -52,7 +51,6 @@ def scope_on(
 
 
 def now(client: MongoClient[Any]) -> Position:
-    """The position behind everything that was written."""
     time = operation_time(client)
     return Position(None, Timestamp(time.time, time.inc + 1))
 
@@ -124,7 +122,6 @@ class StreamReading:
 
     @property
     def events(self) -> list[Mapping[str, Any]]:
-        """The events so far, decoded."""
         return [item.document for item in self.items if isinstance(item, ChangeEvent)]
 
     @property
@@ -135,7 +132,6 @@ class StreamReading:
 
     @property
     def marks(self) -> list[Mark]:
-        """The post-batch markers so far."""
         return [item for item in self.items if isinstance(item, Mark)]
 
     @property
@@ -145,7 +141,6 @@ class StreamReading:
 
     @property
     def operations(self) -> list[str]:
-        """The operation types, in the order of arrival."""
         return [event["operationType"] for event in self.events]
 
     def wait_for_keys(self, *keys: Any, seconds: float = PATIENCE_SECONDS) -> None:
@@ -155,9 +150,7 @@ class StreamReading:
 
     @property
     def failure(self) -> MongoCeleryError | None:
-        """The error with which the reader has ended."""
         return next((item.error for item in self.items if isinstance(item, Failed)), None)
 
     def wait_for_failure(self, seconds: float = PATIENCE_SECONDS) -> MongoCeleryError:
-        """Wait for the end."""
         return wait_for(lambda: self.failure, seconds, "the stream ends for good")

@@ -42,7 +42,6 @@ def handle(_change: Change) -> None:
 
 
 def mark_at(time: Timestamp) -> Mark:
-    """A place with this cluster time, as the server writes it."""
     data = f"82{time.time:08x}{time.inc:08x}2b02"
     return Mark({"_data": data}, data, time)
 
@@ -94,11 +93,9 @@ class TermRig:
         return cast("Wiring", found)
 
     def take_over(self) -> Takeover:
-        """What the term does first."""
         return take_over(self.store, self.renewal, self.options, self.handlers)
 
     def led(self, takeover: Takeover, marks: Mapping[str, Mark | None]) -> list[Subscription]:
-        """The subscriptions of this term, read up to these places."""
         return [self._led(takeover, handler, marks.get(handler.name)) for handler in self.handlers]
 
     def _led(self, takeover: Takeover, handler: Handler, mark: Mark | None) -> Subscription:
@@ -119,7 +116,6 @@ class TermRig:
         return Subscription(self.options, plan, partitions)
 
     def partitioning(self, name: str) -> int:
-        """That of a subscription's layout in force."""
         found = sparse(self.database["handlers"]).find_one({"_id": f"{BRIDGE}/{name}"})
         assert found is not None, "it was taken over"
         return int(found["partitioning"]["term"])
@@ -129,7 +125,6 @@ class TermRig:
         return f"{BRIDGE}/{name}/{self.partitioning(name)}/{index}"
 
     def documents(self) -> dict[str, Document]:
-        """All partitions as they are stored."""
         return {document["_id"]: document for document in self.partitions.find()}
 
 

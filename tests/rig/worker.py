@@ -64,12 +64,10 @@ class WorkerRig:
 
     @property
     def tokens(self) -> set[int]:
-        """The fencing tokens that the handler was given."""
         return {token for _, _, token in self.started}
 
     @property
     def keys(self) -> frozenset[int]:
-        """The hashes of the keys that are parked."""
         return frozenset(each["hash"] % (1 << 64) for each in self.rig.document.get("parkedKeys", ()))
 
     @property
@@ -82,19 +80,16 @@ class WorkerRig:
 
     @property
     def requests(self) -> list[ReplayRequest]:
-        """The replays that are asked for."""
         return self.rig.store.replays.read()
 
     # -- what the worker does ----------------------------------------------------------------------
 
     def execute(self, run: Run) -> None:
-        """Have the worker execute a run."""
         (handler,) = self.bridge.wiring.handlers
         execution = Execution(self.bridge.wiring, handler, run, self.patience, is_limited=True)
         execution.execute(self._call)
 
     def run(self, first: int, *keys: str, **fields: Any) -> None:
-        """Have it run changes of these keys, numbered from the first on."""
         self.execute(make_run_of_keys(first, *keys, existing=self.existing, **fields))
 
     def flow(self, *keys: str) -> None:
@@ -129,7 +124,6 @@ class WorkerRig:
         return dead_letter_commands.find(self.bridge.wiring, ids=[token(number)["_data"] for number in numbers])
 
     def ask(self, *numbers: int, dry_run: bool = False, over_newer: bool = False) -> Sequence[DeadLetterResult]:
-        """Ask for replays by the command."""
         ids = [each.document_id for each in self.find(*numbers).letters]
         return _results(self.bridge.operations.replay_dead_letters(ids=ids, over_newer=over_newer), dry_run=dry_run)
 
@@ -139,14 +133,12 @@ class WorkerRig:
         return self.rig.store.replays.request(letter.document_id, **place, over_newer=over_newer)
 
     def discard(self, *numbers: int, dry_run: bool = False) -> Sequence[DeadLetterResult]:
-        """Discard letters by the command."""
         ids = [each.document_id for each in self.find(*numbers).letters]
         return _results(self.bridge.operations.discard_dead_letters(ids=ids), dry_run=dry_run)
 
     # -- the handler -------------------------------------------------------------------------------
 
     def handle_changes(self, changes: Changes) -> None:
-        """Note what it is given, and do what the test wants."""
         numbered = [(each.document_key.get("_id"), number_of(each)) for each in changes]
         self.calls.append([number for _, number in numbered])
         self.started += [(key, number, changes[0].fencing_token) for key, number in numbered]
@@ -167,8 +159,6 @@ class WorkerRig:
 
 
 def fail_at(*bad: int, tells: bool = False) -> Handle:
-    """Return a handler that fails on these numbers, and may say on which."""
-
     def handle(changes: Changes) -> None:
         for change in changes:
             if number_of(change) in bad:

@@ -23,7 +23,6 @@ late = Bridge(name="late")
 
 
 def create_app() -> Celery:
-    """A factory."""
     made = Celery("late")
     late.init_app(made)
     assert_type(late.of(made), Bridge)
@@ -35,7 +34,6 @@ def create_app() -> Celery:
 
 @bridge.on_change("shop.orders", fields={"lines"}, max_retries=5)
 def summarise(change: Change) -> int:
-    """A handler: what it returns is known."""
     document = change.full_document
     if document is None:
         return 0
@@ -50,7 +48,6 @@ def summarise(change: Change) -> int:
 
 @bridge.on_change("shop.orders", bind=True, transactional=True, autoretry_for=(ConnectionError,))
 def bill(self: Any, change: Change) -> ObjectId:
-    """A handler with its task, called without it."""
     if self.request.retries > 3:
         raise self.retry(countdown=5)
     session: ClientSession | None = change.session
@@ -60,7 +57,6 @@ def bill(self: Any, change: Change) -> ObjectId:
 
 @bridge.on_change("shop.orders", transactional=True)
 async def bill_later(change: Change) -> ObjectId:
-    """An async handler, whose collection decides about the methods of the view."""
     bills = bridge.async_client["shop"]["bills"]
     assert_type(change.fenced(bills), AsyncFencedCollection)
     assert_type(change.fenced("shop.bills"), FencedCollection)
@@ -71,7 +67,6 @@ async def bill_later(change: Change) -> ObjectId:
 
 @late.on_changes("shop.carts", batch_size=100, coalesce=True, delay=timedelta(minutes=1))
 def count(changes: Changes) -> dict[str, int]:
-    """A bulk handler."""
     for change in changes:
         assert_type(change, Change)
         if not change.full_document:
@@ -81,7 +76,6 @@ def count(changes: Changes) -> dict[str, int]:
 
 
 def use() -> None:
-    """As a unit test does."""
     fence = Fence("shop/summarise", 0, 0, 1)
     change = Change.build("insert", ns="shop.orders", full_document={"_id": 1}, fence=fence)
     assert_type(summarise(change), int)

@@ -15,7 +15,6 @@ bridge = Bridge(Celery("shop"), "mongodb://localhost:27017")
 
 
 def deploy() -> int:
-    """Pause, and say how many partitions that are."""
     plan = bridge.operations.pause("orders", reason="migration")
     assert_type(plan, Plan)
     assert_type(plan.lines, Sequence[str])
@@ -27,7 +26,6 @@ def deploy() -> int:
 
 
 def confirm(user: str, seen: str) -> Sequence[str]:
-    """Act on behalf of somebody."""
     operations = bridge.operations.on_behalf_of(user)
     plans = [
         operations.skip("orders", 3, discard=True),

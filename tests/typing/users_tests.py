@@ -30,12 +30,10 @@ late = Bridge(name="shop")
 
 @late.on_change("shop.orders")
 def note(change: Change) -> str:
-    """A handler."""
     return change.operation_type
 
 
 def test_note(bridge: Bridge, bridge_runner: BridgeRunner) -> None:
-    """Alone, in the process of the test, and by a worker."""
     assert_type(note(inserted("shop.orders", {"_id": 1})), str)
     for change in (deleted("shop.orders", 1), replaced("shop.orders", {"_id": 1})):
         assert_type(change, Change)
@@ -52,7 +50,6 @@ def test_note(bridge: Bridge, bridge_runner: BridgeRunner) -> None:
 
 
 def test_tasks(outbox: Outbox, others: OutboxCollection, marks: Collection[dict[str, Any]]) -> None:
-    """What is stored and not sent, and what has run."""
     with undispatched(outbox, others):
         for each in pending_entries(others):
             assert_type(each, PendingEntry)
@@ -63,7 +60,6 @@ def test_tasks(outbox: Outbox, others: OutboxCollection, marks: Collection[dict[
 
 
 def test_deployment(bridge_workers: BridgeWorkers) -> None:
-    """By a real worker."""
     bridge_workers.start("shop.celery", "-c", "1", environment={"MONGO_URL": "mongodb://db/"}, timeout=30)
     bridge_workers.drain(timeout=60)
     assert_type(bridge_workers.output, str)

@@ -44,19 +44,16 @@ coordinator = TwoPhaseCommit(app, lambda: client.bank.transactions, timeout=time
 @app.task
 @once(lambda: client.shop.done, keep=timedelta(days=1))
 def send_receipt(order_id: str) -> str:
-    """Runs once for each message."""
     return order_id
 
 
 @once(lambda: client.shop.done, key=str.upper)
 def charge(order_id: str, *, session: ClientSession) -> int:
-    """With its own session, which callers do not give."""
     return client.shop.charges.update_one({"_id": order_id}, {"$inc": {"n": 1}}, session=session).modified_count
 
 
 @transactional(lambda: client, outbox=parcels)
 def book(seat: str, *, session: ClientSession) -> dict[str, Any] | None:
-    """A transaction that locks."""
     found: dict[str, Any] | None = select_for_update(client.shop.seats, {"_id": seat}, session=session, nowait=True)
     others: list[dict[str, Any]] = select_many_for_update(client.shop.seats, {"row": 1}, session=session, limit=3)
     parcels.add([send_receipt.s(seat)], [Event("seat.booked", {"others": len(others)})], session=session, key=seat)
@@ -65,7 +62,6 @@ def book(seat: str, *, session: ClientSession) -> dict[str, Any] | None:
 
 
 def use() -> None:
-    """As an application does."""
     assert_type(orders, Outbox)
     written = orders.insert_one({"lines": [1]}, tasks=[send_receipt.s(STORED_ID)], events=[Event("order.placed")])
     assert_type(written, InsertOneResult)

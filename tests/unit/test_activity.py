@@ -45,14 +45,6 @@ def test_a_run_is_measured_by_one_clock_at_a_time() -> None:
     assert seen.claim.sum == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("left", [None, {}, ran(1), {**ran(2), "took": "long"}, {**ran(2), "claimed": "noon"}])
-def test_what_is_passed_over_or_damaged_is_counted_and_not_measured(left: Any) -> None:
-    """A dead letter, a skip, a field that somebody else has written."""
-    seen, partition = sent(2)
-    seen.observe(partition, image(committed=2, ran=left, read_at=NOON), 101.0)
-    assert (seen.committed, sum(seen.handler.counts), sum(seen.claim.counts)) == (2, 0, 0)
-
-
 @pytest.mark.parametrize(
     ("sent_at", "is_finding"),
     [([0, 1, 2, 30, 50], True), ([0, 1, 2, 3, 59], False), ([0, 50], False), ([30, 50], False), ([], False)],
@@ -67,36 +59,6 @@ def test_runs_that_are_sent_again_all_the_time_are_a_finding(sent_at: list[float
     for now in sent_at:
         seen.note_sent(RUN, 1000.0 + now, partition)
     assert seen.is_sending_again(1061.0) == is_finding
-
-
-def test_runs_that_are_sent_again_after_a_crash_are_no_finding() -> None:
-    """P16: a worker has claimed them, and ended. Its crashes are counted, and say why."""
-    seen, partition = sent(1)
-    partition.observe(image(claim={"owner": "1@host"}, fencing_token=11), 101.0)
-    partition.repeat(102.0)
-    for now in (0, 20, 40):
-        seen.note_sent(RUN, 1000.0 + now, partition)
-    assert (seen.dispatched_again, seen.is_sending_again(1061.0)) == (3, False)
-
-
-def test_attempts_are_counted_as_they_are_seen() -> None:
-    """Of the change at the head; when the position moves, those of the next one begin at 0."""
-    seen, partition = sent(0)
-    waiting = {"count": 2, "cause": "away"}
-    states = [
-        image(),
-        image(retries=1),
-        image(retries=3, crashes=1),
-        image(retries=3, crashes=1, waiting=waiting),
-        image(committed=1),
-        image(committed=1, retries=1),
-        image(committed=1),  # a person had it run again, its attempts counted anew
-        image(committed=2, retries=2),
-    ]
-    for state in states:
-        seen.observe(partition, state, 0.0)
-        partition.image = state
-    assert (seen.retries, seen.crashes, seen.waits, seen.committed) == (6, 1, 2, 2)
 
 
 def test_a_listener_is_ready_while_it_leads_or_stands_by(monkeypatch: pytest.MonkeyPatch) -> None:

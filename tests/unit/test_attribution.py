@@ -30,8 +30,6 @@ class TranslatedError(Exception):
 
 
 class MuteError(Exception):
-    """An error without a text."""
-
     def __str__(self) -> str:
         raise ValueError
 
@@ -50,7 +48,6 @@ def _bulk_error(*codes: int) -> driver.BulkWriteError:
 
 
 def _left(raising: Callable[[], object]) -> BaseException:
-    """The exception as it has left a function."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - any
         raising()
     return caught.value
@@ -92,7 +89,6 @@ def _ask_somebody() -> None:
     ids=repr,
 )
 def test_servers_and_networks_are_infrastructure(error: BaseException) -> None:
-    """Each class, number and label by which driver and server speak of themselves; and what was raised from it."""
     assert infrastructure_cause(error)
 
 
@@ -157,7 +153,6 @@ def test_a_limit_that_is_reached_says_nothing_but_that(error: BaseException, rea
     ids=lambda error: type(error).__name__,
 )
 def test_everything_else_is_the_handlers_own(error: BaseException) -> None:
-    """A bad query, a limit of its own, a mistake while it deals with an outage, somebody else's service."""
     assert infrastructure_cause(error) is None
     assert conflict_cause(error) is None
 

@@ -14,7 +14,6 @@ from typing import Any, cast
 import pytest
 from celery import Celery
 from flask import Flask
-from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, Outbox
 from mongo_celery.bridge.wiring import BRIDGES
@@ -27,7 +26,6 @@ CHANGE = Change.build("insert", ns="shop.orders", full_document={"_id": 7})
 
 
 def made_app(bridge: Bridge | None, name: str, **settings: Any) -> Celery:
-    """A new app with the bridge; not the current one."""
     app = Celery(name, broker="memory://", set_as_current=False)
     app.conf.update(settings)
     if bridge is not None:
@@ -36,12 +34,10 @@ def made_app(bridge: Bridge | None, name: str, **settings: Any) -> Celery:
 
 
 def summarise(change: Change) -> Any:
-    """A handler."""
     return change.document_key
 
 
 def handle_later(change: Change) -> str:
-    """A handler that is declared when there are apps."""
     return change.namespace
 
 
@@ -54,7 +50,6 @@ def current() -> Iterator[Celery]:
 
 
 def test_each_app_of_a_factory_has_the_handlers_with_tasks_and_settings_of_its_own() -> None:
-    """Those that are declared before it, and those that come later."""
     bridge = Bridge(url=URL)
     bridge.on_change("shop.orders")(summarise)
     shops = made_app(bridge, "shop", mongo_celery_partitions=3), made_app(bridge, "store", mongo_celery_partitions=5)
@@ -88,7 +83,6 @@ def test_the_only_app_is_meant_whichever_is_current(current: Celery) -> None:
 
 
 def test_of_several_apps_the_current_one_is_meant() -> None:
-    """Also from another thread, if it is the default."""
     bridge = Bridge(url=URL, name="shop")
     task = bridge.on_change("shop.orders")(summarise)
     first, second = made_app(bridge, "first"), made_app(bridge, "second")
@@ -105,7 +99,6 @@ def test_of_several_apps_the_current_one_is_meant() -> None:
 
 
 def test_where_it_is_not_clear_which_app_is_meant_that_is_said() -> None:
-    """And what needs no app is told."""
     bridge = Bridge(url=URL, name="shop")
     task, orders = bridge.on_change("shop.orders")(summarise), bridge.outbox("shop.orders")
     apps = [made_app(bridge, "first"), made_app(bridge, "second")]
@@ -115,7 +108,6 @@ def test_where_it_is_not_clear_which_app_is_meant_that_is_said() -> None:
     for use in (lambda: task(CHANGE), lambda: cast("Any", task).delay, lambda: orders.name):
         with pytest.raises(ConfigurationError, match=r"bridge\.of\(app\)"):
             use()
-    assert not any(isinstance(each, Celery) or hasattr(each, "_name") for each in (task, orders)), "all may look"
     assert repr(bridge) == "<Bridge shop handlers=['summarise']>"
     assert bridge.of(apps[1]).app is apps[1]
     with pytest.raises(ConfigurationError):
@@ -129,13 +121,11 @@ def test_what_is_no_celery_app_is_refused(given: Any) -> None:
     """Flask's own extensions are given the Flask app; the URL is no first argument either."""
     bridge = Bridge(url=URL, name="shop")
     bridge.on_change("shop.orders")(summarise)
-    with pytest.raises(ConfigurationError, match="celery_init_app"):
-        bridge.init_app(given)
-    with pytest.raises(ConfigurationError, match="celery_init_app"):
-        Outbox(given, MongoClient[dict[str, Any]](URL, connect=False).shop.orders)
-    if given is not None:
+    url: Any = URL
+    takers: list[Any] = [bridge.init_app, lambda app: Outbox(app, url), lambda app: Bridge(app or url, URL)]
+    for take in takers:
         with pytest.raises(ConfigurationError, match="celery_init_app"):
-            Bridge(given, URL)
+            take(given)
 
 
 def test_a_module_that_was_imported_by_two_names_is_no_second_handler() -> None:
@@ -143,10 +133,9 @@ def test_a_module_that_was_imported_by_two_names_is_no_second_handler() -> None:
     again = FunctionType(summarise.__code__, {"__name__": "binding_rig"}, summarise.__name__)
     bridge = Bridge(url=URL, name="shop")
     bridge.on_change("shop.orders")(summarise)
-    with pytest.raises(ConfigurationError):
-        bridge.on_change("shop.orders")(again)
-    with pytest.raises(ConfigurationError):
-        bridge.of(made_app(bridge, "shop")).on_change("shop.orders")(again)
+    for each in (bridge, bridge.of(made_app(bridge, "shop"))):
+        with pytest.raises(ConfigurationError):
+            each.on_change("shop.orders")(again)
 
 
 def test_an_app_that_refuses_one_handler_has_none_of_them_and_all_when_it_is_mended() -> None:
@@ -219,12 +208,7 @@ def test_what_goes_through_the_names_of_a_module_needs_no_app() -> None:
     assert inspect.getmembers(module, inspect.isclass) == []
     assert doctest.DocTestFinder().find(module, module=module) == []
     assert unittest.defaultTestLoader.loadTestsFromModule(module).countTestCases() == 0
-    for each in (orders, task):
-        assert each
-        assert not hasattr(each, "__wrapped__")
-        assert not hasattr(each, "_name")
-    with pytest.raises(ConfigurationError):
-        orders.delete_one  # noqa: B018 - asked for
+    assert not any(hasattr(each, name) for each in (orders, task) for name in ("__wrapped__", "_name"))
     app = made_app(bridge, "shop")
     assert isinstance(orders, Outbox)
     assert isinstance(cast("Any", task), app.Task)

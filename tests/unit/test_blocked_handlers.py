@@ -9,7 +9,7 @@ from typing import Any
 from mongo_celery.bridge.listener.blocked import LAG_SECONDS, RETRYING_SECONDS, BlockedHandlers
 from mongo_celery.bridge.listener.subscription import Subscription
 from tests.fixtures.samples import image
-from tests.unit.test_subscription import change, subscription
+from tests.fixtures.subscriptions import change, subscription
 
 HALTED = image(state="halted", head={"at": None, "key": "k", "resumeToken": {"_data": "82"}}, error="ValueError: no")
 RETRYING = image(due_in=9.0)
@@ -27,7 +27,6 @@ class Watch:
         self.now = 1000.0
 
     def look(self, seen: Any, seconds: float = 0.0) -> list[tuple[str, int, int]]:
-        """What is new after these seconds, with this image of the partition."""
         self.now += seconds
         self.subscription.partitions[seen.index].observe(seen, self.now)
         found = self.handlers.find_new([self.subscription], self.now)
@@ -55,14 +54,6 @@ def test_attempts_of_the_same_change_end_no_block() -> None:
         found += watch.look(RUNNING, 10)
         watch.subscription.partitions[0].in_flight = None
     assert found == [("retrying", 0, 1)]
-
-
-def test_several_partitions_in_one_state_are_one_report() -> None:
-    watch = Watch()
-    watch.look(HALTED)
-    watch.look(replace(HALTED, index=1), 10)
-    watch.look(HALTED, LAG_SECONDS - 11)
-    assert watch.look(HALTED, 11) == [("halted", 0, 2)]
 
 
 def test_an_outage_is_reported_like_a_halt_but_neither_work_nor_a_pause_without_changes() -> None:

@@ -15,7 +15,7 @@ from pymongo import MongoClient
 from mongo_celery import Bridge, Change, Changes, Outbox, OutboxCollection
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
-from mongo_celery.bridge.stream.filter import make_filter
+from mongo_celery.bridge.stream.filter import Filter, make_filter
 from mongo_celery.bridge.stream.source import Selector, Source, make_scope, parse_source, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.testing.change import inserted
@@ -78,9 +78,12 @@ def raw(document: Mapping[str, Any]) -> RawEvent:
     return RawEvent(bson.encode(document))
 
 
+def filter_of(**conditions: Any) -> Filter:
+    return make_filter(**{"operations": None, "fields": None, "match": None, **conditions})
+
+
 def selector(*, bookkeeping: Bookkeeping | None = KNOWN, **conditions: Any) -> Selector:
-    wanted = {"operations": None, "fields": None, "match": None, **conditions}
-    return Selector("summarise", (ORDERS,), make_filter(**wanted), bookkeeping)
+    return Selector("summarise", (ORDERS,), filter_of(**conditions), bookkeeping)
 
 
 @pytest.mark.parametrize("description", OURS.values(), ids=OURS.keys())
@@ -123,10 +126,7 @@ def test_a_description_of_another_form_is_given(description: Any) -> None:
     ],
 )
 def test_who_asks_for_it_is_given_it(conditions: dict[str, Any], is_given: bool) -> None:
-    """By name, or as a whole: nothing else decides."""
-    one = Selector(
-        "summarise", (ORDERS,), make_filter(**{"operations": None, "fields": None, "match": None, **conditions})
-    )
+    one = Selector("summarise", (ORDERS,), filter_of(**conditions))
     scope = make_scope([one], state_database="state", bookkeeping=KNOWN)
     [one] = resolve_selectors([one], KNOWN)
     assert one.selects(updated({"updatedFields": {"pendingEvents.count": 1}})) is is_given
@@ -176,8 +176,8 @@ def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[st
     name = f"{database}.{change['ns']['coll']}"
 
     def is_given(*sources: str, **conditions: Any) -> bool:
-        filter_ = make_filter(**{"operations": "*", "fields": None, "match": None, **conditions})
-        one = Selector("all", tuple(parse_source(each, None) for each in sources), filter_)
+        wanted = filter_of(**{"operations": "*", **conditions})
+        one = Selector("all", tuple(parse_source(each, None) for each in sources), wanted)
         [one] = resolve_selectors([one], known)
         assert one.selects(raw(change)) is one.selects(change) is one.may_select(change)
         return one.selects(change)
@@ -190,8 +190,6 @@ def test_who_watches_a_whole_database_gets_no_collection_of_ours(change: dict[st
     if change["operationType"] != "update":
         assert is_given("*", fields={"total"}) is not is_ours
 
-
-# -- documents -------------------------------------------------------------------------------------
 
 PENDING = {"count": 1, "events": [{}]}
 KEPT: dict[str, dict[str, Any]] = {
@@ -225,8 +223,7 @@ def seen() -> Iterator[Seen]:
         Outbox(app, lambda: client.shop.bills, name="bills")
 
         def change(raw: Mapping[str, Any], **conditions: Any) -> Change:
-            wanted = {"operations": None, "fields": None, "match": None, **conditions}
-            return Change(raw, _view=HandlerView(AppOutboxes(app), make_filter(**wanted)))
+            return Change(raw, _view=HandlerView(AppOutboxes(app), filter_of(**conditions)))
 
         yield change
 
@@ -248,7 +245,6 @@ def test_documents_lack_what_this_package_keeps(seen: Seen, fields: dict[str, An
 
 @pytest.mark.parametrize("fields", OF_USERS.values(), ids=OF_USERS.keys())
 def test_documents_have_all_that_may_be_a_users(seen: Seen, fields: dict[str, Any]) -> None:
-    """A field of such a name with another value, or in another collection."""
     assert seen(event("insert", fullDocument={"_id": 1, **fields})).full_document == {"_id": 1, **fields}
 
 

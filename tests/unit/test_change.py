@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from datetime import UTC, datetime
@@ -13,7 +12,7 @@ import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery import Change, Fence, FencedCollection
+from mongo_celery import Change, Fence
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from tests.fixtures.samples import event
@@ -23,7 +22,6 @@ SECRET = "not for any log"
 
 @pytest.fixture
 def unreachable() -> Iterator[MongoClient[dict[str, Any]]]:
-    """Give a client of no server."""
     with MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False) as client:
         yield client
 
@@ -41,7 +39,6 @@ def full_event() -> dict[str, Any]:
 
 
 def test_attributes_carry_what_the_server_sent() -> None:
-    """PyMongo's names, in Python's spelling; the event itself stays reachable."""
     raw = full_event()
     change = Change(raw, partition=3, seq=9, fencing_token=12)
     assert (change.operation_type, change.ns, change.namespace) == ("update", raw["ns"], "shop.orders")
@@ -74,16 +71,6 @@ def test_a_change_is_decoded_when_it_is_looked_at_and_once() -> None:
     assert repr(change) == "<Change shop.orders update 7 seq=9>"
 
 
-def test_what_cannot_be_decoded_fails_where_it_is_looked_at() -> None:
-    """Each time, with the decoder's own error; all else of the change can be used."""
-    change = Change.unread(lambda: bson.decode(b"\x05\0\0\0\1"), seq=9)
-    assert change.seq == 9
-    assert "seq=9" in repr(change)
-    for _ in range(2):
-        with pytest.raises(bson.errors.InvalidBSON):
-            change.full_document  # noqa: B018
-
-
 def test_an_event_without_a_document_has_empty_attributes() -> None:
     """`drop`, `invalidate` and their like do not make a handler fail on the way to looking."""
     change = Change(event("invalidate", ""))
@@ -95,25 +82,7 @@ def test_an_event_without_a_document_has_empty_attributes() -> None:
         _ = change["ns"]
 
 
-@pytest.mark.parametrize(
-    ("raw", "text"),
-    [
-        (event("dropDatabase", "shop"), "shop dropDatabase -"),
-        (event("delete", documentKey={"_id": None}), "shop.orders delete None"),
-        (event("delete", documentKey={"region": "eu"}), "shop.orders delete -"),
-        (event("delete", documentKey={"_id": "x" * 1000}), f"shop.orders delete '{'x' * 79}..."),
-        (event("delete", documentKey=7), "shop.orders delete -"),
-        (event("delete", ns="orders"), " delete 1"),
-        (event("x" * 1000), f"shop.orders {'x' * 80} -"),
-    ],
-)
-def test_a_description_is_bounded_and_never_fails(raw: dict[str, Any], text: str) -> None:
-    """A log line of a change with an endless key is still a line."""
-    assert describe(raw) == describe(bson.encode(raw)) == text
-
-
 def test_a_change_for_a_unit_test_is_built_like_the_servers() -> None:
-    """The document key comes from the document; everything else that an event has may be given."""
     change = Change.build(
         "update", ns="shop.orders.old", full_document={"_id": 7}, fencing_token=4, updateDescription={"a": 1}
     )
@@ -141,17 +110,7 @@ def test_a_built_change_writes_nothing_fenced(given: dict[str, Any], unreachable
             Fence("shop/summarise", 0, change.partition, change.fencing_token)
 
 
-def test_a_built_change_with_a_fence_gives_fenced_views(unreachable: MongoClient[dict[str, Any]]) -> None:
-    """By name or by collection. A name needs a client, and a database unless the client's URL has one."""
-    fence = Fence("shop/summarise", 1, 3, 4)
-    change = Change.build("insert", ns="shop.orders", fence=fence, client=unreachable)
-    assert (change.partition, change.fencing_token, change.fence) == (3, 4, fence)
-    for target in ("shop.summaries.new", unreachable["shop"]["summaries.new"]):
-        assert "'shop.summaries.new'" in repr(change.fenced(target))
-    with pytest.raises(ConfigurationError):
-        change.fenced("summaries")
-    alone = Change.build("insert", ns="shop.orders", fence=fence)
-    assert pickle.loads(pickle.dumps(alone)).fence == fence
-    assert isinstance(alone.fenced(unreachable["shop"]["summaries"]), FencedCollection)
-    with pytest.raises(HandlerUsageError):
-        alone.fenced("shop.summaries")
+def test_a_description_is_bounded() -> None:
+    """A log line of a change with an endless key is still a line. That none fails is a property."""
+    for raw in (event("delete", documentKey={"_id": ["x" * 1000]}), event("x" * 1000)):
+        assert len(describe(raw)) == len(describe(bson.encode(raw))) < 300

@@ -1,4 +1,4 @@
-"""The processes of a run: what is signalled, what is left, and how all of it ends."""
+"""The processes of a run, and what they have started, end with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
-import pytest
 
 from mongo_celery.embedded.processes import ChildProcess, Supervisor
 from tests.fixtures.process import wait_for
@@ -17,20 +16,9 @@ DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY}"
 PARENT = f"""
 import signal, subprocess, sys
 child = [sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"]
-children = [subprocess.Popen(child).pid for _ in range(2)]
+subprocess.Popen(child)
 {READY}
 """
-
-
-def supervisor(directory: Path, grace: float = 10.0) -> Supervisor[ChildProcess]:
-    return Supervisor(directory, ChildProcess, grace=grace)
-
-
-def ready(crew: Supervisor[ChildProcess], program: str) -> ChildProcess:
-    """A process that has come so far that a signal meets its handlers."""
-    process = crew.python("program", "-c", program)
-    wait_for(lambda: "ready" in process.text, message=lambda: process.text)
-    return process
 
 
 def gone(pid: int) -> bool:
@@ -40,28 +28,14 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_the_polite_end_regularly_and_the_deaf_are_killed(tmp_path: Path) -> None:
-    """All share one bound; a paused one is woken, so that it can answer."""
-    with supervisor(tmp_path, grace=2.0) as crew:
-        polite, deaf, paused = (ready(crew, program) for program in (POLITE, DEAF, POLITE))
-        paused.pause()
-    assert [polite.returncode, deaf.returncode, paused.returncode] == [3, -signal.SIGKILL, 3]
-    with supervisor(tmp_path, grace=0.0) as crew:
-        process = ready(crew, POLITE)
-    assert process.returncode == -signal.SIGKILL
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_what_a_process_started_ends_with_it(tmp_path: Path, killed: bool) -> None:
-    """Also what a killed process has left behind: its group is its own until it is taken notice of."""
-    with supervisor(tmp_path) as crew:
-        process = ready(crew, PARENT)
-        children = process.children()
-        assert len(children) == 2
-        assert children == sorted(children, key=lambda pid: psutil.Process(pid).create_time())
-        if killed:
-            process.kill()
-            assert process.returncode == -signal.SIGKILL
-            assert not any(gone(child) for child in children)
-
-    wait_for(lambda: all(gone(child) for child in children), message="the children have ended")
+def test_the_polite_end_regularly_and_the_deaf_are_killed_with_what_they_have_started(tmp_path: Path) -> None:
+    """All share one bound. A paused one is woken, so that it can answer. A killed one has left its group behind."""
+    with Supervisor(tmp_path, ChildProcess, grace=2.0) as crew:
+        processes = [crew.python("program", "-c", program) for program in (POLITE, DEAF, POLITE, PARENT)]
+        wait_for(lambda: all("ready" in each.text for each in processes))
+        processes[2].pause()
+        (child,) = processes[3].children()
+        processes[3].kill()
+        assert not gone(child)
+    assert [each.returncode for each in processes] == [3, -signal.SIGKILL, 3, -signal.SIGKILL]
+    wait_for(lambda: gone(child))

@@ -85,7 +85,6 @@ def test_each_problem_is_shown_once_with_its_command() -> None:
 
 @pytest.mark.parametrize(("share", "color"), [(0.5, None), (0.75, "\x1b[33m"), (0.9, "\x1b[31m")])
 def test_a_bound_that_is_near_is_loud(*, share: float, color: str | None) -> None:
-    """P12, P16: in a colour."""
     text = StringIO()
     report = lease(report={"storedBytes": int(share * 8 * GIB)})
     view = status_view([shape(facts(images=[image(0, stored=MARK)], lease=report))], everything=False)
@@ -94,15 +93,7 @@ def test_a_bound_that_is_near_is_loud(*, share: float, color: str | None) -> Non
     assert line.startswith(f"  {color or ''}stored: ")
 
 
-def test_removed_changes_are_not_shown_as_stored() -> None:
-    """Their bytes are measured every few seconds, so they may still be known. A limit that is near is shown."""
-    for share, is_shown in ((1e-7, False), (0.8, True)):
-        report = lease(report={"storedBytes": int(share * 8 * GIB)})
-        assert ("stored:" in view_of(shape(facts(lease=report)))) is is_shown
-
-
 def test_commands_are_told_as_the_person_types_them() -> None:
-    """With what was given to `-A`; and with the bridge, where the app has several."""
     app = Celery("told")
     root = click.Context(click.Command("celery"))
     root.params = {"app": "shop.celery"}

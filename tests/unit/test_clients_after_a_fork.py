@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 from celery import Celery
 from pymongo import MongoClient
 from pymongo.collection import Collection
@@ -15,29 +14,9 @@ from mongo_celery import Outbox
 from mongo_celery.forking import PerProcess
 from tests.fixtures.forking import holds_after_a_fork
 
-URL = "mongodb://localhost:1"
 
-
-def fresh(name: str = "orders") -> Collection[Any]:
-    """A callable as the documentation recommends it: it makes a client."""
-    return MongoClient(URL, connect=False)["shop"][name]
-
-
-def outbox(source: Any = fresh) -> Outbox:
-    return Outbox(Celery("shop", broker="memory://"), source, name="orders")
-
-
-@pytest.mark.parametrize("which", ["collection", "plain", "latest"])
-def test_each_view_of_an_outbox_has_the_childs_client(which: str) -> None:
-    """A client from before the fork shares its sockets, and its locks may be held for ever."""
-    runtime = outbox().runtime
-    parents = getattr(runtime, which)
-
-    def is_the_childs() -> bool:
-        client = getattr(runtime, which).database.client
-        return client is runtime.collection.database.client and client is not parents.database.client
-
-    assert holds_after_a_fork(is_the_childs)
+def fresh() -> Collection[Any]:
+    return MongoClient("mongodb://localhost:1", connect=False)["shop"]["orders"]
 
 
 def test_threads_that_ask_at_once_get_the_same() -> None:
@@ -48,7 +27,7 @@ def test_threads_that_ask_at_once_get_the_same() -> None:
         asked.append(threading.get_ident())
         return fresh()
 
-    ours = outbox(source)
+    ours = Outbox(Celery("shop", broker="memory://"), source, name="orders")
 
     def ask(_number: int) -> Collection[Any]:
         together.wait()
@@ -69,7 +48,7 @@ def test_a_fork_amid_the_making_hinders_no_child() -> None:
             go_on.wait()
         return fresh()
 
-    ours = outbox(source)
+    ours = Outbox(Celery("shop", broker="memory://"), source, name="orders")
     maker = threading.Thread(target=lambda: ours.collection)
     maker.start()
     begun.wait()

@@ -20,21 +20,17 @@ from mongo_celery.bridge.operations.acts import PartResult
 from mongo_celery.bridge.operations.commands import PartitionResult
 from mongo_celery.bridge.operations.lookups import BlockedChange, Whereabouts
 from mongo_celery.bridge.operations.snapshot_commands import SnapshotResult
-from mongo_celery.cli.acting import acting_on
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
-from mongo_celery.errors import CommandRefusedError
 from mongo_celery.findings import Finding
 from mongo_celery.outbox.dead_letters import DeadLetter
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.health import OutboxHealth
 from mongo_celery.outbox.runtime import OutboxStatus
-from mongo_celery.plan import Plan, PlanResult
 
 PAGE = Path(__file__).parents[2] / "docs/operations/json.md"
 WIDTH = 80
 CONTENT = WIDTH - 2  # what Click fills of a terminal of that width
-WITHOUT_JSON = {"listener"}
 
 
 def tree(command: click.Command, path: str, parent: click.Context | None) -> Iterator[tuple[str, click.Context]]:
@@ -57,7 +53,6 @@ LEAVES = sorted(path for path, context in ALL.items() if not isinstance(context.
 
 
 def test_no_line_of_help_is_wider_than_a_terminal() -> None:
-    """And no summary of a command is cut off."""
     lines = [(path, line) for path, each in ALL.items() for line in each.command.get_help(each).splitlines()]
     assert [each for each in lines if len(each[1]) > WIDTH] == []
     assert [each for each in lines if each[1].endswith("...") and not each[1].startswith("Usage:")] == []
@@ -69,12 +64,6 @@ def test_every_command_has_an_example_that_it_accepts() -> None:
         _, found, words = str(context.command.epilog).partition(path)
         assert found == path
         context.command.make_context(context.info_name, shlex.split(words), obj=options)
-
-
-def test_every_command_that_prints_has_json() -> None:
-    """But for processes, which log."""
-    with_json = {path for path in LEAVES if any("--json" in each.opts for each in ALL[path].command.params)}
-    assert set(LEAVES) - with_json == WITHOUT_JSON
 
 
 def test_no_number_of_a_command_is_nan() -> None:
@@ -94,35 +83,10 @@ def test_no_number_of_a_command_is_nan() -> None:
 
 @pytest.mark.parametrize("command", ["pause", "resume", "retry", "skip", "show"])
 def test_what_is_no_partition_is_answered_with_the_command_that_lists_them(command: str) -> None:
-    """Before the app is looked for."""
     for typed in ("abc", "-1", "1.5"):
         done = CliRunner().invoke(ALL[f"changes {command}"].command, ["--", "summarise", typed])
         assert done.exit_code == 2
         assert "celery -A APP changes status --all" in " ".join(done.output.split())
-
-
-@pytest.mark.parametrize("words", [[], ["--json"]])
-def test_a_command_of_which_something_is_refused_ends_with_status_1(words: list[str]) -> None:
-    """In part or as a whole. A plan with nothing to do is no failure."""
-
-    def run(result: PlanResult | Exception | None) -> int:
-        def act() -> PlanResult:
-            if isinstance(result, PlanResult):
-                return result
-            raise result or AssertionError
-
-        @click.command()
-        @acting_on("name", click.option("--name"), lambda _, name: name)
-        def command(_name: str | None) -> Plan:
-            return Plan(command="clean", lines=["would clean"], act=act if result else None, fields={})
-
-        return CliRunner().invoke(command, words).exit_code
-
-    refused: list[PlanResult | Exception] = [
-        PlanResult(lines=["cleaned 1"], refused=["2 is locked."]),
-        CommandRefusedError("It has changed."),
-    ]
-    assert [run(each) for each in (*refused, PlanResult(lines=["cleaned"]), None)] == [1, 1, 0, 0]
 
 
 def rows(text: str) -> dict[str, str]:
@@ -131,39 +95,35 @@ def rows(text: str) -> dict[str, str]:
 
 
 def names(cell: str) -> set[str]:
-    """The keys that a row names; what is in brackets explains one."""
     return set(re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cell)))
 
 
 def test_the_page_has_every_command() -> None:
-    """In the order of nobody's memory: those with `--json`, and no others."""
+    """Each that prints has `--json`, but for processes, which log."""
+    with_json = {path for path in LEAVES if any("--json" in each.opts for each in ALL[path].command.params)}
     cells = [cell for cell in rows(PAGE.read_text()) if cell.startswith("`")]
     listed = {name.strip("`") for cell in cells for name in cell.split(", ")}
     parts = {"halted` of `skip", "changes show --key"}
-    assert listed - parts == set(LEAVES) - WITHOUT_JSON
-
-
-def keys_of(kind: type) -> set[str]:
-    return {field.name for field in fields(kind)}
-
-
-def health() -> dict[str, Any]:
-    names = ("documents", "pending", "failing", "dead_letters", "dispatched", "failures")
-    counts: dict[str, Any] = dict.fromkeys(names, 0)
-    status = OutboxStatus(outbox="shop.orders", oldest_seconds=None, **counts)
-    return plain_health(OutboxHealth("orders", [], status))
+    assert listed - parts == with_json == set(LEAVES) - {"listener"}
 
 
 def test_the_page_has_the_keys_of_the_code() -> None:
     """Of what is the same wherever it is printed."""
-    found = rows(PAGE.read_text())
-    assert names(found["a finding"]) == keys_of(Finding)
-    assert names(found["a part of a command"]) == keys_of(PartResult)
-    assert names(found["a partition of a command"]) | keys_of(PartResult) == keys_of(PartitionResult)
-    assert names(found["a snapshot of a command"]) | keys_of(PartResult) == keys_of(SnapshotResult)
-    assert names(found["a dead letter of an outbox"]) == keys_of(DeadLetter)
-    assert names(found["`changes show --key`"]) == {"bridge", *keys_of(Whereabouts)}
-    assert names(found["`changes show`"]) == {"bridge", *keys_of(BlockedChange)}
-    assert names(found["`outbox sweep`"]) == {"outboxes", "outbox", *Delivery().plain()}
-    assert names(found["`outbox dead-letters replay`"]) == {"dead_letters", "outbox", "error", "id", "result", "entry"}
-    assert names(found["`outbox status`"]) == set(health())
+    found = {place: names(cell) for place, cell in rows(PAGE.read_text()).items()}
+    part = {each.name for each in fields(PartResult)}
+    kinds: dict[str, tuple[type, set[str]]] = {
+        "a finding": (Finding, set()),
+        "a part of a command": (PartResult, set()),
+        "a partition of a command": (PartitionResult, part),
+        "a snapshot of a command": (SnapshotResult, part),
+        "a dead letter of an outbox": (DeadLetter, set()),
+    }
+    for place, (kind, known) in kinds.items():
+        assert found[place] | known == {each.name for each in fields(kind)}, place
+    for place, shown in (("`changes show --key`", Whereabouts), ("`changes show`", BlockedChange)):
+        assert found[place] == {"bridge", *(each.name for each in fields(shown))}
+    counts: Any = dict.fromkeys(("documents", "pending", "failing", "dead_letters", "dispatched", "failures"), 0)
+    status = OutboxStatus(outbox="shop.orders", oldest_seconds=None, **counts)
+    assert found["`outbox status`"] == set(plain_health(OutboxHealth("orders", [], status)))
+    assert found["`outbox sweep`"] == {"outboxes", "outbox", *Delivery().plain()}
+    assert found["`outbox dead-letters replay`"] == {"dead_letters", "outbox", "error", "id", "result", "entry"}

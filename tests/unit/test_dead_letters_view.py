@@ -35,7 +35,6 @@ def test_dead_letters_of_an_outbox_are_shown_with_their_whole_ids(attempts: obje
     ],
 )
 def test_a_command_that_cannot_be_meant_is_refused(arguments: list[str]) -> None:
-    """Before anything is asked of MongoDB or of the app."""
     assert CliRunner().invoke(dead_letters, arguments).exit_code == 2
 
 

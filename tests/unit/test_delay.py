@@ -7,7 +7,6 @@ from bson import Timestamp
 
 from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.listener.delay import Delay
-from mongo_celery.bridge.options import LONGEST_BURST, SPLIT_BURST
 from mongo_celery.bridge.state.backlog import StoredChange
 
 SECONDS = 10.0
@@ -28,62 +27,33 @@ def made(*, coalesces: bool, read_to: float = float("inf")) -> Delay:
 
 
 @pytest.mark.parametrize(
-    ("changes", "at", "count", "next_at"),
+    ("coalesces", "changes", "at", "count", "next_at"),
     [
-        ([(0, 1), (1, 2)], 10.9, 0, 11),
-        ([(0, 1), (1, 2)], 11, 1, None),
-        ([(0, 1), (1, 2), (1, 3), (2, 1)], 12.5, 3, None),
-    ],
-    ids=["its second is rounded up", "due", "a run has only due changes"],
-)
-def test_a_change_runs_when_its_time_is_a_delay_ago(
-    changes: list[tuple[int, int]], at: float, count: int, next_at: float | None
-) -> None:
-    """P10: by the server's clock, and never sooner."""
-    found, again = made(coalesces=False).count_due(known(*changes), at)
-    assert found == count
-    assert next_at is None or again == next_at
-
-
-@pytest.mark.parametrize(
-    ("changes", "at", "count", "next_at"),
-    [
-        ([(0, 1), (5, 1)], 12, 0, 16),
-        ([(0, 1), (5, 1)], 16, 2, None),
-        ([(0, 1), (3, 2), (5, 1)], 15, 0, 16),
-        ([(0, 1), (3, 2), (5, 2)], 15, 1, None),
-        ([(0, 1), (3, 2), (5, 1), (8, 2)], 18, 0, 19),
-        ([(0, 1), (3, 2), (5, 1), (8, 3), (9, 3)], 19, 3, None),
-        ([(0, 1), (4, 2), (6, 1), (9, 3), (12, 2)], 20.9, 0, 21),
-        ([(0, 1), (4, 2), (6, 1), (9, 3), (12, 2)], 21, 1, None),
-        ([(each, 1) for each in range(0, 100, 5)], 100.9, 0, 101),
-        ([(each, 1) for each in range(0, 100, 5)], 101, 19, None),
-    ],
-    ids=[
-        "again within the delay",
-        "quiet",
-        "another key between its changes",
-        "a key whose next is not due",
-        "two bursts that overlap",
-        "the longest run of quiet keys",
-        "overlapping bursts",
-        "two delays",
-        "never quiet",
-        "ten delays",
+        (False, [(0, 1), (1, 2)], 10.9, 0, 11),  # its second is rounded up
+        (False, [(0, 1), (1, 2)], 11, 1, None),
+        (False, [(0, 1), (1, 2), (1, 3), (2, 1)], 12.5, 3, None),  # a run has only due changes
+        (True, [(0, 1), (5, 1)], 12, 0, 16),  # again within the delay
+        (True, [(0, 1), (5, 1)], 16, 2, None),
+        (True, [(0, 1), (3, 2), (5, 1)], 15, 0, 16),  # another key between its changes
+        (True, [(0, 1), (3, 2), (5, 2)], 15, 1, None),  # a key whose next is not due
+        (True, [(0, 1), (3, 2), (5, 1), (8, 2)], 18, 0, 19),  # two bursts that overlap
+        (True, [(0, 1), (3, 2), (5, 1), (8, 3), (9, 3)], 19, 3, None),  # the longest run of quiet keys
+        (True, [(0, 1), (4, 2), (6, 1), (9, 3), (12, 2)], 20.9, 0, 21),
+        (True, [(0, 1), (4, 2), (6, 1), (9, 3), (12, 2)], 21, 1, None),  # `SPLIT_BURST` delays
+        (True, [(each, 1) for each in range(0, 100, 5)], 100.9, 0, 101),
+        (True, [(each, 1) for each in range(0, 100, 5)], 101, 19, None),  # `LONGEST_BURST` delays
     ],
 )
-def test_a_key_runs_when_it_is_quiet_or_has_not_been_for_long(
-    changes: list[tuple[int, int]], at: float, count: int, next_at: float | None
+def test_a_change_runs_after_its_delay_and_a_key_that_coalesces_when_it_is_quiet(
+    *, coalesces: bool, changes: list[tuple[int, int]], at: float, count: int, next_at: float | None
 ) -> None:
-    """P2, P17: a run has the last change of each of its keys, up to bounds."""
-    assert (SPLIT_BURST, LONGEST_BURST) == (2, 10)
-    found, again = made(coalesces=True).count_due(known(*changes), at)
+    """P2, P10, P17: by the server's clock. A run has the last change of each of its keys, up to bounds."""
+    found, again = made(coalesces=coalesces).count_due(known(*changes), at)
     assert found == count
     assert next_at is None or again == next_at
 
 
 def test_while_changes_may_be_unread_no_key_is_quiet() -> None:
-    """What was read counts by the time that reading has reached."""
     changes = known((0, 1))
     assert made(coalesces=True, read_to=AHEAD + 10).count_due(changes, 500)[0] == 0
     assert made(coalesces=True, read_to=AHEAD + 11).count_due(changes, 500)[0] == 1

@@ -34,12 +34,10 @@ PAGES = [
     *sorted(DOCS.rglob("*.md")),
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
-README_LINES_MAX = 110
 
 
 @cache
 def script(path: str) -> Any:
-    """A module of the documentation, which is in no package."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, DOCS / path)
     assert spec is not None
     assert spec.loader is not None
@@ -60,7 +58,6 @@ def headings(text: str) -> list[str]:
 
 
 def rows(text: str) -> list[list[str]]:
-    """The cells of all tables, without the lines below the heads."""
     lines = re.findall(r"^\| (.*) \|$", text, re.MULTILINE)
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)] for line in lines]
 
@@ -89,14 +86,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", each).strip().lower().replace(" ", "-") for each in headings(page.read_text())}
 
 
-def test_the_readme_is_short_and_leads_to_the_index() -> None:
-    text = README.read_text()
-    assert len(text.splitlines()) <= README_LINES_MAX
-    assert "(docs/index.md)" in text
-
-
 def test_every_page_is_listed_once_on_the_site() -> None:
-    """In the index, in the list of its folder, or below the page for contributors."""
     pages = {
         page.relative_to(ROOT).with_suffix("").as_posix() for page in PAGES if ROOT / "examples" not in page.parents
     }
@@ -137,7 +127,6 @@ def test_the_list_of_log_records_is_that_of_the_code() -> None:
 
 
 def test_the_page_of_monitoring_has_every_metric_and_every_alert() -> None:
-    """With the command that fixes what an alert reports."""
     text = MONITORING.read_text(encoding="utf-8")
     totals = {f"{PREFIX}{name}_total" for name in COUNTERS}
     metrics = set(re.findall(r"^\| `(mongo_celery_bridge_\w+)", text, re.MULTILINE))
@@ -163,6 +152,5 @@ def test_all_options_are_in_the_reference_with_their_defaults() -> None:
 
 
 def test_all_commands_are_in_the_reference() -> None:
-    """As the entry points give them to Celery, and those that need no app."""
     expected = {path if path.startswith("mongo-celery") else f"celery -A app {path}" for path in ALL}
     assert expected == set(headings(reference("commands"))) - {"Commands"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +26,6 @@ app.conf.update({settings})
 good = Bridge(app, "{url}", name="good", autodiscover=False)
 bad = Bridge(app, "{url}", name="bad", autodiscover=False, {options})
 """
-_COMMANDS = "pymongo.command"
 
 
 @pytest.mark.parametrize(
@@ -52,28 +50,6 @@ def test_a_worker_whose_bridge_cannot_work_ends_and_says_why(
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize("which", ["client", "stream"])
-@pytest.mark.parametrize(
-    ("driver", "commands", "kept"),
-    [
-        (logging.NOTSET, logging.NOTSET, logging.INFO),
-        (logging.DEBUG, logging.NOTSET, logging.NOTSET),
-        (logging.NOTSET, logging.DEBUG, logging.DEBUG),
-    ],
-)
-def test_a_client_logs_no_commands_unless_someone_asked_for_them(
-    monkeypatch: pytest.MonkeyPatch, which: str, driver: int, commands: int, kept: int
-) -> None:
-    """Where the app sets up logging by itself, Celery sends no signal; a root at DEBUG would show the key."""
-    logger = logging.getLogger(_COMMANDS)
-    monkeypatch.setattr(logging.getLogger("pymongo"), "level", driver)
-    monkeypatch.setattr(logger, "level", commands)
-    bridge = Bridge(Celery("quiet", broker="memory://", set_as_current=False), _URL, autodiscover=False)
-    client: Any = bridge.client if which == "client" else bridge.wiring.stream_client(1.0)
-    client.close()
-    assert logger.level == kept
-
-
 def test_events_are_read_alike_whatever_the_url_says_of_types() -> None:
     """P1: partition keys must not depend on an option that the next start may have otherwise; handlers get it."""
     types = "uuidRepresentation=standard&tz_aware=true&datetime_conversion=DATETIME&unicode_decode_error_handler=ignore"
@@ -85,23 +61,19 @@ def test_events_are_read_alike_whatever_the_url_says_of_types() -> None:
     bridge.client.close()
 
 
-@pytest.mark.parametrize(
-    ("should_stop", "should_terminate", "state", "expected"),
-    [
-        (None, None, "running", False),
-        (False, False, "running", False),
-        (0, None, "running", True),
-        (None, 1, "running", True),
-        (None, None, "closing", True),
-        (None, None, "terminating", True),
-    ],
-)
-def test_a_worker_is_ending_from_the_signal_on(
-    monkeypatch: pytest.MonkeyPatch, should_stop: Any, should_terminate: Any, state: str, expected: bool
-) -> None:
-    """Celery keeps the exit status there, and 0 is one; a remote shutdown shows in the blueprint only."""
-    monkeypatch.setattr(worker_state, "should_stop", should_stop)
-    monkeypatch.setattr(worker_state, "should_terminate", should_terminate)
+def test_a_worker_is_ending_from_the_signal_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Celery keeps the exit status there, and 0 is one. A remote shutdown shows in the blueprint only."""
     blueprint: Any = bootsteps.Blueprint(name="worker")
-    blueprint.state = {name: number for number, name in blueprint.state_to_name.items()}[state]
-    assert _is_ending(SimpleNamespace(blueprint=blueprint)) is expected
+    numbers = {name: number for number, name in blueprint.state_to_name.items()}
+    found = []
+    for stop, terminate, state in (
+        (None, None, "running"),
+        (0, None, "running"),
+        (None, 1, "running"),
+        (None, None, "closing"),
+    ):
+        monkeypatch.setattr(worker_state, "should_stop", stop)
+        monkeypatch.setattr(worker_state, "should_terminate", terminate)
+        blueprint.state = numbers[state]
+        found.append(_is_ending(SimpleNamespace(blueprint=blueprint)))
+    assert found == [False, True, True, True]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import base64
 from dataclasses import replace
-from typing import Any
 
 import bson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mongo_celery.bridge.window import Refusal
 from mongo_celery.bridge.worker.envelope import Carrier, Envelope, Run, sign_run
 from mongo_celery.errors import InvalidEnvelopeError
-from tests.fixtures.samples import BSON_VALUES, event, first_token, verify_run
+from tests.fixtures.samples import BSON_VALUES, event, verify_run
 
 KEY = bytes(range(32))
 OTHER_KEY = bytes(range(1, 33))
@@ -42,7 +40,6 @@ runs = st.builds(
 
 @given(runs, st.sampled_from(["run", "commit"]), st.binary(min_size=1, max_size=64))
 def test_what_was_sealed_is_unsealed(run: Run, kind: str, key: bytes) -> None:
-    """Numbers of 64 bits, names and changes come out as they went in."""
     sealed = sign_run(kind, run, key)
     assert verify_run(kind, sealed, key) == run
     assert Envelope(sealed).bridge == run.bridge
@@ -54,27 +51,6 @@ def test_a_run_commits_itself_where_it_is_signed_that_nothing_follows() -> None:
     found = [verify_run("run", sign_run("run", replace(RUN, carrier=each), KEY), KEY) for each in (alone, followed)]
     assert [run.is_inline for run in found] == [True, False]
     assert not replace(RUN, carrier=alone, changes=(), dead_letter="a letter").is_inline
-
-
-REFERRING = replace(RUN, changes=(), hash=2**64 - 1, stored=("82", "83"))
-
-
-REFUSED = {"refusal": Refusal("because", halts=True), "token": {"_data": "82"}}
-
-
-@pytest.mark.parametrize("refused", [{}, REFUSED])
-def test_a_run_of_stored_changes_travels_by_their_tokens(refused: dict[str, Any]) -> None:
-    """Whatever its changes weigh: none of their bytes are in the message. Beside parked keys it carries all hashes."""
-    run = replace(REFERRING, **refused)
-    sealed = sign_run("run", run, KEY)
-    assert verify_run("run", sealed, KEY) == run
-    assert first_token(run) == "82"
-    assert all(event not in base64.b64decode(sealed) for event in EVENTS)
-    changes = EVENTS[:1] if refused else EVENTS
-    beside = replace(run, stored=(), changes=tuple(changes), hashes=(2**64 - 5,) * len(changes))
-    found = verify_run("run", sign_run("run", beside, KEY), KEY)
-    assert found == beside
-    assert [found.find_hash(place) for place in range(len(changes))] == [2**64 - 5] * len(changes)
 
 
 @given(st.integers(0, len(base64.b64decode(SEALED)) - 1), st.integers(1, 255), st.binary(max_size=200))
@@ -103,7 +79,6 @@ def test_a_message_of_one_kind_cannot_be_replayed_as_another(sealed_as: str, ope
     ids=repr,
 )
 def test_an_argument_that_is_no_envelope_is_refused(argument: object) -> None:
-    """P11: whatever else arrives in a partition's queue."""
     for attempt in (lambda: verify_run("run", argument, KEY), lambda: Envelope(argument).bridge):
         with pytest.raises(InvalidEnvelopeError):
             attempt()

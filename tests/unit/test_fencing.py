@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 
 from mongo_celery.bridge.fenced.fence import Fence, Origin, merge, refuse_stamps
 from mongo_celery.errors import ConfigurationError, OutdatedChangeError, StaleFencingTokenError
-from mongo_celery.mongo.writes import Operators, Pipeline, Replacement, parse_target
+from mongo_celery.mongo.writes import Operators, Pipeline, Replacement
 
 KEY = "shop/summarise"
 small = st.integers(0, 3)
@@ -93,29 +92,6 @@ def test_no_older_change_of_a_document_follows_a_newer_one(writers: list[Fence])
         last = fence
 
 
-def test_an_older_change_is_told_from_a_stale_execution() -> None:
-    """P9: an error of its own; a rewind, another document and an execution without a change are no reason for it."""
-    newer = Fence(KEY, 1, 3, 5, Origin(7, b"2"))
-    stamps = newer.stamp(None)
-    with pytest.raises(OutdatedChangeError) as refused:
-        Fence(KEY, 1, 4, 9, Origin(7, b"1")).demand(stamps, document_id=7)
-    assert (refused.value.key, refused.value.index, refused.value.document_id) == (KEY, 4, 7)  # type: ignore[attr-defined]
-    with pytest.raises(StaleFencingTokenError):
-        Fence(KEY, 1, 3, 4, Origin(7, b"3")).demand(stamps)
-    for admitted in (
-        Fence(KEY, 1, 3, 5, Origin(7, b"1")),
-        Fence(KEY, 1, 4, 0, Origin(7, b"2")),
-        Fence(KEY, 1, 4, 0, Origin(8, b"1")),
-        Fence(KEY, 1, 4, 9, Origin(7, b"1", since=6)),
-        Fence(KEY, 1, 4, 0),
-    ):
-        admitted.demand(stamps)
-    assert Fence(KEY, 1, 4, 0).stamp(stamps)[KEY]["l"] == stamps[KEY]["l"]
-    assert Fence(KEY, 2, 4, 0).stamp(stamps) == {KEY: {"g": 2, "p": {"4": 0}}}
-    buried = Fence(KEY, 1, 4, 0, Origin(7, b"3")).stamp(None)
-    assert merge(buried, stamps)[KEY]["l"] == merge(stamps, buried)[KEY]["l"] == buried[KEY]["l"]
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -127,25 +103,6 @@ def test_a_fence_that_a_store_cannot_compare_is_refused(given: tuple[str, int, i
     """P9: `a.b` would stamp another field than the guard reads. A token beyond 64 bits would fail in the store."""
     with pytest.raises(ConfigurationError):
         Fence(*given)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [
-        ({"_id": 1}, [1]),
-        ({"_id": {"$eq": 1}, "a": 2}, [1]),
-        ({"_id": {"a": 1}}, [{"a": 1}]),
-        ({"_id": None}, [None]),
-        ({}, []),
-        ({"_id": {"$in": [1]}}, []),
-        ({"_id": re.compile("a")}, []),
-        ({"$and": [{"_id": 1}]}, []),
-    ],
-)
-def test_equality_on_the_id_names_one_document(wanted: dict[str, Any], found: list[Any]) -> None:
-    """P3: only such a filter may upsert. One that may match several documents is resolved first."""
-    target = parse_target(wanted)
-    assert ([target.id] if target is not None else []) == found
 
 
 @pytest.mark.parametrize(

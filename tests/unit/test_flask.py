@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,10 +10,9 @@ from celery import _state
 from celery._state import set_default_app
 from flask import Flask, current_app, g, has_app_context
 
-from mongo_celery import Bridge, Change, Outbox
+from mongo_celery import Bridge, Change
 from mongo_celery.contrib.flask import celery_init_app
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.outbox.sweep import SWEEP_TASK
 
 NOWHERE = "mongodb://localhost:1/shop?replicaSet=nowhere"
 CHANGE = Change.build("insert", ns="shop.orders", full_document={"_id": 1})
@@ -23,7 +21,6 @@ STATE: Any = _state
 
 
 def name_of_app(_change: Change) -> str:
-    """A handler that needs the context."""
     return current_app.name
 
 
@@ -45,11 +42,10 @@ def make_app() -> Iterator[Factory]:
     set_default_app(before)
 
 
-@contextmanager
-def bound(bridge: Bridge, app: Flask) -> Iterator[Bridge]:
+def bind(bridge: Bridge, app: Flask) -> Bridge:
     celery = app.extensions["celery"]
     bridge.init_app(celery)
-    yield bridge.of(celery)
+    return bridge.of(celery)
 
 
 def test_a_handler_runs_inside_the_context_of_its_own_app(make_app: Factory) -> None:
@@ -58,9 +54,8 @@ def test_a_handler_runs_inside_the_context_of_its_own_app(make_app: Factory) -> 
     task: Any = bridge.on_change("shop.orders", name="note")(name_of_app)
     for name in ("first", "second"):
         app = make_app(name)
-        with bound(bridge, app) as of_app:
-            handler: Any = app.extensions["celery"].tasks[of_app.handlers[0].task_name]
-            assert handler(CHANGE) == name
+        handler: Any = app.extensions["celery"].tasks[bind(bridge, app).handlers[0].task_name]
+        assert handler(CHANGE) == name
     assert not has_app_context()
     assert task(CHANGE) == "second"  # Celery's default app is the one that was made last
 
@@ -81,22 +76,6 @@ def test_a_task_runs_inside_the_context_with_its_own_request(make_app: Factory) 
     assert seen == [("7", 2, False, "shop"), ("8", 0, False, "shop")]
 
 
-def test_the_tasks_of_an_outbox_run_inside_the_context_too(make_app: Factory) -> None:
-    """So the function that gives its collection may ask for what belongs to the app."""
-    app = make_app()
-    celery = app.extensions["celery"]
-    seen: list[str] = []
-
-    def collection() -> Any:
-        seen.append(current_app.name)
-        raise LookupError("seen")
-
-    Outbox(celery, collection, name="orders")
-    with pytest.raises(LookupError):
-        celery.tasks[SWEEP_TASK]()
-    assert seen == ["shop"]
-
-
 @pytest.mark.parametrize(
     ("settings", "url"), [({}, NOWHERE), ({"mongo_celery_database_url": "mongodb://elsewhere"}, "mongodb://elsewhere")]
 )
@@ -105,14 +84,13 @@ def test_the_bridge_listens_to_the_database_of_flask_pymongo(
 ) -> None:
     """One URL in one place, unless Celery's settings have another; what names no database is in that of the URL."""
     app = make_app(CELERY={"broker_url": "memory://", **settings})
-    with bound(Bridge(autodiscover=False), app) as bridge:
-        assert (bridge.name, bridge.url) == ("shop", url)
-        assert bridge.wiring.default_database == ("shop" if url == NOWHERE else None)
+    bridge = bind(Bridge(autodiscover=False), app)
+    assert (bridge.name, bridge.url) == ("shop", url)
+    assert bridge.wiring.default_database == ("shop" if url == NOWHERE else None)
 
 
 @pytest.mark.parametrize("config", [{}, {"CELERY": "redis://localhost"}])
 def test_a_config_without_settings_of_celery_is_refused(make_app: Factory, config: dict[str, Any]) -> None:
-    """And an app that has a Celery app gets no second one."""
     app = Flask("shop")
     app.config.from_mapping(config)
     with pytest.raises(ConfigurationError):

@@ -32,7 +32,6 @@ WELL = Response(b"well\n")
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., HttpServer]]:
-    """Give a function that serves answers on a free port."""
     with contextlib.ExitStack() as stack:
 
         def start(answer: Answer = lambda _path: WELL) -> HttpServer:
@@ -52,13 +51,9 @@ def ask(served: HttpServer, path: str = "/", method: str = "GET", **headers: str
 
 
 def raw(served: HttpServer, sent: bytes) -> bytes:
-    """What comes back for these bytes, until the connection ends."""
     with socket.create_connection((LOOPBACK, served.port), timeout=20) as connection:
         connection.sendall(sent)
         return b"".join(iter(lambda: connection.recv(4096), b""))
-
-
-# -- addresses -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,15 +70,10 @@ def test_an_address_without_a_host_is_this_machine_alone(text: str, wanted: tupl
     assert parse_address(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "shop", "127.0.0.1:", "a b:1", "::1:9100", "x:65536", "http://x:1", "[]:1"])
-def test_other_text_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError):
-        parse_address(text)
-
-
 def test_an_address_that_is_taken_or_not_ours_ends_the_start(serve: Callable[..., HttpServer]) -> None:
     taken = str(serve().port)
-    for address in (taken, "192.0.2.1:0", "no.such.host.invalid:1", f"{'x' * 70}:1"):
+    wrong = ("", "shop", "127.0.0.1:", "a b:1", "::1:9100", "x:65536", "http://x:1", "[]:1")
+    for address in (taken, "192.0.2.1:0", "no.such.host.invalid:1", f"{'x' * 70}:1", *wrong):
         with pytest.raises(ConfigurationError):
             HttpServer(address, lambda _path: None)
 
@@ -100,9 +90,6 @@ def test_a_server_on_loopback_answers_to_names_of_this_machine(hosts: tuple[str,
     """A website's name that points to 127.0.0.1 is none of them: DNS rebinding."""
     assert [is_own_host(host) for host in hosts] == [answered] * len(hosts)
     assert not is_loopback("0.0.0.0")
-
-
-# -- requests --------------------------------------------------------------------------------------
 
 
 def test_an_answer_is_closed_to_other_sites_and_kept_nowhere(serve: Callable[..., HttpServer]) -> None:
@@ -142,7 +129,6 @@ def test_only_get_and_head_are_answered(serve: Callable[..., HttpServer]) -> Non
 def test_a_wrong_request_is_refused_and_not_repeated(
     serve: Callable[..., HttpServer], sent: bytes, status: bytes
 ) -> None:
-    """The path `/` alone is there."""
     answer = raw(serve(lambda path: WELL if path == "/" else None), sent)
     assert status in answer.partition(b"\r\n")[0]
     assert b"attacker" not in answer
@@ -165,7 +151,6 @@ def test_a_missing_path_and_a_failure_have_their_status(serve: Callable[..., Htt
 
 
 def test_clients_that_send_no_request_keep_no_probe_out(serve: Callable[..., HttpServer]) -> None:
-    """A probe is answered while more connections are open than there is room for, and while more come."""
     served = serve()
     address = (LOOPBACK, served.port)
     with contextlib.ExitStack() as stack:
@@ -205,9 +190,6 @@ def test_answers_that_hang_take_a_bounded_number_of_threads(serve: Callable[...,
     wait_for(is_answered, message="there is room again")
 
 
-# -- values that are read once a second ------------------------------------------------------------
-
-
 def test_the_value_before_is_given_while_a_read_is_under_way() -> None:
     """A server that hangs delays the request that reads, and no other one."""
     reads, ends = count(1), threading.Event()
@@ -236,11 +218,8 @@ def test_the_value_before_is_given_while_a_read_is_under_way() -> None:
     assert recent() > 1
 
 
-@pytest.mark.parametrize("kind", [ServerUnavailableError, ValueError])
-def test_an_error_is_one_sentence_without_credentials(kind: type[Exception]) -> None:
+def test_an_error_of_a_value_is_one_sentence_without_credentials() -> None:
     def read() -> str:
-        raise kind("no answer from mongodb://me:canary@host")
+        raise ServerUnavailableError("no answer from mongodb://me:canary@host")
 
-    found = Recent(read, str)()
-    assert "mongodb://***@host" in found
-    assert "canary" not in found
+    assert Recent(read, str)() == "no answer from mongodb://***@host"

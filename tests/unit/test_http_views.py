@@ -14,16 +14,14 @@ from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, unreadable
 from mongo_celery.bridge.operations.judgement import judge
 from mongo_celery.bridge.operations.snapshot_reader import shape
-from mongo_celery.findings import degraded, failing
+from mongo_celery.findings import degraded
 from tests.unit.test_status import facts, image
 
 HEALTHY = judge(shape(facts()))
 HALTED = judge(shape(facts(images=[image(0), image(1, state="halted", error="ValueError: no", retry={})])))
-MARKUP = "<b>'{names}' & \"x\"</b>"
 
 
 def metrics_of(shown: BridgeSnapshot) -> dict[tuple[str, ...], float]:
-    """Return the values of a scrape, by name and the labels beside the bridge."""
     activity = Activity(shown.bridge, ["summarise"], 15.0)
     text = expose([activity], lambda: [shown], list).decode()
     return {
@@ -38,14 +36,6 @@ def metrics_of(shown: BridgeSnapshot) -> dict[tuple[str, ...], float]:
 
 def page_of(shown: BridgeSnapshot, host: str = "one") -> str:
     return render_page([shown], host, 42)
-
-
-def test_a_value_is_escaped_wherever_it_is() -> None:
-    """It is neither markup nor a field of the template."""
-    finding = failing(MARKUP, f"{MARKUP} `{MARKUP}`", MARKUP)
-    text = page_of(replace(HEALTHY, bridge=MARKUP, findings=(finding,)), host=MARKUP)
-    assert "<b>'" not in text
-    assert "&lt;b&gt;&#x27;{names}&#x27; &amp; &quot;x&quot;&lt;/b&gt;" in text
 
 
 def test_all_commands_of_a_finding_can_be_copied_and_no_other_text() -> None:
@@ -64,13 +54,3 @@ def test_the_verdict_of_page_and_metrics_is_that_of_the_snapshot(shown: BridgeSn
     failing_codes = {labels[0] for (name, *labels), value in metrics.items() if name == "finding" and value == 2}
     assert failing_codes == {each.code for each in shown.findings if each.severity == "failing"}
     assert metrics["up",] == (("lag_seconds", "summarise") in metrics) == shown.is_readable
-
-
-def test_the_partitions_of_a_handler_are_counted_by_state() -> None:
-    found = {
-        state: value
-        for (name, *labels), value in metrics_of(HALTED).items()
-        if name == "partitions"
-        for state in labels[1:]
-    }
-    assert found == {"flowing": 1, "halted": 1, "paused": 0, "waiting": 0, "retrying": 0, "not_led": 0}

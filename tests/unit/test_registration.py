@@ -14,7 +14,6 @@ from celery import Celery
 from pymongo import MongoClient
 
 from mongo_celery import Bridge, Change, Changes, Fence
-from mongo_celery.bridge.handlers import TASK_OPTIONS
 from mongo_celery.bridge.listener.in_worker import LISTENER_OPTION, ListenerStep
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, PROTOCOL_METHODS
@@ -30,24 +29,20 @@ def make_app(**settings: Any) -> Celery:
 
 @pytest.fixture
 def app() -> Iterator[Celery]:
-    """Give an app of this test's own."""
     with make_app() as made:
         yield made
 
 
 @pytest.fixture
 def bridge(app: Celery) -> Bridge:
-    """Give a bridge of this test's own; nothing connects."""
     return Bridge(app, URL, name="shop")
 
 
 def handle(change: Change) -> Any:
-    """A handler at module level."""
     return change.document_key
 
 
 def handle_bound(self: Any, change: Change) -> Any:
-    """A handler that gets its task."""
     return self.name, change.document_key
 
 
@@ -56,7 +51,6 @@ async def handle_later(change: Change) -> None:
 
 
 def handle_yielding(change: Change) -> Iterator[str]:
-    """A generator, which would do nothing when it is called."""
     yield change.namespace
 
 
@@ -65,13 +59,10 @@ def handle_without(*, change: Change) -> None:
 
 
 def register(bridge: Bridge, **arguments: Any) -> Any:
-    """Register the handler with arguments that no type checker would let pass."""
     return bridge.on_change("shop.orders", **arguments)(handle)
 
 
 class Shop:
-    """A class with handlers, which cannot be."""
-
     def handle(self, change: Change) -> None:
         """A method."""
 
@@ -79,14 +70,23 @@ class Shop:
         """An instance that can be called."""
 
 
-def key_of(change: Any) -> Any:
-    """A partition rule."""
-    return change["documentKey"]["_id"]
-
-
-# What is refused
-
-
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"partition_by": "customer"}, "partition_by"),
+    ({"partition_by": "fullDocumentBeforeChange.customer"}, "full_document_before_change"),
+    ({"operations": {"upsert"}}, "upsert"),
+    ({"operations": {"create", "insert"}}, "show_expanded_events=True"),
+    ({"operations": {"vacuum"}}, "vacuum"),
+    ({"fields": {"a"}, "operations": {"insert", "delete"}}, "update"),
+    ({"match": {"$eq": ["$ns.db", "a"], "$ne": ["$ns.coll", "b"]}}, "match"),
+    ({"match": {"$eq": ["$fullDocument.user", UUID(int=1)]}}, "match"),
+    ({"match": {"$in": ["$fullDocument.kind", {"a", "b"}]}}, "match"),
+    ({"match": {"$and": [{"status": "paid"}, {"$eq": ["$ns.coll", "b"]}]}}, "match"),
+    ({"match": {"$or": [{"$not": {"status": "paid"}}]}}, "match"),
+    ({"match": {"$eq": ["$status", "paid"]}}, r"'\$fullDocument.status'"),
+    ({"match": {"$not": [{"$eq": ["$fullDocument.a", 1]}]}, "operations": {"delete"}}, "fullDocument"),
+    ({"group": "3"}, "group"),
+    ({"queue": "slow"}, "group="),
+]
 _PROTOCOL = (
     "queue exchange routing_key priority eta countdown expires acks_late acks_on_failure acks_on_timeout "
     "acks_on_failure_or_timeout reject_on_worker_lost ignore_result serializer compression"
@@ -111,7 +111,7 @@ def test_an_option_that_is_none_of_a_handler_is_refused(bridge: Bridge, option: 
 
 
 @pytest.mark.parametrize(
-    ("decorator", "sources", "options", "said"),
+    ("decorator", "sources", "options", "word"),
     [
         ("on_change", (), {}, "source"),
         ("on_change", ("shop.orders", "admin.x"), {}, "source"),
@@ -123,13 +123,14 @@ def test_an_option_that_is_none_of_a_handler_is_refused(bridge: Bridge, option: 
         ("on_changes", ("shop.orders",), {"rate": "5/s", "rate_limit": "5/s"}, "Remove one"),
         ("on_change", ("shop.orders",), {"coalesce": True}, "run_size"),
         ("on_changes", ("shop.orders",), {"coalesce": True, "batch_size": 1}, "batch_size"),
+        *(("on_change", ("shop.orders",), options, word) for options, word in WRONG),
     ],
 )
 def test_what_a_decorator_cannot_mean_is_refused(
-    bridge: Bridge, decorator: str, sources: tuple[Any, ...], options: dict[str, Any], said: str
+    bridge: Bridge, decorator: str, sources: tuple[Any, ...], options: dict[str, Any], word: str
 ) -> None:
-    """P9: in the traceback of the decorator, with where it belongs."""
-    with pytest.raises(ConfigurationError, match=said):
+    """P1, P9: in the traceback of the decorator, with where it belongs."""
+    with pytest.raises(ConfigurationError, match=word):
         getattr(bridge, decorator)(*sources, **options)(handle)
     assert bridge.handlers == []
 
@@ -190,15 +191,13 @@ def test_a_second_decorator_does_not_replace_the_first(
 
 
 def make_and_register(bridge: Bridge, *sources: Any, **options: Any) -> None:
-    """Define a handler in a function that is called several times."""
-
     def made(change: Change) -> None:
         """Do nothing."""
 
     bridge.on_change(*sources, **options)(made)
 
 
-def test_two_subscriptions_never_share_a_task(app: Celery, bridge: Bridge) -> None:
+def test_no_two_handlers_and_tasks_share_a_name_of_a_task(app: Celery, bridge: Bridge) -> None:
     """P1: Celery would keep the first task of that name, and the second subscription would wait for ever."""
     bridge.on_change("shop.orders")(handle)
     with pytest.raises(ConfigurationError, match=r"test_registration\.handle"):
@@ -209,13 +208,9 @@ def test_two_subscriptions_never_share_a_task(app: Celery, bridge: Bridge) -> No
     late.on_change("shop.orders")(handle)
     with pytest.raises(ConfigurationError, match=r"test_registration\.handle"):
         late.init_app(app)
-
-
-def test_a_handler_whose_name_a_plain_task_has_taken_is_refused(app: Celery, bridge: Bridge) -> None:
-    """P9: Celery keeps the first task of a name, and no worker could run the handler."""
-    app.task(shared=False)(handle)
-    bridge.on_change("shop.orders")(handle)
-    with pytest.raises(ConfigurationError, match=r"test_registration\.handle"):
+    app.task(shared=False)(another)
+    bridge.on_change("shop.orders")(another)
+    with pytest.raises(ConfigurationError, match=r"test_registration\.another"):
         bridge.wiring.stream()
 
 
@@ -235,37 +230,6 @@ def test_a_decorator_without_parentheses_is_refused_at_once(app: Celery, bridge:
     with pytest.raises(ConfigurationError, match="@bridge"):
         bridge.on_change("shop.orders", handle)
     assert bridge.handlers == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        ({"partition_by": "customer"}, "partition_by"),
-        ({"partition_by": "fullDocumentBeforeChange.customer"}, "full_document_before_change"),
-        ({"operations": {"upsert"}}, "upsert"),
-        ({"operations": {"create", "insert"}}, "show_expanded_events=True"),
-        ({"operations": {"vacuum"}}, "vacuum"),
-        ({"fields": {"a"}, "operations": {"insert", "delete"}}, "update"),
-        ({"match": {"$eq": ["$ns.db", "a"], "$ne": ["$ns.coll", "b"]}}, "match"),
-        ({"match": {"$eq": ["$fullDocument.user", UUID(int=1)]}}, "match"),
-        ({"match": {"$in": ["$fullDocument.kind", {"a", "b"}]}}, "match"),
-        ({"match": {"$and": [{"status": "paid"}, {"$eq": ["$ns.coll", "b"]}]}}, "match"),
-        ({"match": {"$or": [{"$not": {"status": "paid"}}]}}, "match"),
-        ({"match": {"$eq": ["$status", "paid"]}}, r"'\$fullDocument.status'"),
-        ({"match": {"$not": [{"$eq": ["$fullDocument.a", 1]}]}, "operations": {"delete"}}, "fullDocument"),
-        ({"group": "3"}, "group"),
-        ({"queue": "slow"}, "group="),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
-)
-def test_an_argument_that_cannot_work_is_refused(bridge: Bridge, arguments: dict[str, Any], word: str) -> None:
-    """P1, P9: when the decorator runs."""
-    with pytest.raises(ConfigurationError, match=word):
-        register(bridge, **arguments)
-    assert bridge.handlers == []
-
-
-# What is registered
 
 
 def test_a_handler_becomes_a_task_with_the_attributes_of_the_protocol(app: Celery, bridge: Bridge) -> None:
@@ -291,32 +255,6 @@ def test_annotations_leave_the_protocol_alone(caplog: pytest.LogCaptureFixture) 
     assert [vars(each).get("event") for each in caplog.records].count("annotations_ignored") == 2
 
 
-@pytest.mark.parametrize("option", sorted(TASK_OPTIONS - {"base", "bind", "autoretry_for", "dont_autoretry_for"}))
-def test_celerys_own_options_reach_the_task(bridge: Bridge, option: str) -> None:
-    """What is taken has an effect."""
-    flags = dict.fromkeys(("retry_jitter", "send_events", "track_started"), True)
-    value = {**flags, "retry_kwargs": {"max_retries": 77}, "throws": (KeyError,)}.get(option, 77)
-    task = register(bridge, **{option: value})
-    assert getattr(task, option) == value
-
-
-def test_a_handler_may_have_its_own_rules(app: Celery) -> None:
-    """Its own where it has some, the bridge's where it has none. Expanded operations need the bridge's option."""
-    bridge = Bridge(app, URL, name="shop", show_expanded_events=True)
-    register(bridge, name="mine", partition_by=key_of, failure_policy="skip", operations=["create"], commit="inline")
-    bridge.on_change("orders")(another)
-    plain, mine = bridge.handlers
-    assert (mine.name, mine.policy(bridge.options), set(mine.filter.operations)) == ("mine", "skip", {"create"})
-    assert mine.partitioner(bridge.options).name == "tests.unit.test_registration:key_of"
-    assert (plain.name, plain.policy(bridge.options)) == ("another", "halt")
-    assert plain.partitioner(bridge.options).name == "_id"
-    assert (plain.commits_inline(bridge.options), mine.commits_inline(bridge.options)) == (False, True)
-    assert plain.commits_inline(replace(bridge.options, commit="inline"))
-    assert str(plain.selector(bridge.wiring.default_database).sources[0]) == "shop.orders"
-    with pytest.raises(ConfigurationError):
-        plain.selector(None)
-
-
 def test_a_bridge_has_the_queues_of_the_groups_that_its_handlers_are_in(app: Celery) -> None:
     """P9: no two of them share one, and none is consumed for nobody. The worker's option is there once."""
     bridge = Bridge(app, URL, name="shop", queues=2)
@@ -330,9 +268,6 @@ def test_a_bridge_has_the_queues_of_the_groups_that_its_handlers_are_in(app: Cel
     assert BRIDGES.of(app) == [bridge.wiring, second.wiring]
     assert list(app.user_options["worker"]).count(LISTENER_OPTION) == 1
     assert ListenerStep in app.steps["worker"]
-
-
-# What the task can do without a listener
 
 
 @pytest.mark.parametrize(
@@ -358,22 +293,6 @@ def test_calling_a_handler_with_a_change_just_runs_it(
     for arguments in ((), (7,), ({"_id": 7},), (None,)):
         with pytest.raises(HandlerUsageError, match=r"Change\.build"):
             task(*arguments)
-
-
-def test_calling_a_bulk_handler_with_a_list_just_runs_it(bridge: Bridge) -> None:
-    """P9: what it gets is what a worker gives it."""
-
-    @bridge.on_changes("shop.orders", batch_size=7)
-    def handle_all(changes: Changes) -> Any:
-        return changes, changes.session
-
-    changes, session = handle_all([CHANGE, CHANGE])
-    assert (type(changes), list(changes), session) == (Changes, [CHANGE, CHANGE], None)
-    assert bridge.handlers[0].batch_size == 7
-    nothing_it_takes: tuple[Any, ...] = (CHANGE, [])
-    for wrong in nothing_it_takes:
-        with pytest.raises(HandlerUsageError):
-            handle_all(wrong)
 
 
 def test_a_bulk_handler_says_which_change_has_failed() -> None:
@@ -407,6 +326,3 @@ def test_only_the_listener_sends_a_handler(bridge: Bridge, publish: Callable[[An
     task = bridge.on_change("shop.orders")(handle)
     with pytest.raises(HandlerUsageError):
         publish(task)
-
-
-# Bridges and apps

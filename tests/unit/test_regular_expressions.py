@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,39 +24,20 @@ GENERAL = ("a", "0", " ", "\n", ":", "@", "a://", "://a:b ", '"', "a=", "to exec
 
 @pytest.fixture(scope="module")
 def patterns() -> dict[str, tuple[re.Pattern[Any], set[str]]]:
-    """Give each expression with the methods by which it is used, by its place."""
-    return dict(found for path in sorted(ROOT.rglob("*.py")) for found in _patterns_of(path))
-
-
-def _patterns_of(path: Path) -> Iterator[tuple[str, tuple[re.Pattern[Any], set[str]]]]:
-    text = path.read_text(encoding="utf-8")
-    if "import re\n" not in text:
-        return
-    tree = ast.parse(text)
-    names = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not ast.unparse(node.func).startswith("re."):
-            continue
-        method = ast.unparse(node.func).removeprefix("re.")
-        place = f"{path.relative_to(ROOT)}:{node.lineno}"
-        name = next((name for name, value in names.items() if value is node), None)
-        if method == "compile" and name is not None:
-            module = importlib.import_module(".".join(("mongo_celery", *path.relative_to(ROOT).with_suffix("").parts)))
-            yield place, (getattr(module, name), _methods_of(name))
-        elif method in {*METHODS, "compile"}:
-            given = {keyword.arg: keyword.value for keyword in node.keywords}
-            flags = eval(ast.unparse(given["flags"]), {"re": re}) if "flags" in given else 0
-            yield place, (re.compile(ast.literal_eval(node.args[0]), flags), {method} & METHODS or {"sub"})
-
-
-def _methods_of(name: str) -> set[str]:
-    """By which methods a module uses an expression of this name; any search where nobody is seen to."""
-    return set(re.findall(rf"(?<!\w){name}\.(\w+)\(", _all_code())) & METHODS or {"sub"}
-
-
-@cache
-def _all_code() -> str:
-    return "".join(path.read_text(encoding="utf-8") for path in ROOT.rglob("*.py"))
+    texts = {path.relative_to(ROOT): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
+    code = "".join(texts.values())
+    found: dict[str, tuple[re.Pattern[Any], set[str]]] = {}
+    for path, text in texts.items():
+        named = re.findall(r"^(\w+) = re\.compile\(", text, re.MULTILINE)
+        module = importlib.import_module(".".join(("mongo_celery", *path.with_suffix("").parts))) if named else None
+        for name in named:
+            if isinstance(value := getattr(module, name), re.Pattern):
+                used = set(re.findall(rf"(?<!\w){name}\.(\w+)\(", code)) & METHODS
+                found[f"{path}:{name}"] = value, used or {"sub"}
+        for method, literal in re.findall(r"(?<!^\w)(?<!= )re\.(\w+)\((r?b?\"[^\"\n]+\"|r?'[^'\n]+')", text):
+            if method in {*METHODS, "compile"}:
+                found[f"{path}:{literal}"] = re.compile(ast.literal_eval(literal)), {method} & METHODS or {"sub"}
+    return found
 
 
 def _texts(pattern: re.Pattern[Any]) -> Iterator[str]:

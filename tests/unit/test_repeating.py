@@ -1,44 +1,38 @@
-"""The one loop that repeats a call, and the pauses between attempts."""
+"""The one loop that repeats a call."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 from pymongo.errors import AutoReconnect, OperationFailure
 
 from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 
-AT_ONCE = Pauses(first=0.0, longest=0.0)
-LOST, REFUSED = AutoReconnect("no answer"), OperationFailure("refused", 13)
 
-
-def answers(*outcomes: object) -> Callable[[], object]:
-    """A call that gives these in turn; an error is raised."""
-    left: Iterator[object] = iter(outcomes)
+@pytest.mark.parametrize(
+    ("outcomes", "deadline", "calls"),
+    [
+        ([AutoReconnect(), AutoReconnect(), "done"], math.inf, 3),
+        ([AutoReconnect(), OperationFailure("refused", 13), "done"], math.inf, 2),
+        ([AutoReconnect(), "done"], -math.inf, 1),
+        (["done"], -math.inf, 1),
+    ],
+    ids=["answered", "refused", "after the deadline", "late and answered"],
+)
+def test_a_call_is_repeated_until_it_is_answered_or_its_deadline(
+    outcomes: list[object], deadline: float, calls: int
+) -> None:
+    """A refusal is an answer. A call is made once at least: who comes late may still be answered."""
+    made = list[object]()
 
     def call() -> object:
-        outcome = next(left)
-        if isinstance(outcome, BaseException):
-            raise outcome
-        return outcome
+        made.append(outcomes[len(made)])
+        if isinstance(made[-1], Exception):
+            raise made[-1]
+        return made[-1]
 
-    return call
-
-
-def test_a_call_is_repeated_until_it_is_answered_or_its_deadline() -> None:
-    """A refusal is an answer. A call is made once at least: who comes late may still be answered."""
-    noted: list[Exception] = []
-    call = answers(LOST, LOST, "done")
-    assert retry_until_answered(call, deadline=math.inf, pauses=AT_ONCE, note=noted.append) == "done"
-    assert noted == [LOST, LOST]
-    with pytest.raises(OperationFailure):
-        retry_until_answered(answers(LOST, REFUSED, "too late"), deadline=math.inf, pauses=AT_ONCE)
-    with pytest.raises(AutoReconnect):
-        retry_until_answered(answers(LOST, "too late"), deadline=-math.inf, pauses=AT_ONCE)
-    assert retry_until_answered(answers("done"), deadline=-math.inf, pauses=AT_ONCE) == "done"
-    passing = retry_until_answered(
-        answers(REFUSED, "done"), deadline=math.inf, pauses=AT_ONCE, repeatable=lambda error: error is REFUSED
-    )
-    assert passing == "done"
+    with suppress(AutoReconnect, OperationFailure):
+        assert retry_until_answered(call, deadline=deadline, pauses=Pauses(0.0, 0.0)) == "done"
+    assert made == outcomes[:calls]

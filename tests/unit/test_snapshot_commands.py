@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 from bson import Timestamp
 from celery import Celery
+from pymongo.errors import AutoReconnect
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.existing import (
-    is_existing,
-    make_token,
-    place_after_time,
-    place_at_time,
-)
+from mongo_celery.bridge.existing import is_existing, make_token, place_after_time, place_at_time
 from mongo_celery.bridge.handlers import Handler
+from mongo_celery.bridge.listener.chunks import ChunkFailedError
+from mongo_celery.bridge.listener.snapshot_thread import ATTEMPTS_MAX, Attempts
 from mongo_celery.bridge.operations.bridge_snapshot import to_plain
 from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.bridge.state.snapshots import Snapshot
@@ -49,7 +47,6 @@ def test_a_token_lies_behind_all_events_of_its_time_and_before_all_later_ones() 
 
 
 def progress(snapshot: Snapshot, **changes: Any) -> dict[str, Any]:
-    """The progress of a snapshot as the bridge's snapshot has it."""
     (found,) = shape(facts(snapshots=[snapshot], **changes)).snapshots
     plain: dict[str, Any] = to_plain(found)
     return plain
@@ -67,7 +64,6 @@ RUNNING = Snapshot(
 
 
 def blocked(*states: str) -> dict[str, Any]:
-    """Partitions of its handler in these states."""
     return {"images": [image(at, state=each) for at, each in enumerate(states)]}
 
 
@@ -88,7 +84,6 @@ LOST = {"since": NOON, "at": Timestamp(int(NOON.replace(tzinfo=dt.UTC).timestamp
     ],
 )
 def test_one_that_runs_and_does_not_move_says_why(around: dict[str, Any], words: str | None) -> None:
-    """Then nobody knows how long the rest takes; what has ended waits for nobody."""
     found = progress(RUNNING, **around)
     assert found["per_second"] == 50.0
     assert (words or "") in (found["reason"] or "")
@@ -108,3 +103,13 @@ def test_a_handler_that_asks_for_no_documents_begins_with_none() -> None:
     assert handler(operations={"update"}, start_from="snapshot").filter.takes_documents
     assert handler().filter.takes_every_change
     assert not handler(fields={"a"}).filter.takes_every_change
+
+
+def test_only_what_servers_answer_ends_a_snapshot() -> None:
+    """An outage may last as long as it likes."""
+    attempts, ended = Attempts(), list[bool]()
+    reasons: list[Exception] = [AutoReconnect("no answer") for _ in range(3 * ATTEMPTS_MAX)]
+    for why in reasons + [ChunkFailedError("blocked")] * ATTEMPTS_MAX:
+        attempts.note_failure(why, "why")
+        ended.append(attempts.errors >= ATTEMPTS_MAX)
+    assert ended == [False] * (4 * ATTEMPTS_MAX - 1) + [True]

@@ -10,14 +10,7 @@ from pymongo import MongoClient
 
 from mongo_celery.bridge.change import FLAGS
 from mongo_celery.bridge.stream.filter import find_objection, make_filter
-from mongo_celery.bridge.stream.source import (
-    Scope,
-    Selector,
-    Source,
-    make_scope,
-    parse_source,
-    strip_flags,
-)
+from mongo_celery.bridge.stream.source import Scope, Selector, Source, make_scope, parse_source, strip_flags
 from mongo_celery.errors import ConfigurationError
 from tests.fixtures.samples import event
 
@@ -41,9 +34,6 @@ def update(**description: Any) -> dict[str, Any]:
     return event("update", updateDescription=description)
 
 
-# Sources
-
-
 CLIENT = MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False)
 
 
@@ -61,7 +51,6 @@ CLIENT = MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False)
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_a_source_is_a_namespace_or_what_has_one(target: Any, source: Source) -> None:
-    """A bare collection belongs to the database in the URL. Of objects of the driver only the names count."""
     assert parse_source(target, "main") == source
 
 
@@ -78,9 +67,6 @@ def test_anything_else_is_no_source(target: Any) -> None:
     """P9: nothing would ever come from a pattern or a database that the server does not watch."""
     with pytest.raises(ConfigurationError):
         parse_source(target, None)
-
-
-# Which events a handler wants
 
 
 DOCUMENTS = ("insert", "update", "replace", "delete")
@@ -118,7 +104,6 @@ OTHERS = ("drop", "rename", "create", "createIndexes", "shardCollection", "newIn
 def test_an_event_is_wanted_by_its_namespace_and_operation(
     targets: list[str], operations: Any, given: dict[str, Any], wanted: bool
 ) -> None:
-    """Changes of documents unless others are asked for. A rename concerns both names; what is unknown, whoever asks."""
     assert selector(*targets, operations=operations).selects(given) is wanted
 
 
@@ -154,19 +139,12 @@ def test_a_match_is_the_servers_verdict_under_the_handlers_name() -> None:
     assert strip_flags(event(**{FLAGS: {"summarise": True}})) == event(), "a handler does not see them"
 
 
-# Filters
-
-
 def test_an_operation_may_be_of_a_later_server_but_not_misspelt() -> None:
-    """P9: a misspelt operation would never come. All operations are asked for alone."""
     assert make_filter({"vacuum", "insert"}, None, None).operations == {"vacuum", "insert"}
     assert make_filter("*", None, None) == make_filter({"*"}, None, None)
     for wrong, word in (({"insert", "updated"}, "'update'"), ({"a b"}, "a b"), ({"*", "insert"}, r"\*")):
         with pytest.raises(ConfigurationError, match=word):
             make_filter(wrong, None, None)
-
-
-# The stream
 
 
 @pytest.mark.parametrize(
@@ -243,5 +221,4 @@ def test_the_fingerprint_is_the_same_in_whatever_order_handlers_come() -> None:
     ids=str,
 )
 def test_an_expression_over_the_event_is_a_condition(match: dict[str, Any]) -> None:
-    """Also one that the event alone cannot tell: the server judges the rest."""
     assert find_objection(match) is None

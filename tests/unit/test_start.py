@@ -24,13 +24,6 @@ def test_a_token_of_a_server_holds_its_cluster_time() -> None:
     assert time_of_token(token, None) == Timestamp(0x65E0B5C5, 2)
 
 
-@given(WORD, WORD, st.text("0123456789ABCDEF").filter(lambda text: len(text) % 2 == 0))
-def test_the_time_is_read_whatever_follows_it(seconds: int, increment: int, rest: str) -> None:
-    """Seconds and increment, big-endian, behind the type byte of a timestamp."""
-    token = {"_data": f"82{seconds:08X}{increment:08X}{rest}", "_typeBits": b"\x01"}
-    assert time_of_token(token, FALLBACK) == Timestamp(seconds, increment)
-
-
 @pytest.mark.parametrize(
     "data", ["", "82", "8265E0B5C500000", "8365E0B5C500000002", "not a token at all", "82zzzzzzzzzzzzzzzz", "é" * 20]
 )

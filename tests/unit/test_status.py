@@ -12,13 +12,7 @@ from bson import Timestamp
 from bson.int64 import Int64
 
 from mongo_celery.bridge.operations.bridge_facts import Facts, Registered
-from mongo_celery.bridge.operations.bridge_snapshot import (
-    BacklogStatus,
-    BridgeSnapshot,
-    LeaderStatus,
-    PartitionStatus,
-    StoredChanges,
-)
+from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, LeaderStatus
 from mongo_celery.bridge.operations.snapshot_reader import shape
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.partitions import Image
@@ -35,7 +29,6 @@ IDLE_REPORT = {"inFlight": 0, "buffered": 0, "caughtUp": True, "brokerDown": Fal
 
 
 def serving(*handlers: str, database: str = "shop", **changes: Any) -> Document:
-    """The part of a lease that names the handlers of its listener."""
     known = {name: {"task": f"shop.changes.{name}", "databases": [database], "digest": "1"} for name in handlers}
     return {"identity": {"app": "shop", "broker": None, "handlers": known, **changes}}
 
@@ -69,7 +62,6 @@ def lease(**changes: Any) -> Document:
 
 
 def subscription(name: str = "summarise", **changes: Any) -> Document:
-    """A subscription of the term that leads, ten seconds behind `facts`' now."""
     return {
         "_id": f"shop/{name}",
         "handler": name,
@@ -82,13 +74,11 @@ def subscription(name: str = "summarise", **changes: Any) -> Document:
 
 
 def image(index: int = 0, **changes: Any) -> Image:
-    """A partition that flows and has nothing to do."""
     seen = {"token": {"_data": "82BB"}, "data": "82BB", "committed": Int64(5), "fencing_token": Int64(9)}
     return samples.image(**{"index": index, "term": VERSION, **seen, **changes})
 
 
 def facts(**changes: Any) -> Facts:
-    """A bridge whose listener has caught up."""
     calm = Facts(
         options=BridgeOptions(name="shop", partitions=2),
         registered={"summarise": Registered()},
@@ -105,7 +95,6 @@ def facts(**changes: Any) -> Facts:
 
 
 def test_a_bridge_that_nobody_has_started_says_so() -> None:
-    """No document at all, and a document that only waits for its first acquisition."""
     first = {"_id": "shop", "term": VERSION, "live": False}  # a listener is about to lead
     for nothing in (None, first, lease(live=False, listenerId=None, acquiredAt=None, renewedAt=None, report=None)):
         status = shape(facts(lease=nothing, subscriptions=[], images=[]))
@@ -137,7 +126,6 @@ def test_a_live_listener_is_shown_and_an_old_error_is_not() -> None:
     ],
 )
 def test_a_handler_is_in_the_state_of_its_worst_partition(images: list[Image], state: str, led: str) -> None:
-    """P16: one state for all views, and a leader leads only the handlers that it has. What is blocked stays blocked."""
     found = shape(facts(images=images))
     assert (found.handlers[0].state, found.handlers[0].partitions[0].state) == (state, led)
     assert found.caught_up is (state == "flowing"), "whatever the report says, which is some seconds old"
@@ -181,7 +169,6 @@ OLDER_TERM = {"subscriptions": [subscription(term=Int64(1))]}
 def test_the_lag_counts_from_the_watermark_while_anything_is_left(
     report: Document | None, changes: Document, lag: int
 ) -> None:
-    """Zero only for a listener that says that all is done."""
     status = shape(facts(lease=lease(report=report), **changes))
     assert status.lag_seconds == lag
     assert status.buffered == (None if not report else report["buffered"])
@@ -222,7 +209,6 @@ def test_the_lag_is_the_age_of_the_oldest_change_that_nobody_has_handled(
 
 
 def test_the_lag_of_the_bridge_is_the_largest_of_its_registered_subscriptions() -> None:
-    """One that no handler serves is shown, but it will not move, so it is no lag."""
     late = subscription("audit", clusterTime=Timestamp(SECOND - 20, 1))
     moved = {"clusterTime": Timestamp(SECOND - 9000, 1), "startAtOperationTime": Timestamp(1, 1)}
     stored = [subscription(), late, subscription("retired", term=Int64(1), **moved)]
@@ -237,32 +223,7 @@ def test_the_lag_of_the_bridge_is_the_largest_of_its_registered_subscriptions() 
     assert status.lag_seconds == 30
 
 
-def test_a_partition_tells_all_that_an_operator_needs() -> None:
-    """Claim, retry and head in plain values, tokens as their comparable part. Its queue is that of its group."""
-    head = {"resumeToken": {"_data": "82CC"}, "key": "shop.orders insert 1"}
-    halted = image(1, state="halted", retries=2, crashes=1, error="ValueError: no", head=head)
-    letters = {"summarise": 2, "retired": 1}
-    grouped = {"summarise": Registered(group="slow")}
-    status = shape(facts(images=[halted, image(0)], dead_letters=letters, registered=grouped))
-    assert [each.partition for each in status.handlers[0].partitions] == [0, 1]
-    assert (status.dead_letters, status.handlers[0].dead_letters) == (3, 2)
-    assert status.handlers[0].partitions[1] == PartitionStatus(
-        partition=1,
-        queue="shop.slow.1",
-        state="halted",
-        committed=5,
-        token="82BB",
-        fencing_token=9,
-        key="shop.orders insert 1",
-        key_token="82CC",
-        error="ValueError: no",
-        retries=2,
-        crashes=1,
-    )
-
-
 def test_a_status_is_plain_json() -> None:
-    """With everything in it that the state can hold."""
     claim = {"owner": "x", "first": Int64(6), "last": Int64(7), "until": NOON, "ttl": Int64(10_000)}
     full = image(0, claim=claim, live=True, handled={"owner": "x", "last": Int64(7), "resumeToken": {"_data": "82CC"}})
     gap = {"from": Timestamp(SECOND - 9, 1), "until": Timestamp(SECOND, 1), "policy": "oldest", "error": "rolled"}
@@ -281,25 +242,3 @@ LOST = {"since": NOON, "at": Timestamp(SECOND, 1), "oldest": Timestamp(SECOND + 
 
 MARK = {"since": NOON - timedelta(hours=2), "reason": "halted", "to": "82EE"}
 GIB = 1 << 30
-STORING = {
-    **IDLE_REPORT,
-    "storedBytes": 6 * GIB,
-    "storingWaits": "no more",
-    "storedMissing": ["summarise/1"],
-}
-
-
-def test_what_is_stored_is_shown_of_partitions_and_handlers_and_beside_the_bound() -> None:
-    """P13, P16: how many changes, since when and why; and what the collection takes. Unknown figures are none."""
-    images = [image(0, due_in=9.0, stored={**MARK, "reason": "parked"}), image(1, state="halted", stored=MARK)]
-    stored = {("summarise", 1): 40, ("summarise", 0): 30}
-    status = shape(facts(lease=lease(report=STORING), images=images, stored=stored))
-    parked, halted = (each.stored for each in status.handlers[0].partitions)
-    since = UTC_NOON - timedelta(hours=2)
-    assert halted == StoredChanges(count=40, since=since, reason="halted", to="82EE", missing=True)
-    assert parked is not None
-    assert (parked.count, parked.missing, status.handlers[0].stored) == (30, False, 70)
-    assert status.backlog == BacklogStatus(count=70, bytes=6 * GIB, limit=8 * GIB, share=0.75, waits="no more")
-    unknown = shape(facts(images=images, stored={("summarise", 0): 2}))
-    assert unknown.backlog == BacklogStatus(count=None, bytes=None, limit=8 * GIB, share=None, waits=None)
-    assert [each.stored and each.stored.count for each in unknown.handlers[0].partitions] == [2, None]

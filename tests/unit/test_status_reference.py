@@ -18,7 +18,6 @@ NAMES = {**vars(bridge_snapshot), **vars(findings)}
 
 
 def types() -> list[type]:
-    """All types that a snapshot is made of, as they are met."""
     found: list[type] = [BridgeSnapshot]
     for each in found:
         for field in dataclasses.fields(each):
@@ -37,15 +36,9 @@ def texts(kind: type) -> tuple[str, dict[str, str]]:
 
 
 def as_json(field: dataclasses.Field[Any]) -> str:
-    """A type as JSON has it."""
     text = str(field.type).replace(" | None", "?")
-    for name, word in (
-        ("datetime", "time"),
-        ("int", "number"),
-        ("float", "number"),
-        ("str", "text"),
-        ("bool", "boolean"),
-    ):
+    words = {"datetime": "time", "int": "number", "float": "number", "str": "text", "bool": "boolean"}
+    for name, word in words.items():
         text = re.sub(rf"\b{name}\b", word, text)
     text = re.sub(r"tuple\[(.+), \.\.\.\]", r"\1[]", text)
     text = re.sub(r"Mapping\[text, (.+)\]", r"object of \1", text)
@@ -57,7 +50,6 @@ def linked(name: str) -> str:
 
 
 def page() -> str:
-    """The whole page."""
     return "\n".join(lines()) + "\n"
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import bson
-from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo.errors import NetworkTimeout, OperationFailure
 
+from mongo_celery.bridge.listener.stream_intake import ReadAhead
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.isolator import join_fragments
+from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.reader import StreamReader, _Attempt
 from mongo_celery.bridge.stream.source import Scope
-from tests.fixtures.samples import event, mark, token_data
+from tests.fixtures.samples import mark, raw_event
 
 
 def _make_reader() -> tuple[StreamReader, list[float]]:
@@ -44,23 +45,6 @@ def test_a_search_for_one_event_is_given_more_time_each_time_up_to_a_limit() -> 
         assert seconds == [given]
 
 
-def test_all_of_a_batch_is_handed_over_in_order_until_the_reader_is_stopped() -> None:
-    """P1: whatever its events weigh. A reader remembers only what it has handed over: the next one reads the rest."""
-    taken: list[Any] = []
-    reader, _ = _make_reader()
-    reader._deliver = taken.extend
-
-    def document(number: int) -> RawBSONDocument:
-        place = {"_id": {"_data": token_data(number)}, "clusterTime": Timestamp(1000, number)}
-        return RawBSONDocument(bson.encode(event(fullDocument={"x": b"x" * (number % 3 * 90_000)}, **place)))
-
-    reader._hand_over([document(number) for number in range(1, 200)])
-    reader.stop()
-    reader._hand_over([document(200)])
-    assert [each.mark for each in taken] == [mark(number) for number in range(1, 200)]
-    assert reader._position == Position({"_data": token_data(199)}, Timestamp(1000, 199))
-
-
 def test_fragments_are_joined_to_the_whole_event_or_to_none() -> None:
     """P13: never half of one. No more is read than the event has, since that would wait for the next change."""
     whole = {"operationType": "insert", "fullDocument": {"_id": 1}, "fullDocumentBeforeChange": {"_id": 2}}
@@ -75,3 +59,13 @@ def test_fragments_are_joined_to_the_whole_event_or_to_none() -> None:
     assert list(stream) == [first]
     for broken in ([], [first], [first, second], [first, third], [third]):
         assert join_fragments(broken, {"_data": "82"}) is None
+
+
+def test_what_was_read_ahead_is_bounded_in_bytes_whatever_one_event_has() -> None:
+    """P12: the listener's memory is bounded."""
+    ahead, raw = ReadAhead(200), raw_event(fullDocument={"text": "x" * 3_000_000})
+    for is_full in (False, False, True):
+        ahead.put([ChangeEvent(mark(1), RawBSONDocument(raw), raw)])
+        assert ahead.full() is is_full
+    ahead.get()
+    assert not ahead.full()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -13,32 +12,18 @@ from uuid import uuid4
 import pytest
 from celery import Celery
 
-import mongo_celery.testing
 from mongo_celery import Bridge, Change, Fence
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from mongo_celery.testing import BridgeRunner, deleted, inserted, plugin, replaced, updated
-from mongo_celery.testing.runner import place_url
 
 ORDERS = "shop.orders"
 
 
 def configured(url: str, worker: str | None = None) -> Any:
-    """A pytest configuration with one option, in a process of xdist or in none."""
     found = SimpleNamespace(getini=lambda _name: url)
     if worker is not None:
         found.workerinput = {"workerid": worker}
     return found
-
-
-# -- the plugin ------------------------------------------------------------------------------------
-
-
-def test_every_name_of_the_package_is_there_and_listed() -> None:
-    """Names that are imported on first use exist, and tools see them."""
-    for name in mongo_celery.testing.__all__:
-        assert getattr(mongo_celery.testing, name).__name__ == name
-    assert dir(mongo_celery.testing) == sorted(mongo_celery.testing.__all__, key=lambda name: (name.islower(), name))
-    assert not hasattr(mongo_celery.testing, "Runner")
 
 
 def test_a_url_is_the_processes_own_under_xdist() -> None:
@@ -50,30 +35,7 @@ def test_a_url_is_the_processes_own_under_xdist() -> None:
         plugin.find_url(configured("mongodb://db/shop", "gw3"), plugin.MONGODB)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mongo_celery", "no_such_package.celery:bridge", "mongo_celery.nowhere:bridge"),
-        *("mongo_celery.errors:bridge", "mongo_celery:Fence"),
-    ],
-)
-def test_a_bridge_that_is_not_there_is_said_in_a_sentence(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not by a traceback out of importlib. A missing dependency of the project is its own error."""
-    with pytest.raises(pytest.UsageError):
-        plugin._bridge_named(name)
-    (tmp_path / "needy_shop.py").write_text("import no_such_dependency\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError):
-        plugin._bridge_named("needy_shop:bridge")
-
-
-# -- the runner, before it begins ------------------------------------------------------------------
-
-
 def test_a_runner_needs_a_bridge_with_handlers() -> None:
-    """Without them every test of it would pass."""
     with pytest.raises(ConfigurationError):
         BridgeRunner()
     bridge = Bridge(Celery("shop", set_as_current=False), "mongodb://nowhere:1", name="shop", autodiscover=False)
@@ -84,26 +46,6 @@ def test_a_runner_needs_a_bridge_with_handlers() -> None:
         BridgeRunner(bridge).crash("commited")  # type: ignore[arg-type]
     with pytest.raises(HandlerUsageError, match="'bil'"):
         BridgeRunner(bridge).stall("bil")
-
-
-@pytest.mark.parametrize(
-    ("own", "given", "expected"),
-    [
-        ("mongodb://db/shop", "mongodb://h:1/?replicaSet=rs0", "mongodb://h:1/shop?replicaSet=rs0"),
-        ("mongodb://db/shop", "mongodb://h:1", "mongodb://h:1/shop"),
-        ("mongodb://db/shop", "mongodb://h:1/other", "mongodb://h:1/other"),
-        ("mongodb://db", "mongodb://h:1/", "mongodb://h:1/"),
-        ("mongodb://db/shop", None, "mongodb://db/shop"),
-        (None, "mongodb://h:1/", "mongodb://h:1/"),
-    ],
-)
-def test_another_server_keeps_the_database_of_the_url(own: str | None, given: str | None, expected: str) -> None:
-    """Handlers of `"orders"` mean the one that the bridge's own URL names."""
-    bridge = Bridge(Celery("shop", set_as_current=False), own, name="shop", autodiscover=False)
-    assert place_url(given, bridge.wiring) == expected
-
-
-# -- changes made by hand --------------------------------------------------------------------------
 
 
 def test_changes_made_by_hand_have_what_their_events_have() -> None:

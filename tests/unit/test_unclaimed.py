@@ -14,7 +14,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.broker.occupancy import Occupancy
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import image
-from tests.unit.test_subscription import PARTITIONS, subscription
+from tests.fixtures.subscriptions import PARTITIONS, subscription
 
 TASK = "shop.handle"
 SENT = 1000.0
@@ -25,23 +25,17 @@ ALL = list(range(PARTITIONS))
 
 
 class FixedWatch:
-    """A watch with given answers."""
+    answer: BrokerAnswer | None = None
+    returned_at = float("-inf")
 
-    def __init__(self) -> None:
-        self.answer: BrokerAnswer | None = None
-        self.returned_at = float("-inf")
-        self.asked: Collection[str] = ()
+    def watch(self, _queues: Collection[str]) -> None:
+        """Ask nothing."""
 
-    def watch(self, queues: Collection[str]) -> None:
-        self.asked = queues
-
-    def set_answer(self, at: float, occupancy: Occupancy, *queues: str) -> None:
-        self.answer = BrokerAnswer(at, at + 0.01, dict.fromkeys(queues or QUEUES, occupancy))
+    def set_answer(self, at: float, occupancy: Occupancy) -> None:
+        self.answer = BrokerAnswer(at, at + 0.01, dict.fromkeys(QUEUES, occupancy))
 
 
 class Scene:
-    """One handler with a run in flight in each partition."""
-
     def __init__(self) -> None:
         self.watch = FixedWatch()
         self.led = subscription()
@@ -51,23 +45,20 @@ class Scene:
         for partition in self.led.partitions.values():
             partition.note_sent(SENT)
 
-    def check(self, now: float, read_at: float | None = None, **options: Any) -> bool:
-        return self.runs.check([self.led], now if read_at is None else read_at, now, **options)
+    def check(self, now: float, read_at: float | None = None) -> None:
+        self.runs.check([self.led], now if read_at is None else read_at, now)
 
     @property
     def repeated(self) -> list[int]:
-        """Partitions whose change is to be dispatched again."""
         return [index for index, partition in self.led.partitions.items() if partition.in_flight is None]
 
     def read(self, now: float) -> None:
-        """Read all partitions: no run is claimed."""
         for index in self.led.partitions:
             self.led.observe(image(index=index), now)
 
 
 ANSWERS: dict[str, tuple[float, float, Occupancy, list[int]]] = {
     "lost": (SENT + 2, SENT + 2.5, NOTHING, ALL),
-    "of another task": (SENT + 2, SENT + 2.5, Occupancy(0, unacknowledged={"shop.other"}), ALL),
     "no consumer, and no message": (SENT + 2, SENT + 2.5, Occupancy(0, consumers=0), ALL),
     "waits": (SENT + 2, SENT + 2.5, Occupancy(1, unacknowledged=frozenset()), []),
     "a worker has it": (SENT + 2, SENT + 2.5, Occupancy(0, unacknowledged={TASK}), []),

@@ -316,18 +316,15 @@ def judged(case: Case) -> BridgeSnapshot:
 
 
 def first(finding: Finding) -> str | None:
-    """Return the command that fixes it, without `celery -A shop`."""
     return next((command.removeprefix("celery -A shop ") for command in finding.commands), None)
 
 
 def seen(known: Facts, *asked: Finding, workers: Workers | None = None, line: CommandLine = LINE) -> BridgeSnapshot:
-    """The snapshot of a bridge whose workers have answered so, where they were asked."""
     workers = Workers(answered=0, serving=0, slots=0) if NONE_ANSWERED in asked else workers
     return judge(replace(shape(known), workers=workers), line, asked if asked or workers else None)
 
 
 def test_a_bridge_that_has_nothing_wrong_is_healthy() -> None:
-    """Also where workers have answered. P16: a verdict names who was not asked."""
     assert seen(calm(oplog=None)).verdict == "healthy"
     found = seen(calm(), ok("broker", "answers"), workers=ANSWERED)
     assert (found.bridge, found.verdict, found.exit_code, found.findings) == ("shop", "healthy", 0, ())
@@ -362,13 +359,6 @@ def test_calls_beside_which_nothing_runs_are_failing_where_nobody_asked_for_slot
     assert [(each.code, each.severity) for each in seen(known).findings] == [("running_long", severity)]
 
 
-def test_one_blocked_partition_hides_no_lag_of_the_others() -> None:
-    """The lag of what flows is told beside a halt, and that of the halt is not."""
-    for age, codes in ((LAG_SECONDS, ["halted", "lag"]), (LAG_SECONDS - 1, ["halted"])):
-        images = [image(0, stored=fresh("running", age)), halted(1, stored={**MARK, "since": since(9999)})]
-        assert [each.code for each in seen(calm(images=images)).findings] == codes
-
-
 @pytest.mark.parametrize(("code", "case"), ALL)
 def test_a_reason_is_told_alone_with_its_severity_its_cost_and_its_command(code: str, case: Case) -> None:
     """P16: each rule by itself; without it the bridge would be called healthy. Foreign text becomes no command."""
@@ -382,39 +372,48 @@ def test_a_reason_is_told_alone_with_its_severity_its_cost_and_its_command(code:
         assert not any("evil" in each for each in hostile.commands)
 
 
-def test_a_mark_whose_stored_changes_are_missing_is_told_with_the_update_that_removes_it() -> None:
-    (reason,) = judged(CASES["backlog_missing"][0]).findings
-    assert '"summarise", "partition": {"$in": [0]}}, {$unset: {stored: 1}})' in reason.sentence
+GAP = {"subscriptions": [subscription(lost=LOST)]}
+ENDED = {"lease": lease(live=False, state="history_lost", error="the oplog is too short")}
+UNREACHABLE = {"lease": lease(**serving("summarise", broker=ELSEWHERE)), "identity": HERE}
+NO_BROKER = failing("broker", "No answer.")
+STORED_HALT = {"images": [halted(stored=MARK)]}
+SKIP = "changes skip summarise 1"
+EVERYTHING = {
+    "lease": lease(live=False, state="idle", renewedAt=since(UNLED_SECONDS)),
+    "images": [image(0, state="paused"), halted(1)],
+    "dead_letters": {"summarise": 1},
+    "subscriptions": [subscription(), RETIRED],
+}
 
 
-def test_the_worst_comes_first() -> None:
-    """What is failing before what is degraded, and in these what touches all before what touches one."""
-    everything = calm(
-        lease=lease(live=False, state="idle", renewedAt=since(UNLED_SECONDS)),
-        images=[image(0, state="paused"), halted(1)],
-        dead_letters={"summarise": 1},
-        subscriptions=[subscription(), RETIRED],
-    )
-    codes = [reason.code for reason in seen(everything).findings]
-    assert codes == ["no_listener", "halted", "paused", "dead_letters", "unregistered"]
+def beside_a_halt(age: int) -> dict[str, Any]:
+    """Stored changes of this age that flow, and older ones behind a halt."""
+    return {"images": [image(0, stored=fresh("running", age)), halted(1, stored={**MARK, "since": since(9999)})]}
 
 
-def test_a_listener_that_would_end_again_is_not_what_cures() -> None:
-    """Where every handler has lost its history somebody has to decide first; afterwards a listener cures."""
-    ended = lease(live=False, state="history_lost", error="the oplog is too short")
-    for lost, command in ((LOST, None), (None, START)):
-        known = calm(lease=ended, subscriptions=[subscription(lost=lost)])
-        reasons = {each.code: each for each in seen(known).findings}
-        assert ("history_lost" in reasons) is (lost is not None)
-        assert (reasons["no_listener"].severity, first(reasons["no_listener"])) == ("failing", command)
+RETRY, RESET = "changes retry summarise 1", "changes reset summarise --to oldest"
+BROKEN = {"no_listener": START, "halted": RETRY, "paused": "changes resume summarise 0", "dead_letters": LETTERS}
 
 
-def test_a_halt_whose_history_is_lost_is_not_told_to_be_retried() -> None:
-    """`changes retry` would refuse it; unless it is stored (P13)."""
-    for changes, verb in (({}, "skip"), ({"stored": MARK}, "retry")):
-        known = calm(subscriptions=[subscription(lost=LOST)], images=[halted(3, **changes)])
-        commands = {each.code: first(each) for each in seen(known).findings}
-        assert commands["halted"] == f"changes {verb} summarise 3"
+@pytest.mark.parametrize(
+    ("changes", "asked", "expected"),
+    [
+        pytest.param(EVERYTHING, (), BROKEN | {"unregistered": REMOVE}, id="the worst first"),
+        pytest.param(beside_a_halt(LAG_SECONDS), (), {"halted": RETRY, "lag": WORK}, id="late beside a halt"),
+        pytest.param(beside_a_halt(LAG_SECONDS - 1), (), {"halted": RETRY}, id="not late"),
+        pytest.param(ENDED, (), {"no_listener": START}, id="ended"),
+        pytest.param(ENDED | GAP, (), {"no_listener": None, "history_lost": RESET}, id="would end again"),
+        pytest.param(GAP | {"images": [halted()]}, (), {"history_lost": RESET, "halted": SKIP}, id="not in the oplog"),
+        pytest.param(GAP | STORED_HALT, (), {"history_lost": RESET, "halted": RETRY}, id="stored"),
+        pytest.param(UNREACHABLE, (NO_BROKER,), {"broker": None, "identity": None}, id="a typo in the broker's URL"),
+    ],
+)
+def test_reasons_come_in_order_with_the_commands_that_help(
+    changes: dict[str, Any], asked: tuple[Finding, ...], expected: dict[str, str | None]
+) -> None:
+    """P16: the lag of a halt is none beside it, a listener that would end again cures nothing, nor does a `retry`."""
+    found = {reason.code: first(reason) for reason in seen(calm(**changes), *asked).findings}
+    assert list(found.items()) == list(expected.items())
 
 
 def test_a_busy_worker_that_does_not_answer_is_seen_by_what_it_does() -> None:
@@ -444,7 +443,6 @@ UNTAKEN = {"inFlight": 1, "untaken": {"queues": ["shop.1"], "answered": False}}
 def test_what_makes_a_handler_late_is_the_one_reason(
     code: str, changes: dict[str, Any], asked: tuple[Finding, ...]
 ) -> None:
-    """P16: more workers would not fix the lag of what is blocked, stopped, or handled by nobody."""
     behind = seen(calm(**changes), *asked)
     assert [reason.code for reason in behind.findings] == [code]
     assert (behind.handlers[0].lag_seconds or 0) >= LAG_SECONDS
@@ -461,7 +459,6 @@ def test_what_makes_a_handler_late_is_the_one_reason(
 
 @pytest.mark.parametrize(("state", "verb"), [("halted", "retry"), ("paused", "resume")])
 def test_very_many_reasons_are_a_few_lines(state: str, verb: str) -> None:
-    """200 handlers of 16 partitions: some by name, the others by number, with the command for all."""
     names = [f"handler_{number:03}" for number in range(200)]
     blocked = halted(0, error="ValueError: a\n" + "x" * 5000) if state == "halted" else image(0, state=state)
     images = [replace(blocked, index=index, subscription=name) for name in names for index in range(16)]
@@ -493,7 +490,6 @@ _FOREIGN = [
 
 
 def _with_evil(value: Any, name: str = "") -> Any:
-    """Return facts whose foreign texts end with a command."""
     if isinstance(value, Mapping):
         return {key: _with_evil(each, key) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -501,13 +497,6 @@ def _with_evil(value: Any, name: str = "") -> Any:
     if isinstance(value, Image | Snapshot):
         return replace(value, **{each.name: _with_evil(getattr(value, each.name), each.name) for each in fields(value)})
     return f"{value} {EVIL}" if isinstance(value, str) and name in _FOREIGN else value
-
-
-def test_a_broker_that_cannot_be_reached_comes_before_the_identity_that_it_changes() -> None:
-    """A typo in the broker's URL is the cause of both."""
-    known = calm(lease=lease(**serving("summarise", broker=ELSEWHERE)), identity=HERE)
-    found = seen(known, failing("broker", "No answer.")).findings
-    assert [each.code for each in found] == ["broker", "identity"]
 
 
 def test_the_runbook_has_every_reason_and_each_has_a_case() -> None:

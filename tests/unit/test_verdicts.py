@@ -51,7 +51,6 @@ def test_every_number_has_the_verdict_of_its_kind(opening: bool) -> None:
 
 
 def test_every_number_that_may_pass_is_known_as_such() -> None:
-    """P9: and no other is repeated."""
     assert {code for code in NUMBERS if is_transient(refused(code))} == TRANSIENT
 
 
@@ -103,7 +102,6 @@ def test_a_document_beyond_the_limit_is_told_in_whatever_way(error: BaseExceptio
 
 @pytest.mark.parametrize(("fields", "own"), [(["_id"], True), (["email"], False), (["_id", "email"], False)], ids=str)
 def test_a_duplicate_id_is_told_from_another_unique_index(fields: list[str], own: bool) -> None:
-    """Only the former says that the document is there."""
     details = {"keyPattern": dict.fromkeys(fields, 1)}
     assert is_duplicate_id(driver.DuplicateKeyError("E11000", 11000, details)) is own
     assert not is_duplicate_id(refused(112))

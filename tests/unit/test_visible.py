@@ -35,9 +35,6 @@ def test_visible_text_is_one_line_without_controls() -> None:
     assert visible_lines("a\r\nb\rc\nd", "  ") == "a\n  b\\u000dc\n  d"
 
 
-# -- log records -----------------------------------------------------------------------------------
-
-
 def test_every_logger_of_the_package_is_guarded() -> None:
     """A logger with a new name has to be added to the list."""
     used = {

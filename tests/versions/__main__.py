@@ -173,7 +173,6 @@ def find_python(versions: tuple[str, ...], folder: Path) -> Path:
 
 
 def make_environment(folder: Path, python: Path, pins: tuple[str, ...]) -> Mapping[str, str]:
-    """Make an environment with the project, unless it is there, and return what it really has."""
     interpreter, done = folder / "bin" / "python", folder / "complete"
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -195,7 +194,6 @@ def list_requirements() -> list[str]:
 
 
 def find_version(program: Path) -> str:
-    """Return the version that a server has."""
     found = re.search(r"v=?(\d+\.\d+\.\d+)", run(program, "--version"))
     assert found, program
     return found[1]

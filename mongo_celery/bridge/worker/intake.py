@@ -24,6 +24,7 @@ from kombu.utils.uuid import uuid
 from mongo_celery.bridge.state.leases import MALFORMED
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.dropping import Dropper, Repetitions, parse_process
+from mongo_celery.broker.late_notes import note_late
 from mongo_celery.quantities import number
 
 if TYPE_CHECKING:
@@ -51,10 +52,12 @@ class IntakeStep(bootsteps.StartStopStep):
             create = consumer.create_task_handler
             consumer.create_task_handler = lambda *args, **options: partial(intake.take, create(*args, **options))
         channel = consumer.task_consumer.channel
+        handlers: dict[str, Callable[[], object]] = getattr(channel, "handlers", {})
+        if _REDIS_READ in handlers:
+            note_late(channel, consumer.timer, intake.is_from_bridge)
         if isinstance(channel, VirtualChannel) and intake.default is not None:
             base: Any = channel.Message
             channel.Message = _tolerant(base)
-            handlers: dict[str, Callable[[], object]] = getattr(channel, "handlers", {})
             if _REDIS_READ in handlers:
                 handlers[_REDIS_READ] = partial(intake.read, handlers[_REDIS_READ])
 
@@ -102,6 +105,10 @@ class Intake:
             message.reject_log_error(logger, self._consumer.connection_errors)
         else:
             handle(message)
+
+    def is_from_bridge(self, message: Any) -> bool:
+        """Return True if a message comes from a bridge's queue."""
+        return self._find_bridge(message) is not None
 
     def _find_bridge(self, message: Any) -> Wiring | None:
         """Return the bridge whose queue contains a message. None if it may come from another queue."""

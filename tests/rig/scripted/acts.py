@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, NoReturn
@@ -62,29 +63,9 @@ def _reject(_task: Any, _asked: Asked) -> NoReturn:
     raise Reject(WantedError("rejected"), requeue=True)
 
 
-def _replace(task: Any, _asked: Asked) -> None:
-    task.replace(task.app.signature("some.other.task"))
-
-
-def _join_chord(task: Any, _asked: Asked) -> None:
-    task.add_to_chord(task.app.signature("some.other.task"))
-
-
-def _leave(_task: Any, asked: Asked) -> NoReturn:
-    raise SystemExit(asked.get("status", 3))
-
-
-def _die(_task: Any, asked: Asked) -> NoReturn:
-    os._exit(asked.get("status", 7))
-
-
 def _signal(_task: Any, asked: Asked) -> None:
     os.kill(os.getpid(), signal.Signals[asked["signal"]])
     take_time(30)
-
-
-def _linger(_task: Any, asked: Asked) -> None:
-    take_time(asked["linger"])
 
 
 _ACTS: dict[str, Callable[[Any, Asked], None]] = {
@@ -93,10 +74,10 @@ _ACTS: dict[str, Callable[[Any, Asked], None]] = {
     "retry": _retry,
     "ignore": _ignore,
     "reject": _reject,
-    "replace": _replace,
-    "join_chord": _join_chord,
-    "leave": _leave,
-    "die": _die,
+    "replace": lambda task, _: task.replace(task.app.signature("some.other.task")),
+    "join_chord": lambda task, _: task.add_to_chord(task.app.signature("some.other.task")),
+    "leave": lambda _, asked: sys.exit(asked.get("status", 3)),
+    "die": lambda _, asked: os._exit(asked.get("status", 7)),
     "signal": _signal,
-    "linger": _linger,
+    "linger": lambda _, asked: take_time(asked["linger"]),
 }

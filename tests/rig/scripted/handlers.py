@@ -51,7 +51,6 @@ def _take_effect(change: Change, fact: Fact) -> Steps[None]:
 
 
 def add_handler(name: str, effect: Effect | None = None, **options: Any) -> None:
-    """Register a handler of the collection of its name, if the test has chosen it."""
     if not _CHOSEN or name in _CHOSEN:
         register = bridge.on_change(f"{DATA}.{name}", name=name, bind=True, **options)
         _register(name, register, lambda task, change: _handle(task, name, change, effect))

@@ -18,7 +18,6 @@ _making = threading.Lock()
 
 
 def facts() -> Database[dict[str, Any]]:
-    """The database of facts, through a client of this process."""
     with _making:
         if os.getpid() not in _clients:
             _clients[os.getpid()] = MongoClient(os.environ["SCRIPTED_FACTS"], w=1, appname="facts")
@@ -42,7 +41,6 @@ def record_start(fact: dict[str, Any], **more: Any) -> int:
 
 
 def wait_at(gate: str, seconds: float = 120.0) -> None:
-    """Wait until the test opens the gate, which is a file."""
     path = Path(os.environ["SCRIPTED_GATES"]) / gate
     pause = threading.Event()
     until = time.monotonic() + seconds
