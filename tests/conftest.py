@@ -32,11 +32,12 @@ pytest_plugins = [
     "tests.rig.deployment",
     "tests.rig.outbox",
     "tests.integration.clusters_rig",
+    "tests.integration.django_rig",
 ]
 
 _PROCESSES_PER_CORE = 3
 _PROCESSES_MAX = 8
-_LONGEST = ("test_tutorial.py", "test_printed_commands.py")
+_LONGEST = ("test_drill.py", "test_printed_commands.py")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -6,16 +6,13 @@ Parts use the wiring, never the `Bridge`, which is the public view above all par
 
 from __future__ import annotations
 
-import _thread
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import pymongo
 from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo import AsyncMongoClient, MongoClient
@@ -26,10 +23,9 @@ from pymongo.uri_parser import parse_uri
 
 from mongo_celery.app import Registry, app_name
 from mongo_celery.arguments import NAME, nearest
-from mongo_celery.bridge.event_loop import EVENT_LOOP
+from mongo_celery.bridge.clients import open_async_client, open_client, open_stream_client
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import OPTION_NAMES, SETTING_PREFIX, BridgeOptions, early, merge_options
-from mongo_celery.bridge.raw_event import EVENT_TYPES
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.stream.source import Scope, Selector, make_scope, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
@@ -37,7 +33,7 @@ from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import find_collection, ping, to_user_error
-from mongo_celery.mongo.redaction import keep_commands_out_of_logs, short
+from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.outbox import Outbox
 
@@ -45,27 +41,9 @@ T = TypeVar("T")
 
 UNNAMED = "(unnamed)"
 
-_EVENT_TYPES: dict[str, Any] = {
-    "document_class": RawBSONDocument,
-    "uuidrepresentation": "unspecified",
-    "unicode_decode_error_handler": EVENT_TYPES.unicode_decode_error_handler,
-    "datetime_conversion": "DATETIME_MS",
-    "tz_aware": False,
-}
-"""`EVENT_TYPES` as options of a client."""
-
 _SETTINGS = (*OPTION_NAMES, "database_url")
-_CLOSING_SECONDS = 1.0
 _CHANGED_ELSEWHERE = ("_url", "_options", "_handlers", "_per_process")
 """The attributes of a `Wiring` that differ in another cluster."""
-
-_CLIENT_DEFAULTS: dict[str, Any] = {
-    "appname": "mongo_celery",
-    "connecttimeoutms": 2000,  # also limits the time until a frozen primary is noticed
-    "heartbeatfrequencyms": 2000,
-    "serverselectiontimeoutms": 30_000,  # longer than an election: shorter operations have their own limit
-    "datetime_conversion": "DATETIME_AUTO",  # the year 10000 must not block a partition
-}
 
 BRIDGES: Registry[Wiring] = Registry(
     "bridge",
@@ -283,19 +261,15 @@ class Wiring:
     @per_process
     def client(self) -> MongoClient[dict[str, Any]]:
         """This process's client. It connects at first use, and a forked process gets a new one."""
-        keep_commands_out_of_logs()
         try:
-            return _open_client(weakref.ref(self), self.url)
+            return open_client(weakref.ref(self), self.url)
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
             raise self._bad_url(error) from None
 
     @per_process
     def async_client(self) -> AsyncMongoClient[dict[str, Any]]:
         """This process's client for coroutine handlers. It belongs to their event loop."""
-        keep_commands_out_of_logs()
-        client: AsyncMongoClient[dict[str, Any]] = AsyncMongoClient(self.url, **_client_options(self.url))
-        weakref.finalize(self, _close_elsewhere, client, os.getpid()).atexit = False
-        return client
+        return open_async_client(self, self.url)
 
     @per_process
     def store(self) -> Store:
@@ -338,16 +312,8 @@ class Wiring:
         return (parts.get(make) or parts.setdefault(make, PerProcess(partial(make, self)))).get()
 
     def stream_client(self, timeout: float) -> MongoClient[RawBSONDocument]:
-        """
-        Return a new client for one change stream, with a socket timeout in seconds. It does not repeat reads.
-
-        It reads events by `EVENT_TYPES`. Types in the URL are for handlers.
-        """
-        keep_commands_out_of_logs()
-        options = _client_options(self.url)
-        # A shorter timeout in the URL would end each wait for an event. Only the reader reopens the stream.
-        options |= {"sockettimeoutms": int(timeout * 1000), "timeoutms": None, "retryreads": False}
-        return MongoClient(self.url, **{**options, **_EVENT_TYPES})
+        """Return a new client for one change stream. See `open_stream_client`."""
+        return open_stream_client(self.url, timeout)
 
     def collection(self, namespace: str) -> Collection[dict[str, Any]]:
         """Return a collection of the bridge's cluster: `"db.collection"`, or `"collection"` of the URL's database."""
@@ -370,7 +336,7 @@ class Wiring:
         """
         kept = {name: self.__dict__.get(name, {}) for name in _CHANGED_ELSEWHERE}
         changed = replace(self.options, **options)
-        client = self._clients_elsewhere.setdefault(url, PerProcess(partial(_open_client, weakref.ref(self), url)))
+        client = self._clients_elsewhere.setdefault(url, PerProcess(partial(open_client, weakref.ref(self), url)))
         self.__dict__.update(
             _url=url,
             _options=changed,
@@ -384,36 +350,6 @@ class Wiring:
 
     def _bad_url(self, error: Exception) -> ConfigurationError:
         return ConfigurationError(f"the MongoDB URL of bridge {self.name} is not valid: {short(error)}")
-
-
-def _open_client(wiring: weakref.ref[Wiring], url: str) -> MongoClient[dict[str, Any]]:
-    """Open a client that closes when its bridge is garbage-collected."""
-    client: MongoClient[dict[str, Any]] = MongoClient(url, **_client_options(url))
-    owner = wiring()
-    assert owner is not None, "it asks for its client"
-    weakref.finalize(owner, _close_elsewhere, client, os.getpid()).atexit = False  # its server may be gone by then
-    return client
-
-
-def _close_elsewhere(client: MongoClient[Any] | AsyncMongoClient[Any], pid: int) -> None:
-    """
-    Close a client after the garbage collector has removed its bridge.
-
-    A new thread closes it. The collector may have interrupted a thread that holds a lock of this client, such as its
-    monitor, and would wait for it forever. A forked child does not touch its parent's clients.
-    """
-    if pid == os.getpid():
-        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-            _thread.start_new_thread(_close, (client,))  # `threading` would wait for its thread to start
-
-
-def _close(client: MongoClient[Any] | AsyncMongoClient[Any]) -> None:
-    """Close a client without waiting long for a server that may be gone."""
-    with contextlib.suppress(Exception), pymongo.timeout(_CLOSING_SECONDS):
-        if isinstance(client, AsyncMongoClient):
-            EVENT_LOOP.get().run(client.close)
-        else:
-            client.close()
 
 
 def _settings(app: Celery) -> dict[str, Any]:
@@ -433,9 +369,3 @@ def _settings(app: Celery) -> dict[str, Any]:
             raise ConfigurationError(f"setting {key} is unknown{nearest(key, known)}.")
         found[option] = app.conf[key]
     return found
-
-
-def _client_options(url: str) -> Any:
-    """Return the bridge's defaults for options that are not in the URL."""
-    given = {part.partition("=")[0].lower() for part in url.partition("?")[2].split("&")}
-    return {name: value for name, value in _CLIENT_DEFAULTS.items() if name not in given}

@@ -52,6 +52,21 @@ Opened = TypeVar("Opened", Collection[Any], Database[Any])
 Made = TypeVar("Made", MongoClient[Any], AsyncMongoClient[Any])
 
 
+def check_source(name: str, source: object) -> None:
+    """
+    Refuse a value that is neither a collection nor a callable that returns one.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if not isinstance(source, Collection) and (isinstance(source, type) or not callable(source)):
+        raise ConfigurationError(
+            f"{name} {source!r} is neither a PyMongo collection nor a callable that returns one. Pass "
+            "client.db.collection. For a Django model, pass "
+            "`lambda: connection.get_collection(Model._meta.db_table)`.",
+        )
+
+
 def resolve_collection(source: Source) -> Collection[Any]:
     """
     Return the collection, or the callable's result. Use `PerProcess` to call it once per process.

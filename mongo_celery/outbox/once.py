@@ -36,14 +36,13 @@ from celery import current_task
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 from kombu.utils.json import dumps, loads
 from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
 from mongo_celery.arguments import Duration, positive
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.locking import transactional
 from mongo_celery.mongo.cluster import connections_in_transaction
-from mongo_celery.mongo.opening import Source
+from mongo_celery.mongo.opening import Source, check_source
 from mongo_celery.mongo.redaction import short
 from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 from mongo_celery.mongo.transaction import Collects, hide_session
@@ -111,8 +110,7 @@ def once(
             key, or the surrounding transaction belongs to another client.
     """
     kept, claimed = positive(keep, "keep"), positive(claim_ttl, "claim_ttl")
-    if not isinstance(collection, Collection) and not callable(collection):
-        raise ConfigurationError(f"{collection!r} is neither a PyMongo collection nor a callable that returns one.")
+    check_source("the collection of the records", collection)
     if key is not None and not callable(key):
         raise ConfigurationError(
             f"key={key!r} must be a function of the task's arguments, such as lambda order: order."

@@ -51,9 +51,13 @@ class PendingDocuments:
     Args:
         collection: the collection of the outbox.
         origin: the origin of this process's entries.
+
+    Attributes:
+        place: namespace and field of the entries.
     """
 
     def __init__(self, collection: Collection[dict[str, Any]], origin: EntryOrigin) -> None:
+        self.place = f"{collection.full_name}/{FIELD}"
         self._origin = origin
         self._collection = collection.with_options(read_concern=ReadConcern("local"))
         self.indexes = Indexes(collection, [PENDING_INDEX], "each sweep reads the whole collection")

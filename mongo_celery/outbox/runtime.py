@@ -13,24 +13,22 @@ from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.app import shared
-from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.locking import after_commit
 from mongo_celery.mongo.identity import NO_ID
-from mongo_celery.mongo.opening import Source, plain_types, resolve_collection, with_majority
-from mongo_celery.outbox import sweep_records
+from mongo_celery.mongo.opening import Source, check_source, plain_types, resolve_collection, with_majority
 from mongo_celery.outbox.dead_letters import COLLECTION as DEAD_LETTERS
 from mongo_celery.outbox.dead_letters import OutboxDeadLetters
 from mongo_celery.outbox.delivery import Counters, Delivery
 from mongo_celery.outbox.dispatcher import AppDispatcher, DispatcherState, OutboxDispatcher
 from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.origin import EntryOrigin, read_origin
-from mongo_celery.outbox.pending import FIELD
 from mongo_celery.outbox.pending_documents import PendingDocuments, UnknownTask
 from mongo_celery.outbox.publisher import Publisher
 from mongo_celery.outbox.relay import Relay
 from mongo_celery.outbox.signing import COLLECTION as KEYS
 from mongo_celery.outbox.signing import EntrySigner
+from mongo_celery.outbox.sweep_records import COLLECTION as SWEEPS
 from mongo_celery.outbox.sweep_records import SweepRecords, make_sweep_watch
 
 
@@ -80,12 +78,7 @@ class OutboxRuntime:
     """
 
     def __init__(self, app: Celery, source: Source, options: OutboxOptions, *, is_own: bool) -> None:
-        if not isinstance(source, Collection) and (isinstance(source, type) or not callable(source)):
-            raise ConfigurationError(
-                f"{source!r} is neither a PyMongo collection nor a callable that returns one. Pass "
-                "client.db.collection. For a Django model, pass "
-                "`lambda: connection.get_collection(Model._meta.db_table)`.",
-            )
+        check_source("the outbox's collection", source)
         self.app = app
         self.options = options
         self.at_once = options.at_once
@@ -193,15 +186,12 @@ class OutboxRuntime:
     @per_process
     def signer(self) -> EntrySigner:
         """Signs and verifies entries."""
-        return EntrySigner(self._open_state_collection(KEYS), f"{self.collection.full_name}/{FIELD}")
+        return EntrySigner(self._open_state_collection(KEYS), self.pending.place)
 
     @per_process
     def sweeps(self) -> SweepRecords:
         """The notes of sweeps."""
-        return SweepRecords(
-            self._open_state_collection(sweep_records.COLLECTION),
-            f"{self.collection.full_name}/{FIELD}",
-        )
+        return SweepRecords(self._open_state_collection(SWEEPS), self.pending.place)
 
     def dispatch(self, document_ids: Sequence[Any], session: ClientSession | None) -> None:
         """

@@ -16,7 +16,7 @@ from mongo_celery.app import Registry, app_name, check_app, schedule
 from mongo_celery.arguments import Duration, check_choice, check_texts, not_negative, positive
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
 from mongo_celery.forking import per_process
-from mongo_celery.mongo.opening import Client, Source, resolve_collection
+from mongo_celery.mongo.opening import Client, Source, check_source, resolve_collection
 from mongo_celery.periodic import patience
 from mongo_celery.twophase.clusters import Clusters, open_collection
 from mongo_celery.twophase.compensation import store_compensation
@@ -142,8 +142,8 @@ class TwoPhaseCommit:
                     "an answer may repeat a transaction, and it would run twice. Set a longer retention."
                 )
         for option, source in (("transactions", transactions), ("accounts", accounts)):
-            if source is not None and not isinstance(source, Collection) and not callable(source):
-                raise ConfigurationError(f"{option} must be a PyMongo collection, or a callable that returns one.")
+            if source is not None:
+                check_source(option, source)
         self.app = app
         self._given = (transactions, accounts)
         self._clusters = Clusters(lambda: self.transactions, clients or {})

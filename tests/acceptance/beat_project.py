@@ -44,7 +44,6 @@ class EachSecond(schedule):
 
 @app.on_after_finalize.connect
 def add_entries(sender: Celery, **_signal: object) -> None:
-    """As users do."""
     sender.add_periodic_task(0.2, sender.signature("beat.often"), name="often")
     sender.conf.beat_schedule["second"] = {
         "task": "beat.second",

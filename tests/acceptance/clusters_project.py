@@ -1,7 +1,7 @@
 """
 Processes that move money between two clusters, and die: `python -m tests.acceptance.clusters_project SEED COUNT`.
 
-Each account of each cluster is `{_id, balance, owner}`. `CLUSTERS_OWN` and `CLUSTERS_EAST` are the clusters' addresses,
+Each account of each cluster is `{_id, balance}`. `CLUSTERS_OWN` and `CLUSTERS_EAST` are the clusters' addresses,
 `CLUSTERS_NAME` is the database in both. `CLUSTERS_ANSWERS` is a directory: a process notes there, in a file of its own,
 what it was told of each transaction.
 """

@@ -37,9 +37,3 @@ def _note_calls(changes: Changes) -> None:
 def settled(changes: Changes) -> None:
     """Note each change, again if it comes again."""
     _note_calls(changes)
-
-
-@bridge.on_changes(f"{DATA}.restless", delay=2, coalesce=True)
-def restless(changes: Changes) -> None:
-    """Do the same for documents that never become quiet."""
-    _note_calls(changes)

@@ -34,13 +34,8 @@ OPTIONS: Document = {
     "max_message_bytes": 2000,
 }
 SECONDS_MAX = PATIENCE_SECONDS
-_LACKING = re.compile(r"(?:missing right is|lacks) ([\w, ]+?) on ([\w.]+)")
+_LACKING = re.compile(r"missing right is|lacks|the actions? (?:changeStream|serverStatus)")
 _OPTIONAL = "could not create the indexes"
-_SENTENCES = {
-    ("changeStream", f"{DATA}."): "the actions changeStream and find",
-    ("find", f"{DATA}."): "the actions changeStream and find",
-    ("serverStatus", "None."): "the action serverStatus on the cluster",
-}
 
 
 def bridge_on(url: str, broker: str, **options: Any) -> Bridge:
@@ -54,12 +49,10 @@ def bridge_on(url: str, broker: str, **options: Any) -> Bridge:
 
 
 def record(change: Change) -> None:
-    """Halts at what is to fail."""
     _act(change)
 
 
 def letters(change: Change) -> None:
-    """Sets it aside."""
     _act(change)
 
 
@@ -92,18 +85,15 @@ class Setting:
         self.bridge.client.close()
 
     def rights(self, role: str) -> list[Right]:
-        """What a role does not work without."""
         return [right for right in list_rights(self.bridge.wiring, role) if right.without is None]
 
     def url(self, role: str) -> str:
         return self._server.address_of(role)
 
     def bridge_of(self, role: str, **options: Any) -> Bridge:
-        """The bridge as a user of this role has it."""
         return bridge_on(self.url(role), self.broker, **options)
 
     def only(self, role: str, *without: tuple[str, Document]) -> None:
-        """Give a role what it needs, without some actions on resources."""
         self._grant(role, self.rights(role), without, update=True)
 
     def _grant(
@@ -117,7 +107,6 @@ class Setting:
         self.admin.admin.command(command)
 
     def clear(self) -> None:
-        """Forget everything."""
         for name in (STATE, DATA):
             empty(self.admin, name)
 
@@ -136,7 +125,6 @@ class Setting:
         self.state["partitions"].update_one({"_id": partition}, {"$set": halted})
 
     def committed(self, subscription: str) -> int:
-        """How many changes of a subscription are done, in all its partitions in force."""
         found = self.state["partitions"].find({"_id": {"$regex": f"^{NAME}/{subscription}/"}})
         return sum(document["committed"] for document in found)
 
@@ -183,22 +171,16 @@ class Listening:
         return bool(condition()) and not self._failure
 
 
-def lacks(text: str) -> bool:
-    """Return True if a text says that a right is missing which is not optional."""
-    text = "\n".join(line for line in text.splitlines() if _OPTIONAL not in line)
-    return bool(_LACKING.search(text)) or any(sentence in text for sentence in _SENTENCES.values())
+def lacks(text: str) -> list[str]:
+    """Return the lines which say that a right is missing that is not optional."""
+    return [line for line in text.splitlines() if _LACKING.search(line) and _OPTIONAL not in line]
 
 
 def names(text: str, action: str, right: Right) -> bool:
-    """Whether a text says, in one line, that this action on this resource is missing."""
-    where = f"{right.database}.{right.collection}"
-    for found in _LACKING.finditer(text):
-        if action in re.split(r", | or ", found[1]) and found[2].rstrip(".") == where.rstrip("."):
-            return True
-    sentence = _SENTENCES.get((action, where))
-    return sentence is not None and any(sentence in line for line in text.splitlines())
+    """Return True if a line says that this action on this resource is missing."""
+    where = right.collection or right.database or "cluster"
+    return any(action in line and where in line for line in text.splitlines() if _LACKING.search(line))
 
 
 def stored(database: Any) -> Mapping[str, list[Document]]:
-    """All documents of the state."""
     return {name: list(database[name].find()) for name in database.list_collection_names()}

@@ -23,15 +23,12 @@ _RULE = re.compile(r"^ +- alert: (\w+)\n +expr: (.+)\n +for: \w+\n(?: +.+\n)*? +
 
 @dataclass(frozen=True)
 class Alert:
-    """One alert rule."""
-
     name: str
     expression: str
     command: str
 
 
 def alerts() -> list[Alert]:
-    """All rules."""
     return [Alert(*found) for found in _RULE.findall(ALERTS.read_text(encoding="utf-8"))]
 
 

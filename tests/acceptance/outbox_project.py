@@ -71,12 +71,10 @@ def _client(_pid: int) -> MongoClient[Document]:
 
 
 def client() -> MongoClient[Document]:
-    """The client of this process."""
     return _client(os.getpid())
 
 
 def collection(name: str) -> Collection[Document]:
-    """A collection of this process's client."""
     return client()[f"{NAMES}_data"][name]
 
 
@@ -134,12 +132,10 @@ class Points(monitoring.CommandListener):
             os.kill(os.getpid(), self.number)
 
     def started(self, event: monitoring.CommandStartedEvent) -> None:
-        """Before a command is sent."""
         if event.command_name in COMMANDS:
             self.pass_by(f"before {event.command_name}")
 
     def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
-        """After its answer."""
         if event.command_name in COMMANDS:
             self.pass_by(f"after {event.command_name}")
 
@@ -169,7 +165,6 @@ def listen_to_nothing() -> None:
 
 
 def both(key: str) -> list[Any]:
-    """The tasks of a write of the numbers 1 and 2."""
     return [effect.s(key, 1), effect.s(key, 2)]
 
 
@@ -307,7 +302,6 @@ def write(key: str, n: object, seconds: float = 40.0) -> None:
 
 
 def load(name: str, count: str, *keys: str) -> None:
-    """Write numbers to documents in turns."""
     for number in range(int(count)):
         for key in keys:
             write(key, f"{name}.{number}")

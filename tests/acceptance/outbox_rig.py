@@ -74,11 +74,9 @@ class Shop(Project):
     # -- writes ------------------------------------------------------------------------------------
 
     def effect(self, key: str, n: object) -> Any:
-        """The project's task by its name: a writer need not import it."""
         return self.writer.signature(EFFECT, args=(key, n))
 
     def insert(self, key: str, *ns: object) -> None:
-        """Insert a document through the outbox of this process."""
         self.outbox.insert_one({"_id": key, "ns": list(ns)}, tasks=[self.effect(key, n) for n in ns])
 
     def add(self, key: str, *ns: object, session: Any = None) -> bool:
@@ -90,7 +88,6 @@ class Shop(Project):
     # -- what happened -----------------------------------------------------------------------------
 
     def committed(self) -> dict[str, list[Any]]:
-        """What was written to each document, in order."""
         return {each["_id"]: each["ns"] for each in self.items.find() if each["ns"]}
 
     def effects(self) -> dict[str, list[Any]]:
@@ -98,13 +95,10 @@ class Shop(Project):
         return {each["_id"]: each["ns"] for each in self.data["effects"].find()}
 
     def pending(self) -> int:
-        """How many entries wait; `count` and `events` agree in every document."""
         assert self.items.count_documents(_DRIFTED) == 0, "a count differs from its events"
         return self.outbox.status().pending
 
     def sweep_all(self, seconds: float = PATIENCE_SECONDS) -> None:
-        """Sweep in this process until nothing is pending."""
-
         def empty() -> bool:
             self.outbox.sweep(older_than=0.01)
             return not self.pending()

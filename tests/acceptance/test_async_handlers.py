@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 
 import pytest
 
-from tests.fixtures.process import wait_for
 from tests.rig.deployment import Deployment, MakeDeployment
 
 
@@ -71,20 +69,3 @@ def test_a_warm_shutdown_awaits_a_coroutine_and_a_cold_one_cancels_it(chain: Dep
     chain.wait_done()
     assert len(chain.starts(warm)) == 1
     chain.judge()
-
-
-def test_effects_are_exactly_once_when_the_worker_dies_in_an_async_transaction(chain: Deployment) -> None:
-    """P6: killed behind its write and before the mark; the locks are free as soon as the claim has lapsed."""
-    _, worker = chain.both()
-    item = chain.write("together", "a", 1, late_gate="open")
-    successor = chain.write("together", "a", 2)
-    start = chain.wait_started(item)
-    assert start.pid in worker.children()
-    os.kill(start.pid, signal.SIGKILL)
-    chain.open_gate("open")
-    chain.wait_started(item, 2)
-    chain.wait_done()
-    chain.allow(item, 9)  # its body is repeated while the lock lasts
-    chain.judge()
-    assert [effect.due for effect in chain.effects()] == [item, successor]
-    assert wait_for(lambda: any("that an earlier worker left open" in text for text in chain.logs.values()))

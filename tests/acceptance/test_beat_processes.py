@@ -7,16 +7,12 @@ import json
 import signal
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import redis
-from pymongo import MongoClient
-from pymongo.errors import AutoReconnect
 
-from tests.fixtures.mongo import MakeReplicaSet
-from tests.fixtures.process import Processes, ProjectProcess, wait_for
+from tests.fixtures.process import ProjectProcess, wait_for
 from tests.rig.project import Project
 
 Document = dict[str, Any]
@@ -43,7 +39,6 @@ class Beats(Project):
         return wait_for(found)
 
     def messages(self) -> list[tuple[str, str, Any]]:
-        """Return task, id and arguments of each message."""
         with redis.Redis.from_url(self.environment["PROJECT_BROKER"]) as client:
             found = [json.loads(each) for each in client.lrange("celery", 0, -1)]
         return [
@@ -52,7 +47,6 @@ class Beats(Project):
         ]
 
     def wait_for_runs(self, count: int = 3) -> None:
-        """Wait for more messages of each entry."""
         before = Counter(task for task, _, _ in self.messages())
         wait_for(lambda: all(Counter(t for t, _, _ in self.messages())[each] >= before[each] + count for each in TASKS))
 
@@ -68,7 +62,6 @@ class Beats(Project):
 
 
 TASKS = ("beat.often", "beat.second")
-Fault = Callable[[ProjectProcess], object]
 
 
 @pytest.mark.slow
@@ -97,29 +90,6 @@ def test_each_run_is_sent_once_whatever_happens_to_the_leader(make_project: Call
         assert each.terminate() == 0
     assert "listenerId" not in project.lease
     project.judge(resent=kills)
-
-
-@pytest.mark.slow
-def test_an_election_stops_no_beat(processes: Processes, make_replica_set: MakeReplicaSet, redis_url: str) -> None:
-    members = make_replica_set(3)
-    with MongoClient[Document](members.url) as client, Beats(processes, client, members.url, redis_url) as project:
-        beats = [project.beat(name=f"beat{number}") for number in range(2)]
-        project.leader(beats)
-        for _ in range(2):
-            project.wait_for_runs()
-            with suppress(AutoReconnect):
-                client.admin.command("replSetStepDown", 10, force=True)
-            wait_for(lambda: is_writable(client))
-            project.wait_for_runs()
-        for each in beats:
-            assert each.terminate() == 0
-        project.judge(resent=2)
-
-
-def is_writable(client: MongoClient[Document]) -> bool:
-    with suppress(AutoReconnect):
-        return bool(client.admin.command("hello")["isWritablePrimary"])
-    return False
 
 
 def test_a_beat_in_a_worker_leads(make_project: Callable[[type[Beats]], Beats]) -> None:

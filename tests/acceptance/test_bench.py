@@ -45,13 +45,3 @@ def test_every_mode_is_in_one_json_object() -> None:
         assert figure["cpu_us"] == pytest.approx(sum(figure["cpu_us_per_change"].values()), abs=1)
         feeder = "publisher" if name == "raw_chain" else "listener"
         assert figure["cpu_us_per_change"].keys() == {"mongod", "redis", "worker_parent", "worker_children", feeder}
-
-
-@pytest.mark.slow
-def test_people_get_tables_of_what_they_asked_for() -> None:
-    """Without `--json` tables show the chosen modes only, and no ratio where `raw_chain` was not measured."""
-    rates, costs = _bench("--rounds", "1", "--only", "bridge_inline").split("Processor time per change by process")
-
-    assert [line.split()[0] for line in rates.splitlines()[2:] if line.strip()] == ["bridge_inline"]
-    assert rates.splitlines()[2].split()[4] == "-"
-    assert costs.splitlines()[2].split()[0] == "bridge_inline"

@@ -38,7 +38,6 @@ def _queues(chain: Deployment) -> list[str]:
 
 
 def _waiting(chain: Deployment) -> dict[str, list[bytes]]:
-    """The messages in the queues of the partitions, as the broker has them."""
     with chain.broker as broker:
         return {name: list(broker.lrange(name, 0, -1)) for name in _queues(chain)}
 
@@ -99,23 +98,6 @@ def test_lost_messages_are_dispatched_again(chain: Deployment) -> None:
     assert len(chain.starts(second)) == 1
 
 
-def test_a_commit_message_that_is_lost_is_made_up_for_without_a_second_start(chain: Deployment) -> None:
-    """P6: the listener commits what is handled after `commit_grace`."""
-    chain.both()
-    item = chain.write("plain", "uncommitted", 1, gate="open")
-    chain.wait_started(item)
-    chain.redis.pause()
-    chain.open_gate("open")
-    chain.wait_state(item, lambda state: state["handled"])
-    chain.redis.kill()
-    chain.wait_state(item, lambda state: state["committed"] == 1)
-    chain.redis.restart()
-    chain.worker(name="restarted")
-    chain.write("plain", "uncommitted", 2)
-    chain.wait_done()
-    chain.judge()
-
-
 def test_redis_may_be_killed_and_come_back_empty(chain: Deployment) -> None:
     """
     P1, P6, P8: nothing but time is lost, and running handlers are not repeated.
@@ -162,14 +144,12 @@ def held(chain: Deployment) -> tuple[Deployment, Due, dict[str, Any], bytes]:
 
 
 def _forge(message: dict[str, Any], task: str, *args: Any, **kwargs: Any) -> bytes:
-    """The same message for another task, with other arguments."""
     body = [list(args), kwargs, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]
     headers = {**message["headers"], "task": task, "id": f"forged-{random.random()}"}
     return json.dumps(with_body({**message, "headers": headers}, body)).encode()
 
 
 def _envelopes(message: dict[str, Any]) -> tuple[str, str]:
-    """The envelope of the run, and that of its commit."""
     args, _, embedded = body_of(message)
     return args[0], embedded["chain"][0]["args"][0]
 

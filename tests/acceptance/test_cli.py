@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import Any
 
-import bson
 import pytest
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.state.backlog import Backlog, StoredChange
 from tests.fixtures.forked import run_celery
 from tests.fixtures.process import Processes, wait_for
+from tests.fixtures.rights import UrlOf, with_a_wrong_password
 from tests.rig.project import OPTIONS, Done, MakeProject, Project
 
 Document = dict[str, Any]
@@ -30,8 +30,6 @@ _WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-min
 
 
 class Shop(Project):
-    """The project's databases, processes and commands."""
-
     app = APP
     # What stands stays in the buffer: a slow machine must not make `buffered` a matter of time.
     options = MappingProxyType({**OPTIONS, "partitions": 2, "spill_after": 600})
@@ -45,25 +43,12 @@ class Shop(Project):
         return self.data["summaries"]
 
     def changes(self, *arguments: str, **given: str) -> Done:
-        """Run `celery -A app changes` with arguments."""
         return self.run("changes", *arguments, **given)
 
-    def json(self, *arguments: str, **variables: str) -> Document:
-        """Run a command that must succeed, with `--json`."""
-        return self._json(self.changes(*arguments, "--json", **variables), 0)
-
-    def status(self, code: int) -> Document:
-        """Run `status`, which must end as the verdict of that status does."""
-        return self._json(self.changes("status", "--json"), code)
-
-    @staticmethod
-    def _json(done: Done, code: int) -> Document:
-        assert done.returncode == code, done.stdout + done.stderr
-        answer: Document = json.loads(done.stdout)
-        return answer
+    def json(self, *arguments: str, status: int = 0) -> Document:
+        return self.answer("changes", *arguments, status=status)
 
     def findings(self, **variables: str) -> tuple[int, dict[str, Document]]:
-        """Run `check`; the exit status, and the findings by name."""
         done = self.changes("check", "--json", **variables)
         assert done.stdout, done.stderr
         return done.returncode, {each["code"]: each for each in json.loads(done.stdout)["findings"]}
@@ -80,56 +65,30 @@ class Shop(Project):
         return asked[-1]
 
     def start_all(self) -> None:
-        """Start a listener and a worker that gets its queues from the command."""
         self.start("listener", awaited="leading bridge")
         queues = self.changes("queues").stdout.strip()
         self.start(*_WORKER, "-Q", queues, awaited="ready")
 
     def wait_for_summaries(self, count: int) -> None:
-        """Wait until so many orders have been handled."""
         wait_for(lambda: self.summaries.count_documents({}) >= count, message=f"{count} orders")
 
-    def wait_for_report(self, **wanted: object) -> None:
-        """Wait until the listener has reported these values from now on."""
-        asked = self.state.client.admin.command("hello")["localTime"]
+    def wait_for_status(self, **wanted: object) -> Document:
+        found: Document = {}
 
-        def reported() -> bool:
-            lease = self.state["leases"].find_one({"renewedAt": {"$gt": asked}}) or {"report": {}}
-            return all((lease.get("report") or {}).get(name) == value for name, value in wanted.items())
+        def has_all() -> bool:
+            found.update(json.loads(self.changes("status", "--json").stdout))
+            return {name: found.get(name) for name in wanted} == wanted
 
-        wait_for(reported, message=f"a report of {wanted}")
-
-    def wait_for_commits(self, count: int) -> None:
-        """Wait until so many changes have been committed."""
-
-        def committed() -> bool:
-            numbers = [int(each["committed"]) for each in self.state["partitions"].find()]
-            return sum(numbers) >= count
-
-        wait_for(committed, message=f"{count} commits")
-
-    def store_head(self, partition: Document) -> None:
-        """Let the order at which a partition has halted be stored, as its execution or the listener does it."""
-        event = {
-            "_id": partition["halted"]["resumeToken"],
-            "operationType": "insert",
-            "ns": {"db": f"{self.names}_data", "coll": "orders"},
-            "documentKey": {"_id": "bad"},
-            "fullDocument": {"_id": "bad", "bad": True},
-        }
-        backlog = Backlog(self.state["backlog"], "shop", ttl=60.0)
-        change = StoredChange(partition["halted"]["resumeToken"]["_data"], bson.encode(event))
-        backlog.insert(partition["_id"], [change], partition["term"])
+        wait_for(has_all, message=lambda: f"{wanted}: {found}")
+        return found
 
     def wait_for_halt(self, after: int = 0) -> Document:
-        """Wait until a partition has halted under a larger fence than that, and return its document."""
         query = {"state": "halted", "fencingToken": {"$gt": after}}
         return wait_for(lambda: self.state["partitions"].find_one(query), message="a partition has halted")
 
 
 @pytest.fixture
 def shop(make_project: MakeProject) -> Shop:
-    """Give the project on the session's servers, with nothing started."""
     made: Shop = make_project(Shop)
     return made
 
@@ -141,11 +100,7 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
     """A pause holds changes back, and a resume lets them go on."""
     shop.start_all()
     shop.orders.insert_one({"_id": 1})
-    shop.wait_for_summaries(1)
-    shop.wait_for_commits(1)
-    shop.wait_for_report(inFlight=0, buffered=0, caughtUp=True)
-    status = shop.json("status")
-    assert (status["in_flight"], status["buffered"], status["lag_seconds"]) == (0, 0, 0)
+    status = shop.wait_for_status(in_flight=0, buffered=0, lag_seconds=0, caught_up=True, verdict="healthy")
     assert status["state"] == "leading"
     assert status["leader"]["pid"] > 0
     (handler,) = status["handlers"]
@@ -153,10 +108,8 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
 
     assert shop.json("pause", "--yes")["done"] == 2
     shop.orders.insert_many([{"_id": number} for number in range(2, 8)])
-    shop.wait_for_report(buffered=6)
-    status = shop.status(1)
-    assert (status["buffered"], status["handlers"][0]["state"]) == (6, "paused")
-    assert (status["verdict"], [each["code"] for each in status["findings"]]) == ("degraded", ["paused"])
+    status = shop.wait_for_status(buffered=6, verdict="degraded")
+    assert (status["handlers"][0]["state"], [each["code"] for each in status["findings"]]) == ("paused", ["paused"])
     assert shop.summaries.count_documents({}) == 1
     resumed = shop.changes("resume", "summarise")
     assert (resumed.returncode, resumed.stdout) == (0, "summarise: partitions 0, 1 resumed\n")
@@ -170,7 +123,7 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
 def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None:
     """The whole way of an operator, from the loud stop to the next change."""
     shop.start_all()
-    shop.orders.insert_one({"_id": "bad", "bad": True})
+    shop.orders.insert_one({"_id": "bad", "bad": "a [bad] order"})
 
     first = shop.wait_for_halt()
     text = shop.changes("status").stdout
@@ -189,10 +142,9 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     assert second["_id"] == first["_id"]
 
     index = first["_id"].rpartition("/")[2]
-    shop.store_head(second)
     head = shop.json("show", "summarise", index)
     assert (head["status"]["state"], head["token"]) == ("halted", second["halted"]["resumeToken"]["_data"])
-    assert head["event"]["fullDocument"] == {"_id": "bad", "bad": True}
+    assert head["event"]["fullDocument"] == {"_id": "bad", "bad": "a [bad] order"}
     shown = shop.changes("show", "summarise", index, "--bytes", "9").stdout
     assert ("a [bad] order" in shown, "more characters" in shown) == (True, True)
     other = shop.changes("show", "summarise", str(1 - int(index)))
@@ -201,7 +153,7 @@ def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None
     refused = shop.changes("skip", "summarise", index, text="n\n")
     assert refused.returncode == 1
     assert "a [bad] order" in refused.stderr
-    assert '"bad": true' in refused.stderr
+    assert '"bad": "a [bad] order"' in refused.stderr
     assert shop.wait_for_halt()["fencingToken"] == second["fencingToken"]
     skipped = shop.changes("skip", "summarise", index, text="y\n")
     assert (skipped.returncode, skipped.stdout) == (0, f"summarise: partition {index} skipped\n")
@@ -220,31 +172,6 @@ def test_watch_repeats_one_object_a_line_until_it_is_interrupted(shop: Shop, pro
     watching.send(signal.SIGINT)
     assert watching.wait() == 0
     assert all(json.loads(line)["state"] == "never_started" for line in watching.text.splitlines())
-
-
-def test_workers_that_take_no_messages_are_told_once(shop: Shop) -> None:
-    """P16: by `check`, in the listener's log, and in every verdict, also of what asks nobody."""
-    other = shop.start(*_WORKER, "-Q", "shop.0,celery", app=BARE_APP, awaited="ready")
-    found = shop.wait_for_findings(consumers="failing", worker_tasks="failing")
-    assert "shop.1" in found["consumers"]["sentence"]
-    assert "summarise" in found["worker_tasks"]["sentence"]
-    other.terminate()
-
-    shop.start(*_WORKER, "-Q", "default,mail", awaited="ready")
-    listener = shop.start("listener", "-l", "INFO", awaited="leading bridge")
-    shop.orders.insert_one({"_id": 1})
-    assert "worker -Q" in listener.wait_for_output("no worker takes messages from .* Start a worker: (.*)")[1]
-
-    def codes() -> dict[str, str]:
-        return {
-            each["code"]: each["severity"] for each in json.loads(shop.changes("status", "--json").stdout)["findings"]
-        }
-
-    wait_for(lambda: codes().get("consumers") == "failing", message="what asks nobody says it, too")
-    shop.start(*_WORKER, awaited="ready")
-    shop.wait_for_summaries(1)
-    wait_for(lambda: shop.changes("status", "--ask").returncode == 0, message="it is healthy")
-    assert listener.text.count("no worker takes messages from") == 1
 
 
 # -- what is wrong with the call -------------------------------------------------------------------
@@ -321,14 +248,6 @@ def test_a_module_that_cannot_be_imported_is_not_degraded(shop: Shop) -> None:
         assert "tasks_that_are_gone" in done.stderr
 
 
-def test_check_goes_on_when_no_server_answers(shop: Shop) -> None:
-    """Both absences are findings."""
-    level, found = shop.findings(**AWAY)
-    assert level == 2
-    assert found["state_unreadable"]["severity"] == found["broker"]["severity"] == "failing"
-    assert "secret" not in json.dumps(found)
-
-
 def test_a_url_that_is_none_is_told_without_its_password(shop: Shop) -> None:
     """Parsers take the rest of an unescaped password for a database or a port, and show it."""
     for url in (f"mongodb://hush:se/cret@{NOWHERE}", "mongodb://hush:cret@localhost:nine", "cret://x"):
@@ -339,4 +258,35 @@ def test_a_url_that_is_none_is_told_without_its_password(shop: Shop) -> None:
         done = shop.run(*command.split(), PROJECT_BROKER="redis://:cret/se@localhost:6379/0")
         shown = done.stdout + done.stderr
         assert [word for word in ("Traceback", "cret") if word in shown] == [], shown
-        assert ("broker_url" in shown) == (command in {"changes check", "listener"})
+        assert ("broker_url" in shown) == (command != "changes queues")
+
+
+# -- transactions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["list", "list 1", "recover", "cancel 1 --yes"])
+def test_a_missing_right_names_the_transactions_and_the_fix(shop: Shop, guarded_url: UrlOf, command: str) -> None:
+    done = shop.run("transactions", *command.split(), PROJECT_MONGO=guarded_url("bridge"))
+    one_sentence(done, f"{shop.data.name}.transfers", "find")
+
+
+def test_a_refused_login_and_a_server_that_is_away_are_no_missing_right(shop: Shop, guarded_url: UrlOf) -> None:
+    """The fix is in the URL, of which no password is shown."""
+    mistyped = with_a_wrong_password(guarded_url("bridge"))
+    one_sentence(shop.run("transactions", "list", PROJECT_MONGO=mistyped), "authSource")
+    away = f"mongodb://hush:secret@{NOWHERE}/?serverSelectionTimeoutMS=500"
+    done = shop.run("transactions", "list", PROJECT_MONGO=away)
+    one_sentence(done, NOWHERE)
+    assert "secret" not in done.stderr
+
+
+def test_what_recovery_would_take_is_listed_by_a_trial(shop: Shop) -> None:
+    """The trial changes nothing, and the list shows each unfinished transaction."""
+    stored = {"source": "A", "destination": "B", "value": 1, "lastModified": datetime.now(UTC) - timedelta(hours=1)}
+    states = ["canceled", "done", "initial", "pending"]
+    shop.data["transfers"].insert_many([{"_id": state, "state": state, **stored} for state in states])
+    listed = shop.run("transactions", "list", "--json").stdout.splitlines()
+    assert {json.loads(each)["_id"] for each in listed} == {"initial", "pending"}
+    [found] = shop.answer("transactions", "recover", "--dry-run")["transactions"]
+    assert found["_id"] == "pending"
+    assert sorted(each["state"] for each in shop.data["transfers"].find()) == states

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from itertools import pairwise
 
-import pytest
-
-from mongo_celery.bridge.options import LONGEST_BURST
-from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.process import wait_for
 from tests.rig.deployment import Deployment, MakeDeployment
 
@@ -18,7 +13,6 @@ HANDLERS = "tests.acceptance.delay_handlers"
 
 
 def read_seconds(moment: datetime) -> float:
-    """Seconds of a time as the server has stored it."""
     return moment.replace(tzinfo=UTC).timestamp()
 
 
@@ -62,25 +56,3 @@ def test_the_last_state_of_a_burst_is_handled_once(deployment: MakeDeployment) -
     calls = [(each["key"], each["n"]) for each in chain.data["calls"].find()]
     assert sorted(calls) == [("busy", 20), ("calm", 1)]
     assert_waited(chain, "settled", 2)
-
-
-@pytest.mark.slow
-def test_a_document_that_never_becomes_quiet_is_handled_after_ten_delays(deployment: MakeDeployment) -> None:
-    """P17: not before, and its last state afterwards."""
-    chain = deployment("restless", include=HANDLERS, options={"partitions": 1})
-    chain.both()
-    calls, began = chain.data["calls"], operation_time(chain.client).time
-    times = [began]
-
-    def write_again() -> object:
-        chain.give_up(chain.write("restless", "busy", len(chain.written)))
-        times.append(operation_time(chain.client).time)
-        return calls.find_one()
-
-    wait_for(write_again)
-    last = chain.written[-1].n
-    wait_for(lambda: calls.find_one({"n": last}), message="the last state is handled")
-    first, *_ = chain.data["times"].find().sort("handled")
-    was_quiet = any(later - before >= 2 for before, later in pairwise(times))  # a busy machine may stop for so long
-    assert was_quiet or read_seconds(first["handled"]) >= began + LONGEST_BURST * 2, "it changed all the time"
-    assert first["changed"].time > began, "and of what was due, it got the last"

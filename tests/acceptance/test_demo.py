@@ -27,7 +27,6 @@ run.find_lost = forget_one
 
 
 def demo(processes: Processes, directory: Path, *arguments: str, before: str = "") -> ProjectProcess:
-    """Start the demo in a directory that has nothing to do with the project."""
     return processes.python("demo", "-c", before + RUN, "demo", *arguments, directory=directory)
 
 
@@ -40,7 +39,6 @@ def result_of(process: ProjectProcess) -> dict[str, Any]:
 
 @pytest.fixture
 def servers(mongo_url: str, redis_url: str) -> list[str]:
-    """The session's servers as options."""
     return ["--mongo-url", mongo_url, "--redis-url", redis_url]
 
 

@@ -58,7 +58,6 @@ wait_for(lambda: outbox.status().pending == 0)
 
 
 def write_project(directory: Path, *urls: str) -> None:
-    """The page's files, with these servers' addresses."""
     code = "".join(addressed(block.code, *urls) for block in blocks(PAGE, "python"))
     parts = re.split(r"^# (\S+\.py)\n", code, flags=re.MULTILINE)
     for path, text in zip(parts[1::2], parts[2::2], strict=True):

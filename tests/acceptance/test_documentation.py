@@ -7,10 +7,8 @@ Each page's Python runs as it is written, in a process of its own; what the page
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +37,6 @@ _WORKER_OPTIONS = ("-c", "1", "--without-gossip", "--without-mingle", "--without
 
 @pytest.fixture
 def urls(mongo_client: MongoClient[Any], mongo_url: str, redis_url: str) -> Iterator[tuple[str, str]]:
-    """Give the addresses of both servers; the databases that the pages name, as users do, are empty."""
     _drop_databases(mongo_client)
     yield mongo_url, redis_url
     _drop_databases(mongo_client)
@@ -92,19 +89,6 @@ def test_the_commands_of_a_page_exist(page: Path) -> None:
     for line in commands(page):
         for words in _alternatives(line):
             _check(words)
-
-
-def test_what_the_readme_installs_exists() -> None:
-    """The extras of its commands are those of the project, and its program is one."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    installed = set(re.findall(r"'\.\[(\w+)\]'", README.read_text()))
-
-    assert installed == {"servers", "dev"}
-    assert installed <= set(project["optional-dependencies"])
-    assert "mongo-celery" in project["scripts"]
-    assert {"listener", "changes", "outbox", "transactions"} <= {
-        found.name for found in importlib.metadata.entry_points(group="celery.commands")
-    }
 
 
 def test_the_check_of_commands_finds_what_is_wrong() -> None:

@@ -20,7 +20,6 @@ SECOND_SHOP = [*_PAINS].index("You cannot set a position")
 
 @pytest.fixture
 def walk(processes: Processes, tmp_path: Path) -> Walk:
-    """Give a person in an empty directory."""
     require_server("mongod")
     require_server("redis-server")
     return Walk(processes, tmp_path)
@@ -35,14 +34,9 @@ def test_the_drill_runs_as_it_is_written(walk: Walk) -> None:
     walk.end()
 
 
-@pytest.mark.slow
-def test_a_bug_is_fixed_as_the_drill_says(walk: Walk) -> None:
-    """
-    The beginning of the drill, and its first failure.
-
-    In short: `test_tutorial.py` has these processes, a bug, and what health says of it before and after its cure.
-    """
-    for steps in [*CHAPTERS.values()][:2]:
+def test_the_tutorial_runs_as_it_is_written(walk: Walk) -> None:
+    """All of it, in order, at the terminals that it names."""
+    for steps in chapters(ROOT / "docs/tutorial.md").values():
         for step in steps:
             walk.take(step)
     walk.end()

@@ -32,13 +32,11 @@ Document = dict[str, Any]
 
 @pytest.fixture
 def elections(three_members: MongoReplicaSet) -> Elections:
-    """Give the faults of a set of this test's own."""
     return Elections(three_members)
 
 
 @pytest.fixture
 def client(three_members: MongoReplicaSet, make_client: MakeClient) -> MongoClient[Document]:
-    """Give a client of that set."""
     return make_client(three_members.url)
 
 

@@ -85,6 +85,13 @@ def test_the_drill_loses_nothing_and_books_nothing_twice() -> None:
     assert run_example("failure_drill") == shown("failure_drill")
 
 
+def test_the_seat_reservation_comes_out_even() -> None:
+    """Its exit status says that no seat was sold twice and no money is missing."""
+    requests, _, _, verdict = run_example("seat_reservation")
+    assert requests.startswith("90 requests: ")
+    assert verdict == "each seat was sold at most once, and all the money is there"
+
+
 @pytest.mark.slow
 def test_the_bank_keeps_every_sum_both_ways() -> None:
     lines = run_example("bank")

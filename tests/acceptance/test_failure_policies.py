@@ -15,7 +15,6 @@ Document = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def chain(shared_deployment: MakeDeployment) -> Deployment:
-    """Give one listener and one worker; a change may crash once."""
     handlers = ("plain", "letters", "halting", "skipping", "discarding", "soft", "hard")
     return shared_deployment(*handlers, start="both")
 
@@ -23,23 +22,6 @@ def chain(shared_deployment: MakeDeployment) -> Deployment:
 def _letter(chain: Deployment, item: Due) -> Document:
     (letter,) = [each for each in chain.letters(item.handler) if each["change"]["documentKey"] == {"_id": item.key}]
     return letter
-
-
-def test_halt_stops_one_partition_loudly_and_records_its_head(chain: Deployment) -> None:
-    """P1, P9: the default policy; the other partitions of the handler flow."""
-    keys = chain.keys("halting", 0, "halt")
-    bad = chain.stand(chain.write("halting", next(keys), 1, act="raise", times=9, text="cannot go on"))
-    behind = chain.stand(chain.write("halting", next(keys), 1))
-    state = chain.wait_state(bad, lambda state: state["state"] == "halted")
-    elsewhere = chain.write("halting", next(chain.keys("halting", 1, "halt")), 1)
-    chain.wait_done(handlers=["halting"])
-    assert len(chain.starts(elsewhere)) == 1
-    assert state["halted"]["key"] == f"{chain.data.name}.halting insert {bad.key!r}"
-    assert state["halted"]["resumeToken"]["_data"]
-    assert state["retry"]["error"] == "WantedError: cannot go on"
-    assert state["claim"] is None
-    assert chain.starts(behind) == []
-    chain.judge()
 
 
 @pytest.mark.needs_mongodb(5, 0)

@@ -118,7 +118,6 @@ def _asked(setting: Setting) -> int:
 
 
 def _has_switched(setting: Setting, old: set[str]) -> bool:
-    """Return True if the handler that has nothing to do has other partitions."""
     mine = {"_id": {"$regex": f"^{NAME}/letters/"}}
     partitions = {each["_id"] for each in setting.state["partitions"].find(mine, {"_id": 1})}
     return len(partitions) == 2 and not partitions & old
@@ -160,7 +159,6 @@ def _replay_in_a_chain(setting: Setting, orders: Wiring) -> None:
 
 
 def _led(setting: Setting, said: Said) -> Listening:
-    """A listener with all rights."""
     return Listening(bridge_on(setting.admin_url, setting.broker, start_from="now").wiring, said)
 
 
@@ -267,6 +265,7 @@ def test_the_role_of_a_worker_is_enough(clean: Setting, said: Said, processes: P
     assert clean.committed("record") == 2
 
 
+@pytest.mark.slow
 def test_workers_that_may_not_claim_are_named_and_no_change_is_charged(
     clean: Setting, said: Said, processes: Processes
 ) -> None:

@@ -25,19 +25,16 @@ class Shop(Deployment):
     """Three workers, each with more slots than may run."""
 
     def start_all(self) -> None:
-        """Start a listener that leads, a standby, and the workers."""
         self.listener("leader")
         self.listener("standby", awaited="")
         for number in range(WORKERS):
             self.worker(name=f"worker{number}", concurrency=MOST)
 
     def fill(self, handler: str, count: int, **do: Any) -> None:
-        """Write so many changes, whose keys are in all partitions."""
         for number in range(count):
             self.write(handler, f"k{number}", 1, **do)
 
     def wait_starts(self, count: int) -> None:
-        """Wait until so many executions have started."""
         wait_for(lambda: self.facts["start"].estimated_document_count() >= count)
 
     def find_most_running(self) -> tuple[int, int]:
@@ -105,28 +102,3 @@ def test_a_handler_reaches_its_rate_and_never_passes_it(deployment: MakeDeployme
         sys.stdout.write(f"\n{count} starts in {seconds:.0f} s at {PER_SECOND}/s, {excess:.1f} above it at most\n")
     assert count >= 0.95 * seconds * PER_SECOND
     assert excess <= 2 * BURST + 1
-
-
-def test_what_waits_for_a_limit_is_shown_and_is_no_finding(deployment: MakeDeployment) -> None:
-    """P8, P16: few messages wait for a worker, so they are no burst later."""
-    shop = deployment("rated", "few", kind=Shop, options={"partitions": PARTITIONS, "queues": 1, "dispatch_grace": 60})
-    shop.listener()
-    shop.fill("rated", 20)
-    shop.fill("few", 20, gate="open")
-
-    wait_for(lambda: all(_limited(shop.changes("status"))))
-    with shop.broker as broker:
-        assert broker.llen("chain.0") <= int(BURST) + MOST
-    shop.worker(concurrency=2 * MOST)
-    shop.wait_starts(int(BURST) + MOST)
-    wait_for(lambda: shop.changes("status")["in_flight"] == MOST)  # the rate has let all of its changes pass
-    found = shop.changes("status")
-    assert (found["findings"], found["caught_up"]) == ([], False)
-    assert "limited" in shop.run("changes", "status").stdout
-    shop.open_gate("open")
-    shop.wait_done()
-    shop.judge()
-
-
-def _limited(status: Document) -> list[int]:
-    return [each["limited"] for each in status["handlers"]]

@@ -17,7 +17,6 @@ from tests.fixtures.sentinel import WatchedRedis
 from tests.rig.deployment import Deployment, Make, MakeDeployment
 from tests.rig.history import Due
 
-Document = dict[str, Any]
 KEYS = [f"key-{number}" for number in range(12)]
 QUORUM = {"task_create_missing_queue_type": "quorum", "task_default_queue_type": "quorum"}
 CONFIRMED = {"confirm_publish": True, "read_timeout": 5, "write_timeout": 5}
@@ -27,7 +26,6 @@ _SLOTS_AT_ONCE = 4096
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Give a place for a bridge, beside that of its broker."""
     made = tmp_path / "bridge"
     made.mkdir()
     return made
@@ -55,7 +53,6 @@ class _Writing:
         self._rounds = 0
 
     def go_on(self, rounds: int) -> Due:
-        """Write so many rounds, and return the last change."""
         for _ in range(rounds):
             self._rounds += 1
             for key in KEYS:
@@ -126,7 +123,6 @@ def test_a_node_of_a_redis_cluster_serves_where_all_keys_have_one_slot(make_chai
 
 
 def _check(chain: Deployment) -> dict[str, str]:
-    """The findings of the preflight: level by name."""
     return {each["code"]: each["severity"] for each in chain.changes("check")["findings"]}
 
 

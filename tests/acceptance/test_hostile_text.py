@@ -23,7 +23,7 @@ from tests.unit.test_visible import HARMFUL, HOSTILE
 
 Document = dict[str, Any]
 
-APP = "tests.acceptance.hostile_project"
+APP = "tests.acceptance.cli_project"
 TEXT = HOSTILE.replace("\ud800", "").replace("[2J", "[3J")  # BSON has no lone surrogates; `top` clears its screen
 FORGED = "leading bridge shop"
 OURS = re.compile(r"\x1b\[(?:[0-9;]*m|\?(?:25|1049)[hl]|H)")
@@ -33,13 +33,13 @@ COMMANDS = {
     "changes status": True,
     "changes check": True,
     "changes status --all": True,
-    "changes show halting 0": True,
+    "changes show summarise 0": True,
     "changes history": True,
     "changes dead-letters list": True,
     "changes dead-letters list --full": True,
-    "changes dead-letters discard giving_up": True,
-    "changes skip halting --dry-run": True,
-    "changes snapshot stop halting --dry-run": False,
+    "changes dead-letters discard slow": True,
+    "changes skip summarise --dry-run": True,
+    "changes snapshot stop summarise --dry-run": False,
     "outbox status": False,
     "outbox dead-letters list": True,
     "outbox dead-letters list LETTER": True,
@@ -55,21 +55,28 @@ COMMANDS = {
 def environment(replica_set: Any) -> Iterator[dict[str, str]]:
     """Give a bridge, an outbox and transactions in which everything that a document can name is hostile."""
     names = f"hostile_{uuid4().hex[:10]}"
-    given = {"PROJECT_MONGO": replica_set.url, "PROJECT_NAMES": names, "PROJECT_STATE": f"{names}_state"}
+    given = {
+        "PROJECT_MONGO": replica_set.url,
+        "PROJECT_BROKER": "memory://",
+        "PROJECT_NAMES": names,
+        "PROJECT_STATE": f"{names}_state",
+        "PROJECT_OPTIONS": '{"partitions": 1, "autodiscover": false}',
+        "PROJECT_GROUP": "slow",
+    }
     os.environ.update(given)
     project = importlib.import_module(APP)
     with BridgeRunner(project.bridge) as runner, MongoClient[Document](replica_set.url, appname=TEXT[:60]) as client:
         data, state = client[f"{names}_data"], client[project.bridge.wiring.options.database]
-        for name in ("halting", "giving_up"):
-            data[name].insert_one({"_id": f"k {TEXT}", "text": TEXT, TEXT.replace("\n", " "): TEXT})
+        for name in ("orders", "slow"):
+            data[name].insert_one({"_id": f"k {TEXT}", "bad": TEXT, TEXT.replace("\n", " "): TEXT})
         runner.deliver(raises=False)
         record = make_record("remove", [TEXT], TEXT, TEXT, [TEXT], {TEXT: TEXT})
         project.bridge.wiring.store.audit.add(record)
         snapshots = project.bridge.wiring.store.snapshots
-        snapshots.insert([{"_id": snapshots.make_id("halting"), "source": data["halting"].full_name, "by": TEXT}])
+        snapshots.insert([{"_id": snapshots.make_id("summarise"), "source": data["orders"].full_name, "by": TEXT}])
         state["snapshots"].update_one({}, {"$set": {"state": "failed", "sentence": TEXT}})
-        project.data["parcels"].insert_one(project.outbox.with_tasks({"_id": TEXT}, [project.confirm.s(TEXT)]))
-        (entry,) = data["parcels"].find_one()["pendingEvents"]["events"]  # type: ignore[index]
+        data["invoices"].insert_one(project.outbox.with_tasks({"_id": TEXT}, [project.confirm.s(TEXT)]))
+        (entry,) = data["invoices"].find_one()["pendingEvents"]["events"]  # type: ignore[index]
         project.outbox.runtime.dead_letters.add(TEXT, Entry.from_document(entry), ValueError(TEXT))
         stored = {"source": TEXT, "destination": "B", "value": 1, "lastModified": datetime(2020, 1, 1, tzinfo=UTC)}
         more = {"application": TEXT, "reason": TEXT}
@@ -77,7 +84,7 @@ def environment(replica_set: Any) -> Iterator[dict[str, str]]:
             [{"_id": f"{at} {TEXT}", "state": at, **stored, **more} for at in ("initial", "pending", "done")]
         )
         yield {**given, "PROJECT_STATE": state.name, "LETTER": entry["id"]}
-        project.client.close()
+        project.collection("invoices").database.client.close()
         for suffix in ("data", "state"):
             empty(client, f"{names}_{suffix}")
     for name in given:

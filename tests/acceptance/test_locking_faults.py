@@ -1,12 +1,9 @@
-"""Locks under faults: Celery workers that retry or die inside a transaction, and the example of the box office."""
+"""Locks under faults: Celery workers that retry or die inside a transaction."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -19,12 +16,11 @@ from pymongo.errors import OperationFailure
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.locking import select_for_update, transactional
 from tests.acceptance.documentation.pages import blocks
-from tests.fixtures.availability import require_server
 from tests.fixtures.process import ROOT, Processes, wait_for
 from tests.integration.locking_rig import Document, held
 from tests.rig.project import MakeProject, Project
 
-PROJECT = "tests.acceptance.locking_project"
+PROJECT = "tests.acceptance.tasks_project"
 LIFETIME_SECONDS = 2
 FREE_SECONDS_MAX = 60
 """Generous: the server looks twice in a transaction's lifetime."""
@@ -110,18 +106,3 @@ def test_the_query_of_the_docs_shows_a_holder_and_its_end_frees_the_document(
 
     with pytest.raises(OperationFailure), held(holder[database.name]["things"], 1):
         end_holder()
-
-
-def test_the_seat_reservation_comes_out_even() -> None:
-    """One command starts everything; its exit status says that no seat was sold twice and no money is missing."""
-    for server in ("mongod", "redis-server"):
-        require_server(server)
-    script = ROOT / "examples" / "seat_reservation" / "run.py"
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    requests, sold, money, verdict = done.stdout.splitlines()
-    assert re.fullmatch(r"90 requests: \d+ booked, \d+ taken(, \d+ too expensive)?", requests)
-    assert re.fullmatch(r"\d+ of 40 seats sold for \d+", sold)
-    assert re.fullmatch(r"money before: 300; after: \d+ \+ \d+ in the till", money)
-    assert verdict == "each seat was sold at most once, and all the money is there"

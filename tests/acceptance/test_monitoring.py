@@ -55,7 +55,7 @@ def test_prometheus_evaluates_every_expression(
     ).wait_for_output("Server is ready")
     orders.insert_many([{"_id": number} for number in range(5)])
     wait_for(lambda: _asked(port, f"query?query={quote('mongo_celery_bridge_committed_total > 0')}")["result"])
-    orders.insert_one({"_id": "bad", "bad": True})
+    orders.insert_one({"_id": "bad", "bad": "a [bad] order"})
 
     def pending() -> bool:
         return {"MongoCeleryHalted", "MongoCeleryFailing"} <= {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 from bson import ObjectId
 from celery import Celery, chain, chord
 from pymongo import MongoClient
-from pymongo.database import Database
 
 from mongo_celery import Outbox
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
@@ -21,13 +18,11 @@ from tests.rig.project import MakeProject, Project
 
 Document = dict[str, Any]
 
-_CLAIM_SECONDS = 6
-
 
 class Shop(Project):
     """The project's databases, and a writer whose chains are delivered by a sweep."""
 
-    app = "tests.acceptance.once_project"
+    app = "tests.acceptance.tasks_project"
 
     def __init__(self, processes: Processes, client: MongoClient[Document], url: str, broker: str) -> None:
         super().__init__(processes, client, url, broker)
@@ -57,22 +52,6 @@ def worker(project: Shop) -> ProjectProcess:
     return project.worker(concurrency=3)
 
 
-def test_a_run_that_a_soft_shutdown_cuts_is_made_up_for_once(project: Shop, worker: ProjectProcess) -> None:
-    """Its time is used up in the function: another worker runs it, and what comes after that is a duplicate."""
-    task = project.task("stand_still", task_id="t1")
-    task.apply_async()
-    wait_for(lambda: project.notes("stand_still"))
-    os.kill(worker.pid, signal.SIGQUIT)
-    assert worker.wait() == 0, worker.text
-    other = project.worker(name="other", concurrency=3)
-    wait_for(lambda: len(project.notes("stand_still")) == 2)
-    project.data["signs"].insert_one({})
-    other.wait_for_output(r"stand_still\[t1\] succeeded")
-    task.apply_async()
-    wait_for(lambda: len(re.findall(r"stand_still\[t1\] succeeded", other.text)) == 2)
-    assert len(project.notes("stand_still")) == 2
-
-
 @pytest.mark.parametrize("first", ["charge", "charge_in_transaction"])
 def test_a_chain_whose_step_died_after_its_work_goes_on_with_the_remembered_result(project: Shop, first: str) -> None:
     """The redelivered step does not run again, and the next one gets the argument that it needs."""
@@ -89,9 +68,9 @@ def test_a_chain_whose_step_died_after_its_work_goes_on_with_the_remembered_resu
 @pytest.mark.needs_mongodb(5, 0)
 def test_a_duplicate_waits_for_a_dead_run_however_long_and_uses_up_no_retries(project: Shop) -> None:
     """Celery's limit of three retries is for failures: here more than three waits are needed."""
-    project.data["done"].insert_one({"_id": "t1", "state": "running", "owner": ObjectId(), "until": None})
-    until = {"$dateAdd": {"startDate": "$$NOW", "unit": "second", "amount": _CLAIM_SECONDS}}
-    project.data["done"].update_one({"_id": "t1"}, [{"$set": {"until": until}}])
+    until = {"$dateAdd": {"startDate": "$$NOW", "unit": "second", "amount": 6}}
+    running = [{"$set": {"state": "running", "owner": ObjectId(), "until": until}}]
+    project.data["done"].update_one({"_id": "t1"}, running, upsert=True)
     project.task("wait_for_the_dead", task_id="t1").apply_async()
 
     wait_for(lambda: project.notes("waited"))
@@ -114,33 +93,3 @@ def test_a_chord_whose_parts_are_delivered_twice_gets_each_part_once(project: Sh
     wait_for(lambda: project.notes("total"))
     assert [sorted(each["parts"]) for each in project.notes("total")] == [["quick", "slow"]]
     assert len(project.notes("part")) == 2
-
-
-def test_two_runs_of_a_frozen_process_are_excluded_by_a_session_alone(project: Shop, worker: ProjectProcess) -> None:
-    """A claim lapses beside a process that stands still; a transaction has one winner, whoever wakes when."""
-    database = project.data
-    database.create_collection("standing")
-    project.task("stand_still", task_id="t1").apply_async()
-    (frozen,) = wait_for(lambda: project.notes("stand_still"))
-    os.kill(frozen["pid"], signal.SIGSTOP)
-    project.task("stand_still", task_id="t1").apply_async()
-    wait_for(lambda: len(project.notes("stand_still")) == 2)
-    os.kill(frozen["pid"], signal.SIGCONT)
-
-    project.task("stand_still_in_transaction", task_id="t2").apply_async()
-    standing = wait_for(lambda: database["standing"].find_one({}))
-    os.kill(standing["pid"], signal.SIGSTOP)
-    aborted = _aborted_transactions(database)
-    database["signs"].insert_one({})  # the first two can go as well
-    worker.wait_for_output("'t1' may have run twice")
-    project.task("stand_still_in_transaction", task_id="t2").apply_async()
-    wait_for(lambda: _aborted_transactions(database) > aborted + 2)
-    os.kill(standing["pid"], signal.SIGCONT)
-
-    wait_for(lambda: len(re.findall(r"stand_still_in_transaction\[t2\] succeeded", worker.text)) == 2)
-    assert len(project.notes("stand_still_in_transaction")) == 1
-
-
-def _aborted_transactions(database: Database[Document]) -> int:
-    aborted: int = database.client.admin.command("serverStatus")["transactions"]["totalAborted"]
-    return aborted

@@ -14,10 +14,8 @@ from mongo_celery import Outbox
 from mongo_celery.outbox.pending import LONG_AGO
 from tests.acceptance import outbox_rig
 from tests.acceptance.outbox_project import EFFECTS, configured
-from tests.acceptance.test_cli import BARE_APP, NOWHERE, Document
-from tests.fixtures.forked import run_celery
-from tests.fixtures.process import Processes, wait_for
-from tests.fixtures.rights import UrlOf
+from tests.acceptance.test_cli import NOWHERE, Document
+from tests.fixtures.process import Processes
 from tests.fixtures.serializer import ACCEPTED, NEW
 from tests.rig.outbox import pending, ripen
 from tests.rig.project import MakeProject
@@ -34,24 +32,20 @@ class Shop(outbox_rig.Shop):
         self.lacking = Outbox(configured(broker), self.items, database=self.state.name, **options)  # type: ignore[arg-type]
 
     def lines(self, *arguments: str, status: int = 0, **variables: str) -> list[Document]:
-        """Run a command with `--json`; what its lines say."""
         done = self.run("outbox", *arguments, "--json", **variables)
         assert done.returncode == status, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     def entries(self, key: str) -> list[Document]:
-        """What is pending in a document."""
         found: list[Document] = pending(self.data, key, "items")["events"]
         return found
 
     def published(self) -> list[tuple[str, list[Any]]]:
-        """Id and arguments of all tasks, the oldest first."""
         with redis.Redis.from_url(self.writer.conf.broker_url) as broker:
             messages = [json.loads(text) for text in reversed(broker.lrange(EFFECTS, 0, -1))]
         return [(each["headers"]["id"], json.loads(base64.b64decode(each["body"]))[0]) for each in messages]
 
     def replay(self, *arguments: str, status: int = 0) -> Document:
-        """Replay dead letters; the answer for the only one."""
         (answer,) = self.lines("dead-letters", "replay", *arguments, status=status)
         (found,) = answer["dead_letters"]
         return dict(found)
@@ -67,7 +61,6 @@ class Shop(outbox_rig.Shop):
 
 @pytest.fixture
 def shop(make_project: MakeProject) -> Shop:
-    """Give the project on the session's servers."""
     made: Shop = make_project(Shop)
     return made
 
@@ -110,26 +103,6 @@ def test_a_broker_that_is_down_ends_a_sweep_with_status_1(shop: Shop) -> None:
     assert (swept["dispatched"], swept["dead"], swept["left"], swept["broker_down"]) == (0, 0, 1, True)
     assert "secret" not in json.dumps([found, swept])
     assert len(shop.entries("key")) == 1
-
-
-@pytest.mark.slow
-def test_a_check_fails_until_beat_and_a_worker_sweep(shop: Shop) -> None:
-    """An outbox that only its writers import is swept by nobody; a worker with beat is all it takes."""
-    shop.items.insert_one({"_id": 1})
-    for found in shop.lines("status", "--check", status=2):
-        assert (found["verdict"], severities(found)["sweep"]) == ("failing", "failing")
-
-    shop.consume()
-    wait_for(lambda: shop.state["outbox_sweeps"].count_documents({}) == 2)
-    checked: list[Document] = []
-
-    def is_fine() -> bool:  # not at the first look, where a busy worker answers late
-        done = shop.run("outbox", "status", "--check", "--json")
-        checked[:] = [json.loads(line) for line in done.stdout.splitlines()]
-        return done.returncode < 2
-
-    wait_for(is_fine, message=lambda: str(checked))
-    assert [(each["outbox"], severities(each)["sweep"]) for each in checked] == [("items", "ok"), ("boxes", "ok")]
 
 
 def test_a_dead_letter_is_shown_and_replayed_after_the_app_was_corrected(shop: Shop) -> None:
@@ -181,28 +154,3 @@ def test_a_letter_is_discarded_only_on_a_yes(shop: Shop) -> None:
     assert shop.run("outbox", "dead-letters", "discard", dead_letter, "--yes").returncode == 0
     assert shop.dead_letters.count_documents({}) == 0
     assert shop.run("outbox", "dead-letters", "discard", dead_letter, "--yes").returncode == 1
-
-
-@pytest.mark.slow
-def test_wrong_calls_end_with_an_error(shop: Shop) -> None:
-    """No app, no outbox, an outbox or a dead letter that there is not."""
-    for done in (
-        run_celery("outbox", "status"),
-        run_celery("-A", BARE_APP, "outbox", "sweep"),
-        shop.run("outbox", "status", "--name", "itms"),
-        shop.run("outbox", "dead-letters", "list", "nothing"),
-        shop.run("outbox", "dead-letters", "replay"),
-    ):
-        assert done.returncode in {1, 2}
-        assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("command", [["sweep"], ["dead-letters", "list"]], ids=" ".join)
-def test_a_missing_right_names_the_collections(shop: Shop, guarded_url: UrlOf, command: list[str]) -> None:
-    """Those of the outbox, and not the bridge's state, which this app does not have."""
-    done = shop.run("outbox", *command, PROJECT_MONGO=guarded_url("bridge"))
-    assert (done.returncode, done.stdout) == (1, "")
-    said = next(line for line in done.stderr.splitlines() if line.startswith("Error: "))
-    assert shop.items.full_name in said
-    assert f"{shop.state.name}.outbox_dead_letters" in said
-    assert "Traceback" not in done.stderr

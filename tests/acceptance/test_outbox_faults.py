@@ -29,7 +29,6 @@ POINTS = 30
 
 @pytest.fixture
 def shop(processes: Processes, mongo_client: MongoClient[Document], mongo_url: str, redis_url: str) -> Iterator[Shop]:
-    """Give the project on the session's servers."""
     with Shop(processes, mongo_client, mongo_url, redis_url) as made:
         yield made
 

@@ -23,7 +23,6 @@ KEYS = [f"key{number}" for number in range(8)]
 
 @pytest.fixture
 def node(processes: Processes, tmp_path: Path) -> RabbitNode:
-    """Give one RabbitMQ node of this test's own."""
     directory = tmp_path / "rabbitmq"
     directory.mkdir()
     (node,) = RabbitCluster(processes, directory, 1).nodes
@@ -32,7 +31,6 @@ def node(processes: Processes, tmp_path: Path) -> RabbitNode:
 
 @pytest.fixture
 def shop(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, node: RabbitNode) -> Iterator[Shop]:
-    """Give the project on that node, whose writes wait for nothing."""
     directory = tmp_path / "shop"
     directory.mkdir()
     with Shop(Processes(directory), mongo_client, mongo_url, node.url, at_once=True) as made:

@@ -23,7 +23,6 @@ KEYS = [f"key{number}" for number in range(6)]
 
 @pytest.fixture
 def shop(mongo_client: MongoClient[Document], mongo_url: str, tmp_path: Path, redis_url: str) -> Iterator[Shop]:
-    """Give the project, whose writes wait for nothing."""
     for name in ("gunicorn", "gevent"):
         if find_spec(name) is None:
             skip_or_fail(f"{name} is not installed: pip install -e '.[dev]'")

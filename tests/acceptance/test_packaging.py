@@ -26,7 +26,6 @@ def _run(*command: str | Path, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Give the folder with both distributions, built from what git would hand over."""
     folder = tmp_path_factory.mktemp("dist")
     source = folder / "source"
     source.mkdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import celery
@@ -13,7 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 from pymongo import MongoClient
 
-from tests.fixtures.process import ProjectProcess, wait_for
+from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
 from tests.rig.deployment import Deployment, MakeDeployment
 
@@ -138,7 +137,7 @@ def test_an_embedded_listener_that_is_killed_is_started_again(deployment: MakeDe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_an_embedded_listener_that_gave_up_on_mongodb_is_started_again(
     deployment: MakeDeployment, mongo_client: MongoClient[Document], make_proxy: Callable[[int], Proxy], pool: str
 ) -> None:
@@ -159,24 +158,6 @@ def _runs(process: psutil.Process) -> bool:
     return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
 
 
-def test_queues_can_be_chosen_with_the_option_of_celery(deployment: MakeDeployment) -> None:
-    """`-Q`: each worker takes its share of the partitions' queues, and only that."""
-    chain = deployment("plain", options={"partitions": 2})
-    chain.listener()
-    zero = chain.worker("-Q", "chain.0", name="zero")
-    one = chain.worker("-Q", "chain.1", name="one")
-    chain.write_many("plain", [key for index in (0, 1) for key in islice(chain.keys("plain", index), 3)], 2)
-    chain.wait_done()
-    chain.judge()
-    pids = {0: _pids(zero), 1: _pids(one)}
-    assert {start.partition for start in chain.starts()} == {0, 1}
-    assert all(start.pid in pids[start.partition] for start in chain.starts())
-
-
-def _pids(worker: ProjectProcess) -> set[int]:
-    return {worker.pid, *worker.children()}
-
-
 def test_an_app_with_a_call_of_its_own_wraps_each_change(deployment: MakeDeployment) -> None:
     """Flask's application context, and one that calls on to Celery's `__call__`; with several changes in a run."""
     chain = deployment("plain", "auto", options={"partitions": 1, "run_size": 10})
@@ -195,16 +176,6 @@ def test_an_app_with_a_call_of_its_own_wraps_each_change(deployment: MakeDeploym
     contexts = list(chain.facts["context"].find({"task": {"$ne": "mongo_celery.commit"}}).sort("at"))
     assert len(contexts) == len(chain.starts())
     assert [each["retries"] for each in contexts if each["task"].endswith(".auto")] == [0, 1, 2] * 2
-
-
-@pytest.mark.slow
-def test_children_that_end_after_each_task_lose_nothing(deployment: MakeDeployment) -> None:
-    """`--max-tasks-per-child 1`: clients and heartbeats are made anew in each child."""
-    chain = deployment("plain", "auto")
-    chain.listener()
-    chain.worker("--max-tasks-per-child", "1")
-    _flow(chain)
-    assert len({start.pid for start in chain.starts()}) > 2
 
 
 def test_a_warm_shutdown_finishes_what_runs_and_repeats_nothing(deployment: MakeDeployment) -> None:

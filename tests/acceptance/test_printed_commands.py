@@ -61,8 +61,6 @@ class Typist(Shop):
         return found
 
     def wait_gone(self, code: str) -> None:
-        """Wait until the status has a finding no more, also where servers are asked."""
-
         def is_gone() -> bool:
             found = json.loads(self.changes("status", "--ask", "--json").stdout)["findings"]
             return code not in {each["code"] for each in found}
@@ -87,12 +85,10 @@ class Typist(Shop):
         return process
 
     def partition(self, index: int) -> Document:
-        """A partition as it is stored."""
         found: Document = self.state["partitions"].find_one({"handler": "summarise", "partition": index}) or {}
         return found
 
     def write_retry(self, index: int, **retry: Any) -> None:
-        """Let a partition wait for a retry."""
         self.state["partitions"].update_one({"handler": "summarise", "partition": index}, {"$set": {"retry": retry}})
 
     def halt(self, order: str) -> int:
@@ -121,7 +117,6 @@ class Typist(Shop):
 
 @pytest.fixture
 def shop(make_project: MakeProject) -> Typist:
-    """Give the project on the session's servers, with nothing started."""
     made: Typist = make_project(Typist)
     return made
 
@@ -150,8 +145,10 @@ def start(shop: Typist) -> ProjectProcess:
     worker.terminate()
     shop.start(*_WORKER, "-Q", "mail", awaited="ready")
     (_, with_queues) = shop.look("consumers", ask=True)["consumers"]
-    shop.begin(with_queues, "shop.0")
     shop.orders.insert_one({"_id": "first"})
+    listener.wait_for_output("no worker takes messages from .* Start a worker: ")
+    shop.look("consumers")  # also of what asks nobody
+    shop.begin(with_queues, "shop.0")
     shop.wait_for_summaries(1)
     wait_for(lambda: shop.state["partitions"].find_one({"committed": 1}), message="a commit ends retries, too")
     return listener

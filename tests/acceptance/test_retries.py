@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import itertools
 import signal
-from typing import Any
 
 import pytest
-from pymongo.change_stream import ChangeStream
 
-from tests.fixtures.process import wait_for
 from tests.rig.deployment import Deployment, MakeDeployment
 from tests.rig.history import Due, Started
-
-Document = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
@@ -79,37 +74,6 @@ def test_every_form_of_a_retry_ends_its_handler_and_counts(chain: Deployment) ->
         assert (letter["error"].partition(":")[0], letter["attempts"]) == (error, 3)
         assert _retries(chain, item) == [0, 1, 2]
     assert f"'{ended[1].key}'" in letters[ended[1].key]["error"]
-
-
-@pytest.mark.needs_mongodb(6, 0)
-def test_autoretry_backs_off_with_jitter_and_counts(chain: Deployment) -> None:
-    """`autoretry_for`, `retry_backoff` and `retry_jitter` keep Celery's own logic: at most 1 s, then at most 2 s."""
-    with chain.state["partitions"].watch() as stream:
-        items = [chain.write("auto", f"auto{number}", 1, act="raise", times=2) for number in range(4)]
-        for item in items:
-            chain.allow(item, 2)
-        chain.wait_done()
-        countdowns = _countdowns(stream, 8)
-    chain.judge()
-    assert all(_retries(chain, item) == [0, 1, 2] for item in items)
-    assert [count for count, _ in countdowns].count(1) == 4
-    assert all(seconds <= count for count, seconds in countdowns), countdowns
-
-
-def _countdowns(stream: ChangeStream[Document], number: int) -> list[tuple[int, float]]:
-    """For so many retries, as they were stored: the how many-th it is, and its seconds, by the server's clock."""
-    found: list[tuple[int, float]] = []
-
-    def all_read() -> bool:
-        event = stream.try_next()
-        fields = event.get("updateDescription", {}).get("updatedFields", {}) if event else {}
-        retry = fields.get("retry") or {name: fields.get(f"retry.{name}") for name in ("count", "notBefore")}
-        if event and retry.get("notBefore"):
-            found.append((retry["count"], (retry["notBefore"] - event["wallTime"]).total_seconds()))
-        return len(found) == number
-
-    wait_for(all_read, message=lambda: f"{found}")
-    return found
 
 
 def test_a_parked_retry_survives_the_restart_of_everything_and_an_empty_broker(deployment: MakeDeployment) -> None:

@@ -12,8 +12,6 @@ import pytest
 from tests.rig.deployment import Deployment, MakeDeployment
 from tests.rig.history import Due
 
-Document = dict[str, Any]
-
 LARGE = {"run_size": 1000, "run_seconds": 30, "partitions": 1}
 LINGERING = {"act": "linger", "linger": 0.4}
 """Nine of them are more than the limit of a handler; one is so much less that a busy machine may hold it up."""

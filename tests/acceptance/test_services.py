@@ -28,14 +28,12 @@ def servers_are_here() -> None:
 
 
 def services(processes: Processes, *arguments: str) -> ProjectProcess:
-    """Start the servers and wait until they are announced."""
     process = processes.python("services", "-c", RUN, "services", *arguments)
     wait_for(lambda: "Ctrl-C" in process.text, READY_SECONDS_MAX, lambda: process.text)
     return process
 
 
 def urls(process: ProjectProcess) -> tuple[str, str]:
-    """The printed URLs of MongoDB and Redis."""
     found = re.search(r"^MongoDB +(\S+)\nRedis +(\S+)$", process.text, re.MULTILINE)
     assert found, process.text
     return found[1], found[2]

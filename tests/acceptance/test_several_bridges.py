@@ -5,39 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from celery import Celery
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.listener.activity import Activity
-from mongo_celery.bridge.listener.listener import Listener
-from mongo_celery.bridge.listener.pacing import RetryGate
-from mongo_celery.bridge.listener.process import FAILED_BRIDGE, ListenerThreads, run_listeners
-from mongo_celery.errors import ConfigurationError
+from mongo_celery.bridge.listener.process import run_listeners
 from mongo_celery.mongo.repeating import Pauses
 from tests.fixtures.process import ProjectProcess, wait_for
 from tests.rig.project import MakeProject, Project
 
-Document = dict[str, Any]
-SHORT = Pauses(first=1.0, longest=2.0)
 _MAIN = "from tests.acceptance.test_several_bridges import main; main()"
 
 
 def main() -> None:
-    """Listen as the command does, with short pauses, for the bridges that the arguments name."""
+    """Listen as the command does, with a first pause of so many seconds, for the bridges that the arguments name."""
     names = os.environ["PROJECT_NAMES"]
     app = Celery("several", broker=os.environ["PROJECT_BROKER"])
-    given: Document = {"database": f"{names}_state", "autodiscover": False, "partitions": 1, "lease_ttl": 2}
-    for name in sys.argv[1:]:
+    given: dict[str, Any] = {"database": f"{names}_state", "autodiscover": False, "partitions": 1, "lease_ttl": 2}
+    for name in sys.argv[2:]:
         bridge = Bridge(app, os.environ["PROJECT_MONGO"], name=name, **given)
         database = "state" if name.startswith("bad") else "data"  # a bridge must not watch its own state
         bridge.on_change(f"{names}_{database}.items", name=name)(_handler(name))
     app.log.setup(logging.INFO)
-    sys.exit(run_listeners(app, [], pauses=SHORT))
+    sys.exit(run_listeners(app, [], pauses=Pauses(first=float(sys.argv[1]), longest=60.0)))
 
 
 def _handler(name: str) -> Callable[[Any], None]:
@@ -53,94 +46,44 @@ class Several(Project):
 
     app = "several"
 
-    def listen(self, *bridges: str) -> ProjectProcess:
-        """Start a process for these bridges; does not wait."""
-        return self._processes.python("listener", "-c", _MAIN, *bridges, environment=self.environment)
+    def listen(self, pause: int, *bridges: str) -> ProjectProcess:
+        """Start a process for these bridges, which tries one that has failed again after a pause; does not wait."""
+        return self._processes.python("listener", "-c", _MAIN, str(pause), *bridges, environment=self.environment)
 
-    def version(self, bridge: str) -> int:
-        """The version of a bridge's lease."""
+    def term(self, bridge: str) -> int:
         return int((self.state["leases"].find_one({"_id": bridge}) or {})["term"])
 
 
 @pytest.fixture
 def several(make_project: MakeProject) -> Several:
-    """Give such bridges, of which nothing is started."""
     made: Several = make_project(Several)
     return made
 
 
 def test_a_bridge_that_fails_for_good_leaves_the_others_alone(several: Several, redis_client: Any) -> None:
     """P1: the healthy one keeps its term and dispatches; the other is tried again, and each failure is loud."""
-    listener = several.listen("good", "bad")
+    listener = several.listen(1, "good", "bad")
     listener.wait_for_output("leading bridge good")
     listener.wait_for_output("CRITICAL.*bridge bad has failed")
-    version = wait_for(lambda: several.version("good"))
+    term = wait_for(lambda: several.term("good"))
     wait_for(lambda: listener.text.count("bridge bad has failed") >= 3, message="tried again, and once more")
     several.data["items"].insert_one({"_id": 1})
     wait_for(lambda: redis_client.llen("good.0"), message="the healthy bridge dispatches")
     assert listener.running
-    assert several.version("good") == version
+    assert several.term("good") == term
     assert listener.terminate() == 0
+
+
+def test_a_shutdown_ends_a_pause(several: Several) -> None:
+    listener = several.listen(60, "good", "bad")
+    listener.wait_for_output("leading bridge good")
+    listener.wait_for_output("bridge bad has failed")
+    assert listener.terminate(40) == 0
 
 
 def test_the_process_ends_with_status_1_once_every_bridge_has_failed(several: Several) -> None:
     """So that a supervisor restarts it, and sees that it cannot."""
-    listener = several.listen("bad1", "bad2")
+    listener = several.listen(1, "bad1", "bad2")
     assert listener.wait() == 1
     for name in ("bad1", "bad2"):
         assert f"bridge {name} has failed" in listener.text
-
-
-class _Fake:
-    """A listener that fails so many times, then listens until it is stopped."""
-
-    has_lease = False
-
-    def __init__(self, failures: int) -> None:
-        self.left = failures
-        self.activity = Activity("bridge", ["handler"], 10.0)
-        self.listens = threading.Event()
-        self._stopping = threading.Event()
-
-    def run(self) -> None:
-        if self.left:
-            self.left -= 1
-            raise ConfigurationError("as the test asked")
-        self.listens.set()
-        self._stopping.wait()
-
-    def stop(self) -> None:
-        self._stopping.set()
-
-
-def _threads(*fakes: _Fake, **more: Any) -> ListenerThreads:
-    return ListenerThreads([cast("Listener", fake) for fake in fakes], Pauses(0.01, 0.02), **more)
-
-
-def test_threads_of_a_worker_never_give_up() -> None:
-    """No supervisor would notice: the worker lives on. Also when it is the only bridge."""
-    fake = _Fake(5)
-    threads = _threads(fake)
-    threads.start()
-    assert fake.listens.wait(60)
-    assert not threads.ended.is_set()
-    threads.stop()
-    assert not threads.all_failed
-
-
-def test_stop_ends_a_pause() -> None:
-    """A shutdown does not wait for ten minutes."""
-    fakes = [_Fake(9), _Fake(0)]
-    threads = ListenerThreads([cast("Listener", fake) for fake in fakes], FAILED_BRIDGE, ends_with_all=True)
-    threads.start()
-    wait_for(lambda: fakes[0].left == 8)
-    threads.stop()
-    assert not any(thread.is_alive() for thread in threads._threads)
-    assert fakes[0].left == 8
-
-
-def test_pauses_double_up_to_a_bound_and_begin_anew_after_a_long_life() -> None:
-    """Half a minute, a minute, ... ten minutes."""
-    gate = RetryGate(FAILED_BRIDGE)
-    assert [gate.note_failure(1) for _ in range(7)] == [30, 60, 120, 240, 480, 600, 600]
-    assert [gate.note_failure(601), gate.note_failure(1)] == [30, 60]

@@ -73,7 +73,6 @@ CASE |= {"documentKey": {"_id": {"$numberInt": "9"}}, "fullDocument": {"_id": {"
 
 
 def files() -> dict[str, str]:
-    """The page's files, by path."""
     code = "".join(block.code for language in ("python", "toml") for block in blocks(PAGE, language))
     parts = re.split(r"^# (\S+\.(?:py|toml))\n", code, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))

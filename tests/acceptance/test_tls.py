@@ -83,7 +83,6 @@ class Shop(Project):
 
 @pytest.fixture
 def shop(encrypted: Encrypted, make_client: MakeClient, processes: Processes, redis_url: str) -> Iterator[Shop]:
-    """Give the project, with nothing started."""
     with Shop(processes, make_client(encrypted.url), encrypted.url, redis_url) as made:
         yield made
 

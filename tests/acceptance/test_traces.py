@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import redis
 
-from mongo_celery.bridge.partitioning import document_hash
 from tests.fixtures.process import wait_for
 from tests.rig.project import MakeProject, Project
 
@@ -24,7 +22,6 @@ class Traced(Project):
     app = "tests.acceptance.traced_project"
 
     def spans(self, name: str) -> list[Document]:
-        """Those of this name, in the order of their beginning."""
         found = [
             json.loads(line)
             for path in Path(self.environment["TRACED_SPANS"]).iterdir()
@@ -39,10 +36,6 @@ class Traced(Project):
         assert len(found) == count
         return found
 
-    def partition_of(self, order: int, count: int) -> int:
-        """The partition of an order among so many."""
-        return document_hash({"ns": {"db": self.data.name, "coll": "orders"}, "documentKey": {"_id": order}}) % count
-
     def done(self) -> dict[Any, Any]:
         """Orders that were written down, and the parent that the message named."""
         return {each["_id"]: each["traceparent"] for each in self.data["done"].find()}
@@ -50,7 +43,6 @@ class Traced(Project):
 
 @pytest.fixture
 def traced(make_project: MakeProject, tmp_path: Path) -> Traced:
-    """Give the project; nothing runs yet."""
     spans = tmp_path / "spans"
     spans.mkdir()
     made: Traced = make_project(Traced, TRACED_SPANS=str(spans))
@@ -104,35 +96,3 @@ def test_with_the_instrumentation_of_celery_ours_stand_inside_and_around_its_spa
     kinds = [span["kind"].removeprefix("SpanKind.") for span in line]
     assert kinds == ["INTERNAL", "PRODUCER", "CONSUMER", "INTERNAL"]
     assert {span["context"]["trace_id"] for span in line} == {line[0]["context"]["trace_id"]}
-
-
-FORGED: list[Any] = [
-    5,
-    ["00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"],
-    {"get": 1},
-    "x" * 50_000,
-    "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",  # somebody else's
-]
-
-
-def test_a_forged_trace_neither_drops_a_message_nor_charges_a_change(traced: Traced) -> None:
-    """P11: headers of traces are not signed, and have no power; each change runs once, at its first message."""
-    count = len(FORGED)
-    traced.listener(TRACED_PARTITIONS=str(count))
-    orders = [next(filter(lambda n: traced.partition_of(n, count) == index, range(1000))) for index in range(count)]
-    traced.data["orders"].insert_many([{"_id": order} for order in orders])
-    with redis.Redis.from_url(traced.environment["PROJECT_BROKER"]) as broker:
-        for value in FORGED:
-            raw: Any = wait_for(lambda: broker.rpop("traced.0"))
-            message = json.loads(raw)
-            message["headers"].update(traceparent=value, tracestate=value, baggage=value)
-            broker.lpush("forged", json.dumps(message))
-        broker.rename("forged", "traced.0")
-    worker = traced.worker(concurrency=1, TRACED_PARTITIONS=str(count))
-    wait_for(lambda: set(traced.done()) == set(orders))
-    processed = traced.wait_spans("process traced/bill", count)
-
-    assert [span["parent_id"] for span in processed] == [None] * (count - 1) + ["0xb7ad6b7169203331"]
-    assert {span["attributes"]["mongo_celery.retries"] for span in processed} == {0}
-    assert traced.state["drops"].find_one() is None
-    assert "Traceback" not in worker.text

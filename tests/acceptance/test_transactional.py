@@ -5,47 +5,31 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
-from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.rig.deployment import Deployment, MakeDeployment
 from tests.rig.history import Due
 
-Document = dict[str, Any]
-
 
 @pytest.fixture
 def chain(deployment: MakeDeployment) -> Deployment:
-    """Give a bridge of one partition with transactional handlers, whose transactions last up to eight seconds."""
-    return deployment("together", "together_auto", options={"partitions": 1, "transaction_seconds": 8})
+    return deployment("together", options={"partitions": 1, "transaction_seconds": 8})
 
 
 def _effects(chain: Deployment) -> Counter[Due]:
     return Counter(effect.due for effect in chain.effects())
 
 
-@contextmanager
-def _lock_sink(chain: Deployment, item: Due) -> Iterator[None]:
-    """Hold the document that the effect of a change goes to in a transaction."""
-    _, handler, partitioning, index = chain.of(item)["_id"].split("/")
-    where = {"_id": f"{handler}-{index}-{partitioning}"}
-    chain.data["sink"].insert_one({**where, "effects": []})
-    with chain.client.start_session() as session, session.start_transaction():
-        chain.data["sink"].update_one(where, {"$set": {"touched": True}}, session=session)
-        yield
-
-
-def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Deployment) -> None:
+@pytest.mark.parametrize("variables", [{}, {"SCRIPTED_ASYNC": "1"}], ids=["plain", "async"])
+def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Deployment, variables: dict[str, str]) -> None:
     """
     P6 and more: killed after its write and before the mark; nothing of the first attempt is seen.
 
     What it has locked is free as soon as its claim has lapsed, not when the server's own limit of a minute is reached.
     """
+    chain.environment |= variables
     _, worker = chain.both()
     item = chain.write("together", "a", 1, late_gate="open")
     successor = chain.write("together", "a", 2)
@@ -60,30 +44,6 @@ def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Deployment)
     chain.judge()
     assert _effects(chain) == {item: 1, successor: 1}
     assert any("that an earlier worker left open" in text for text in chain.logs.values())
-
-
-def test_a_lost_answer_of_the_commit_repeats_no_effect(chain: Deployment, failpoint: Failpoint) -> None:
-    """The transaction is committed, the answer is cut off; the driver asks again."""
-    chain.both()
-    cut = {"failCommands": ["commitTransaction"], "appName": chain.app_name("worker"), "closeConnection": True}
-    with failpoint(mode={"times": 1}, **cut):
-        item = chain.write("together", "d", 1)
-        chain.wait_done()
-    assert _effects(chain) == {item: 1}
-    assert chain.letters("together") == []
-
-
-def test_a_body_that_ends_otherwise_when_it_is_repeated_counts_as_it_ended(chain: Deployment) -> None:
-    """The first body meets a write conflict; the second ignores the change, which is then done."""
-    chain.both()
-    item = chain.give_up(chain.write("together", "g", 1, gate="open", **{"from": 2, "times": 9, "act": "ignore"}))
-    chain.wait_started(item)
-    with _lock_sink(chain, item):
-        chain.open_gate("open")
-        chain.wait_done()
-    assert len(chain.starts(item)) == 2
-    assert len({start.fence for start in chain.starts(item)}) == 1
-    assert _effects(chain) == {}
 
 
 def test_a_transaction_that_was_taken_over_cannot_commit(chain: Deployment) -> None:

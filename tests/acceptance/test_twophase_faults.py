@@ -14,6 +14,7 @@ from pymongo import MongoClient
 
 from mongo_celery import TwoPhaseCommit
 from tests.acceptance.bank_project import ACCOUNTS
+from tests.acceptance.crowd import Crowd
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
 from tests.rig.project import MakeProject, Project
 
@@ -36,11 +37,9 @@ class Bank(Project):
         )
 
     def transfers(self, seed: int, count: int) -> ProjectProcess:
-        """Start a process that makes transfers; does not wait."""
         return self._processes.python("bank", "-m", self.app, str(seed), str(count), environment=self.variables())
 
     def output(self, *arguments: str, status: int = 0) -> list[str]:
-        """What a command on transactions prints."""
         done = self.run("transactions", *arguments)
         assert done.returncode == status, done.stdout + done.stderr
         return [line for line in done.stdout.splitlines() if line]
@@ -69,22 +68,21 @@ def bank(make_project: MakeProject) -> Bank:
 
 def test_eight_drivers_under_random_kills_leave_every_account_right(bank: Bank) -> None:
     """Two hundred transfers over ten accounts, with a kill every few moments and recovery all the time."""
-    chance = random.Random(7)
-    processes = [bank.transfers(seed, 25) for seed in range(8)]
+    crowd = Crowd(lambda number: bank.transfers(number, 25), 8, random.Random(7))
 
     def kill_and_recover() -> bool:
-        running = [process for process in processes if process.running]
-        if running and chance.random() < 0.2 and len(processes) < 14:
-            victim = chance.choice(running)
-            victim.kill()
-            processes.append(bank.transfers(100 + len(processes), 25))
+        if len(crowd.started) < 14:
+            crowd.fill()
+            if bank.log.count_documents({}) > 10 * len(crowd.started):
+                crowd.kill()
         bank.coordinator.recover(0.5)
-        return not running
+        return not any(each.running for each in crowd.started)
 
     wait_for(kill_and_recover, 120)
+    crowd.end()
     bank.coordinator.recover(0)
 
-    assert sum(process.returncode == -signal.SIGKILL for process in processes) > 0
+    assert sum(each.returncode == -signal.SIGKILL for each in crowd.started) > 0
     assert bank.log.count_documents({}) >= 200
     bank.judge()
 

@@ -11,8 +11,7 @@ from bson import ObjectId
 from celery import Celery
 from pymongo import MongoClient
 
-from mongo_celery import Bridge, Outbox
-from mongo_celery.errors import ConfigurationError
+from mongo_celery import Outbox
 from mongo_celery.outbox.entries import make_task_entries
 from mongo_celery.outbox.pending import new_field
 from tests.fixtures.process import Processes, wait_for
@@ -33,11 +32,9 @@ class Watched(Project):
         self.outbox = Outbox(self.writer, self.data["orders"], **options)
 
     def task(self, order: int, step: int) -> Any:
-        """The project's task by its name: a writer need not import it."""
         return self.writer.signature(f"{self.app}.note", args=(order, step))
 
     def notes(self, order: int) -> list[int]:
-        """Which steps of an order have run, in the order in which they ran."""
         return [note["step"] for note in self.data["notes"].find({"order": order}).sort("_id", 1)]
 
     def seen(self, kind: str, order: int) -> list[list[str]]:
@@ -93,15 +90,3 @@ def test_the_listener_waits_for_the_claim_of_a_writer_that_has_died(watched: Wat
 
     wait_for(lambda: watched.notes(7) == [1])
     wait_for(lambda: watched.pending(7) == 0)
-
-
-def test_an_outbox_needs_the_bridges_app_and_a_collection() -> None:
-    """Said when it is made, not when the first order is lost; without an app, before an order is written."""
-    with pytest.raises(ConfigurationError):
-        Bridge(url="mongodb://localhost/", autodiscover=False).outbox("shop.orders").insert_one({})
-    bridge = Bridge(Celery("unbound", broker="memory://"), "mongodb://localhost/", autodiscover=False)
-    with pytest.raises(ConfigurationError):
-        bridge.outbox(42)
-    bridge.outbox("shop.orders")
-    with pytest.raises(ConfigurationError):
-        bridge.outbox("shop.orders")

@@ -14,7 +14,6 @@ from tests.rig.deployment import Deployment, MakeDeployment, frozen
 from tests.rig.history import Due
 
 Document = dict[str, Any]
-_SHORT_VISIBILITY = '{"visibility_timeout": 1, "unacked_restore_interval": 0.5, "unacked_restore_throttle": 1}'
 
 
 @pytest.fixture
@@ -25,7 +24,6 @@ def chain(deployment: MakeDeployment) -> Deployment:
 
 
 def _before_and_after(chain: Deployment, **do: Any) -> tuple[Due, Due]:
-    """A change that is hit by a fault, and its successor."""
     return chain.write("plain", "hit", 1, **do), chain.write("plain", "hit", 2)
 
 
@@ -102,7 +100,6 @@ def test_sigkill_before_the_claim_costs_no_start(chain: Deployment, failpoint: F
 
 
 def _wait_for_failpoint(chain: Deployment, times: int) -> None:
-    """Wait until the server has met the failpoint that often since it was armed."""
     chain.client.admin.command("waitForFailPoint", "failCommand", timesEntered=times, maxTimeMS=60_000)
 
 
@@ -143,18 +140,6 @@ def test_sigkill_before_the_commit_write_starts_no_handler_again(chain: Deployme
     chain.judge()
 
 
-def test_sigkill_after_the_commit_write_changes_nothing(chain: Deployment) -> None:
-    """P6, P8: the unacknowledged messages come again after the visibility timeout and are dropped."""
-    _, worker = chain.both()
-    first = chain.write("plain", "hit", 1)
-    chain.wait_state(first, lambda state: state["committed"] == 1)
-    worker.send_group(signal.SIGKILL)
-    chain.write("plain", "hit", 2)
-    chain.worker(name="second", SCRIPTED_TRANSPORT=_SHORT_VISIBILITY)
-    chain.wait_done()
-    chain.judge()
-
-
 def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Deployment) -> None:
     """P3: its write, its success, its retry and its halt are refused; the newer effect stands, in any of these."""
     _, worker = chain.both()
@@ -183,28 +168,6 @@ def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Deploym
     chain.judge()
     assert chain.partition("plain", 0)["state"] == "flowing"
     assert "failed permanently" not in worker.text
-
-
-def test_a_frozen_worker_group_is_replaced_and_wakes_harmlessly(chain: Deployment) -> None:
-    """P2, P3: the whole worker stops, with a handler running and messages prefetched, and goes on much later."""
-    _, worker = chain.both()
-    item, successor = _before_and_after(chain, gate="open")
-    zombie = chain.wait_started(item)
-    worker.send_group(signal.SIGSTOP)
-    try:
-        chain.worker(name="second")
-        chain.wait_started(item, 2)
-        chain.open_gate("open")
-        chain.wait_started(successor)
-        chain.wait_done()
-    finally:
-        worker.send_group(signal.SIGCONT)
-    wait_for(lambda: chain.facts["refused"].find_one({"fence": zombie.fence}))
-    last = chain.write("plain", "hit", 3)
-    chain.wait_done()
-    chain.allow(item)
-    chain.judge()
-    assert len(chain.starts(last)) == 1
 
 
 def test_an_answer_of_a_claim_that_is_lost_costs_no_attempt(chain: Deployment, failpoint: Failpoint) -> None:

@@ -30,7 +30,6 @@ class Lines(SpanExporter):
     """One file a process; a span is a line."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Append them."""
         path = Path(os.environ["TRACED_SPANS"]) / f"{os.getpid()}.json"
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(json.loads(span.to_json(indent=None))) + "\n" for span in spans)

@@ -37,12 +37,10 @@ def see(change: Change) -> None:
 
 @bridge.on_change(f"{NAME}_data.orders", bookkeeping=True)
 def see_all(change: Change) -> None:
-    """What there is."""
     record("seen_all", change)
 
 
 @app.task
 def note(order: int, step: int) -> None:
-    """Record that it ran."""
     client: MongoClient[dict[str, Any]] = bridge.client
     client[f"{NAME}_data"]["notes"].insert_one({"order": order, "step": step})

@@ -60,11 +60,9 @@ class Clusters:
         return self.bank.begin(parts, run=run, **options)
 
     def advance(self, identity: Any) -> Transaction:
-        """Begin a transaction and no more: it is pending."""
         return advance(self.bank, identity)
 
     def step(self, identity: Any) -> Transaction:
-        """Take a transaction over, and perform one step."""
         return step(self.bank, identity)
 
     def balances(self) -> dict[str, int]:
@@ -77,7 +75,6 @@ class Clusters:
 
     @contextmanager
     def held(self, identity: Any, gate: Gate) -> Iterator[list[BaseException]]:
-        """Hold a coordinator of all clusters at its gate, as `held_run` does."""
         clients = {cluster: MongoClient[Document](url, event_listeners=[gate]) for cluster, url in self.urls.items()}
         with ExitStack() as closing:
             for client in clients.values():

@@ -16,6 +16,8 @@ from mongo_celery import locking
 from mongo_celery.locking import asynchronous, select_for_update, transactional
 
 Document = dict[str, Any]
+Client = MongoClient[Document]
+Notes = Collection[Document]
 
 SHORT = 1.5
 GENEROUS = 30.0
@@ -72,12 +74,12 @@ def _of_client(client: Any, given: Any) -> Any:
     return client[given.database.name].get_collection(given.name, codec_options=given.codec_options)
 
 
-def texts(notes: Collection[Document]) -> list[Any]:
+def texts(notes: Notes) -> list[Any]:
     return [note["text"] for note in notes.find().sort("_id", 1)]
 
 
 def as_block_or_function(
-    client: MongoClient[Document], body: Callable[[ClientSession], Any], *, as_block: bool, **options: Any
+    client: Client, body: Callable[[ClientSession], Any], *, as_block: bool, **options: Any
 ) -> None:
     """Run a body in either form of `transactional`."""
     if not as_block:

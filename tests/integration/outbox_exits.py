@@ -66,7 +66,6 @@ def write_by_the_driver() -> None:
 
 
 def main() -> None:
-    """Write here or in a child, and end."""
     if WAY in ("multiprocessing", "billiard"):
         package: Any = multiprocessing if WAY == "multiprocessing" else billiard
         child = package.get_context("fork").Process(target=write)

@@ -1,70 +1,14 @@
-"""Django's transactions with an `OutboxCollection`, with records and with locks. Programs have Django's settings."""
+"""Django's transactions: what is sent, recorded, paid and locked in them."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from pymongo.database import Database
-
-from tests.fixtures.process import Processes
-
-Document = dict[str, Any]
-
-SETTINGS = """
-import sys
-import threading
-import django
-from django.conf import settings
-
-url, name, broker = sys.argv[1:]
-settings.configure(
-    DATABASES={
-        "default": {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name},
-        "other": {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name + "_other"},
-        "files": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},
-    },
-    DATABASE_ROUTERS=["django_mongodb_backend.routers.MongoRouter"],
-    DEFAULT_AUTO_FIELD="django_mongodb_backend.fields.ObjectIdAutoField",
-    INSTALLED_APPS=[],
-    USE_TZ=True,
-)
-django.setup()
-from celery import Celery
-from django.db import connection, connections, models, router
-from django_mongodb_backend import transaction
-from pymongo import MongoClient
-from pymongo.errors import OperationFailure
-from mongo_celery import Bridge, OutboxCollection, once, transactional
-from mongo_celery.errors import ConfigurationError, DocumentLockedError, TransactionError, TransactionRequiredError
-from mongo_celery.contrib.django import transactional as with_django
-from mongo_celery.locking import current
-from mongo_celery.locking.django import django_client, joined, select_for_update
-from mongo_celery.testing import BridgeRunner
-
-def refused(error, work):
-    try:
-        work()
-    except error as raised:
-        return raised
-    raise SystemExit(f"{error} was not raised")
-"""
+from tests.integration.django_rig import RunDjango
 
 TRANSACTIONS = """
-class Seat(models.Model):
-    number = models.IntegerField()
-    class Meta:
-        app_label = "shop"
-        db_table = "seats"
-
-with connection.schema_editor() as editor:
-    editor.create_model(Seat)
-app = Celery("shop", broker=broker)
-
-@app.task
-def ticket(seat): ...
-
-outbox = OutboxCollection(app, lambda: connection.get_collection("outbox"), sweep_every=None, at_once=False)
+outbox = outbox_of("outbox", at_once=False)
 
 def book(number, fails=False):
     with outbox.atomic(key=number):
@@ -73,16 +17,16 @@ def book(number, fails=False):
         if fails:
             raise KeyError
 
-book(1)
-refused(KeyError, lambda: book(2, fails=True))
 def fail_after(work):
     with transaction.atomic():
         work()
         raise KeyError
 
+book(1)
+refused(KeyError, lambda: book(2, fails=True))
 refused(KeyError, lambda: fail_after(lambda: book(2)))
 
-@once(lambda: connection.get_collection("records"), key=lambda number: number)
+@once(lambda: documents.get_collection("records"), key=lambda number: number)
 def reserve(number):
     Seat.objects.create(number=number)
 
@@ -90,7 +34,7 @@ refused(KeyError, lambda: fail_after(lambda: reserve(50)))
 for _ in range(2):
     with transaction.atomic():
         reserve(50)
-assert Seat.objects.filter(number=50).count() == 1, "a record that an aborted transaction leaves behind"
+assert seats() == [1, 50], "a record that an aborted transaction leaves behind"
 Seat.objects.filter(number=50).delete()
 
 with transaction.atomic():
@@ -98,7 +42,7 @@ with transaction.atomic():
     book(4)
     book(5)
 refused(ConfigurationError, lambda: outbox.atomic("files").__enter__())
-assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 3, 4, 5]
+assert seats() == [1, 3, 4, 5]
 assert outbox.status().pending == 4
 
 # Inside a transaction of Django's client it is a part, which fails the whole; a body that is repeated books once.
@@ -109,21 +53,21 @@ def sell(number, *, session):
     runs.append(number)
     book(number)
     if len(runs) == 1:
-        raise OperationFailure("conflict", 112, {"errorLabels": ["TransientTransactionError"]})
-
-def caught(session):
-    refused(KeyError, lambda: book(7, fails=True))
+        raise CONFLICT
 
 sell(6)
-refused(TransactionError, lambda: transactional(django_client).run(caught))
-assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 3, 4, 5, 6]
+refused(
+    TransactionError,
+    lambda: transactional(django_client).run(lambda _: refused(KeyError, lambda: book(7, fails=True))),
+)
+assert seats() == [1, 3, 4, 5, 6]
 
 # In a transactional handler, or in any transaction of another client, all that Django has is refused.
-@with_django()
+@contrib.transactional()
 def pay():
     Seat.objects.create(number=8)
 
-@with_django(independent=True)
+@contrib.transactional(independent=True)
 def apart():
     Seat.objects.create(number=9)
 
@@ -133,9 +77,8 @@ def pay_inside():
     apart()
 
 bridge = Bridge(app, url, name="shop")
-orders = f"{name}.orders"
 
-@bridge.on_change(orders, transactional=True)
+@bridge.on_change(f"{name}.orders", transactional=True)
 def handle(change):
     pay_inside()
 
@@ -143,29 +86,13 @@ with BridgeRunner(bridge, url=url) as runner, MongoClient(url) as client:
     client[name].orders.insert_one({})
     assert len(runner.deliver().calls) == 1
     transactional(client).run(lambda session: pay_inside())
-assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 3, 4, 5, 6, 9, 9]
+assert seats() == [1, 3, 4, 5, 6, 9, 9]
 outbox.sweep(older_than=0)
 outbox.runtime.close()
 """
 
 EVERY_TRANSACTION = """
-from celery.contrib.django.task import DjangoTask
-from django.db import transaction as relational
-
-class Seat(models.Model):
-    number = models.IntegerField()
-    class Meta:
-        app_label = "shop"
-        db_table = "seats"
-
-with connection.schema_editor() as editor:
-    editor.create_model(Seat)
-app = Celery("shop", broker=broker, task_cls=DjangoTask)
-
-@app.task
-def ticket(text): ...
-
-outbox = OutboxCollection(app, lambda: connection.get_collection("outbox"), sweep_every=None, every_transaction=True)
+outbox = outbox_of("outbox", every_transaction=True)
 outbox.prepare()
 sent = lambda: outbox.status().dispatched
 
@@ -194,12 +121,12 @@ def fail():
 refused(KeyError, fail)
 runs = []
 
-@with_django()
+@contrib.transactional()
 def repeat():
     runs.append(1)
     book(f"run {len(runs)}")
     if len(runs) == 1:
-        raise OperationFailure("conflict", 112, {"errorLabels": ["TransientTransactionError"]})
+        raise CONFLICT
 
 repeat()
 def fail_around():
@@ -218,58 +145,81 @@ outbox.sweep(older_than=0)
 outbox.runtime.close()
 """
 
+PAYMENTS = """
+accounts, more = documents.get_collection("accounts"), documents.get_collection("more")
+accounts.insert_many([{"_id": each, "balance": 1000} for each in "AB"])
+more.insert_one({"_id": "C", "balance": 0})
+bank = TwoPhaseCommit(app, lambda: documents.get_collection("transactions"), recover_every=None)
+other = TwoPhaseCommit(app, MongoClient(url)[name]["transactions"], name="other", recover_every=None)
+
+def pay(fails):
+    with transaction.atomic():
+        Seat.objects.create(number=1)
+        bank.transfer("A", "B", 10)
+        refused(ConfigurationError, lambda: other.transfer("A", "B", 100))
+        if fails:
+            raise KeyError
+
+refused(KeyError, lambda: pay(fails=True))
+pay(fails=False)
+assert [each["state"] for each in bank.transactions.find()] == ["done"]
+
+# The first participant is changed, and no abort reaches the server.
+parts = [Participant(accounts, "A", {"$inc": {"balance": -10}}), Participant(more, "C", {"$inc": {"balance": 10}})]
+lost = {"failCommands": ["update", "abortTransaction"], "closeConnection": True}
+admin = accounts.database.client.admin
+
+def pay_with_a_lost_answer():
+    with transaction.atomic():
+        Seat.objects.create(number=3)
+        admin.command("configureFailPoint", "failCommand", mode={"skip": 1}, data=lost)
+        try:
+            refused(PyMongoError, lambda: bank.begin(parts, run=True))
+        finally:
+            admin.command("configureFailPoint", "failCommand", mode="off")
+
+refused(OperationFailure, pay_with_a_lost_answer)
+admin.command("killAllSessions", [])  # else what no abort has reached locks the collections for a minute
+assert seats() == [1]
+assert [each.find_one()["balance"] for each in (accounts, more)] == [990, 0]
+"""
+
 LOCKS = """
 class Hall(models.Model):
     name = models.CharField(max_length=20)
     class Meta:
-        app_label = "theater"
-        db_table = "halls"
+        app_label = "shop"
 
-class Seat(models.Model):
+class Place(models.Model):
     row = models.IntegerField()
     customer = models.CharField(max_length=20, null=True)
     hall = models.ForeignKey(Hall, null=True, on_delete=models.CASCADE)
     class Meta:
-        app_label = "theater"
-        db_table = "seats"
+        app_label = "shop"
 
-with connection.schema_editor() as editor:
-    editor.create_model(Hall)
-    editor.create_model(Seat)
+create(Hall, Place)
 hall = Hall.objects.create(name="small")
 for row in range(4):
-    Seat.objects.create(row=row, hall=hall if row else None)
-seats, halls = connection.database["seats"], connection.database["halls"]
+    Place.objects.create(row=row, hall=hall if row else None)
+places, halls = documents.database["shop_place"], documents.database["shop_hall"]
 
 # Only inside a transaction, and only what can be locked.
-refused(TransactionRequiredError, lambda: select_for_update(Seat.objects.all()))
+refused(TransactionRequiredError, lambda: select_for_update(Place.objects.all()))
 with transaction.atomic():
-    refused(ConfigurationError, lambda: select_for_update(Seat.objects.values("row")))
+    refused(ConfigurationError, lambda: select_for_update(Place.objects.values("row")))
     refused(ConfigurationError, lambda: select_for_update([1]))
     for of in (("row",), ("x",), (), "hall"):
-        refused(ConfigurationError, lambda: select_for_update(Seat.objects.all(), of=of))
-assert seats.count_documents({"_lock": {"$exists": True}}) == 0
+        refused(ConfigurationError, lambda: select_for_update(Place.objects.all(), of=of))
+assert places.count_documents({"_lock": {"$exists": True}}) == 0
 
-# What refers to nothing has nothing to lock by it; what is in another database is not of this transaction.
+# What refers to nothing has nothing to lock by it.
 gone = Hall.objects.create(name="gone")
-Seat.objects.create(row=9, hall=gone)
+Place.objects.create(row=9, hall=gone)
 halls.delete_one({"_id": gone.pk})
 with transaction.atomic():
-    assert [seat.row for seat in select_for_update(Seat.objects.filter(row=9), of=("self", "hall"))] == [9]
-assert "_lock" in seats.find_one({"row": 9})
-seats.delete_one({"row": 9})
-
-class HallsElsewhere:
-    def db_for_read(self, model, **hints):
-        return "other" if model is Hall else None
-
-usual, router.routers = router.routers, [HallsElsewhere()]
-Hall.objects.using("other").create(pk=hall.pk, name="small")
-with transaction.atomic():
-    elsewhere = lambda: select_for_update(Seat.objects.filter(row=1), of=("hall",), nowait=True)
-    refused(ConfigurationError, elsewhere)
-router.routers = usual
-connections["other"].database.client.drop_database(name + "_other")
+    assert [place.row for place in select_for_update(Place.objects.filter(row=9), of=("self", "hall"))] == [9]
+assert "_lock" in places.find_one({"row": 9})
+places.delete_one({"row": 9})
 
 # A slice in its order; the relation too; what Django writes afterwards leaves the lock alone.
 attempts, done = [], []
@@ -279,18 +229,18 @@ def sell(customer, *, session):
     attempts.append(customer)
     with joined():
         transaction.on_commit(lambda: done.append(customer))
-        queryset = Seat.objects.filter(customer=None).select_related("hall").order_by("-row")[:2]
+        queryset = Place.objects.filter(customer=None).select_related("hall").order_by("-row")[:2]
         found = select_for_update(queryset, of=("self", "hall"))
-        for seat in found:
-            seat.customer = customer
-            seat.save()
-    return [seat.row for seat in found]
+        for place in found:
+            place.customer = customer
+            place.save()
+    return [place.row for place in found]
 
 assert sell("Ann") == [3, 2]
 assert (attempts, done) == (["Ann"], ["Ann"])
-assert {each["row"] for each in seats.find({"customer": "Ann", "_lock.id": {"$exists": True}})} == {2, 3}
+assert {each["row"] for each in places.find({"customer": "Ann", "_lock.id": {"$exists": True}})} == {2, 3}
 assert "id" in halls.find_one()["_lock"]
-assert Seat.objects.get(row=3).customer == "Ann" and connection.session is None
+assert Place.objects.get(row=3).customer == "Ann" and documents.session is None
 
 # A conflict that Django would hide is repeated, and callbacks of the attempt that failed are forgotten.
 runs = []
@@ -300,37 +250,33 @@ def conflict(*, session):
     runs.append(1)
     with joined(session):
         transaction.on_commit(lambda: done.append(len(runs)))
-        seat = Seat.objects.get(row=0)
+        place = Place.objects.get(row=0)
         if len(runs) == 1:
-            MongoClient(url)[name]["seats"].update_one({"row": 0}, {"$set": {"customer": "Eve"}})
-        seat.row = 10
+            MongoClient(url)[name]["shop_place"].update_one({"row": 0}, {"$set": {"customer": "Eve"}})
+        place.row = 10
         try:
-            save(seat)
+            save(place)
         except OperationFailure:  # what the inner part says is what the outer one is repeated for
             pass
 
 @transactional(django_client)
 @joined()
-def save(seat, *, session):
+def save(place, *, session):
     with transaction.atomic():
-        seat.save()
+        place.save()
 
 conflict()
 assert (len(runs), done) == (2, ["Ann", 2])
 
 # What the body has caught is committed, and so are the callbacks of it.
-@transactional(django_client)
+@joined()
 def caught(*, session):
-    try:
-        with joined(session):
-            transaction.on_commit(lambda: done.append("caught"))
-            Seat.objects.filter(row=3).update(customer="Cyd")
-            raise KeyError
-    except KeyError:
-        pass
+    transaction.on_commit(lambda: done.append("caught"))
+    Place.objects.filter(row=3).update(customer="Cyd")
+    raise KeyError
 
-caught()
-assert Seat.objects.get(row=3).customer == "Cyd" and done[-1] == "caught"
+transactional(django_client).run(lambda session: refused(KeyError, lambda: caught(session=session)))
+assert Place.objects.get(row=3).customer == "Cyd" and done[-1] == "caught"
 
 # A transaction of the driver's: nobody would call what waits for its commit.
 def driven():
@@ -339,68 +285,54 @@ def driven():
 refused(ConfigurationError, driven)
 
 # Somebody else's lock.
+def lock(**options):
+    with transaction.atomic():
+        return select_for_update(Place.objects.filter(row=1), **options)
+
 other = MongoClient(url)
 with other.start_session() as session, session.start_transaction():
-    other[name]["seats"].update_one({"row": 1}, {"$set": {"held": 1}}, session=session)
-    def nowait():
-        with transaction.atomic():
-            select_for_update(Seat.objects.filter(row=1), nowait=True)
-    refused(DocumentLockedError, nowait)
-    def plain():
-        with transaction.atomic():
-            select_for_update(Seat.objects.filter(row=1))
-    refused(OperationFailure, plain)
+    other[name]["shop_place"].update_one({"row": 1}, {"$set": {"held": 1}}, session=session)
+    refused(DocumentLockedError, lambda: lock(nowait=True))
+    refused(OperationFailure, lock)
     session.abort_transaction()
-with transaction.atomic():
-    [seat] = select_for_update(Seat.objects.filter(row=1), nowait=True)
+assert len(lock(nowait=True)) == 1
 
 # No transaction, another client, one around it, and one of its own inside.
 refused(TransactionRequiredError, lambda: joined().__enter__())
-def inside():
-    @transactional(django_client, independent=True)
-    @joined()
-    def apart(*, session):
-        pass
-
-    transactional(django_client)(joined()(lambda *, session: apart()))()
-refused(ConfigurationError, inside)
+apart = transactional(django_client, independent=True)(joined()(lambda *, session: None))
+inside = transactional(django_client)(joined()(lambda *, session: apart()))
 def foreign():
     with other.start_session() as session, session.start_transaction(), joined(session):
         pass
-refused(ConfigurationError, foreign)
 def within():
     with transaction.atomic():
         sell("Bob")
-refused(ConfigurationError, within)
+for work in (inside, foreign, within):
+    refused(ConfigurationError, work)
 other.close()
 """
 
 
-def test_what_djangos_transaction_sends_goes_with_its_commit(
-    processes: Processes, database: Database[Document], mongo_url: str, redis_url: str, redis_client: Any
-) -> None:
-    """Committed, rolled back, inside an outer `atomic`, as a part of `transactional`, and refused beside it."""
-    booked = processes.python("django", "-c", SETTINGS + TRANSACTIONS, mongo_url, database.name, redis_url)
-    assert booked.wait() == 0, booked.text
-
-    messages = redis_client.lrange("celery", 0, -1)
-    sent = [json.loads(message)["headers"]["argsrepr"] for message in messages]
-    assert sorted(sent) == ["(1,)", "(3,)", "(4,)", "(5,)", "(6,)"]
+def sent(redis_client: Any) -> list[str]:
+    return sorted(json.loads(each)["headers"]["argsrepr"] for each in redis_client.lrange("celery", 0, -1))
 
 
-def test_every_transaction_of_django_stores_what_is_sent(
-    processes: Processes, database: Database[Document], mongo_url: str, redis_url: str, redis_client: Any
-) -> None:
+def test_what_djangos_transaction_sends_goes_with_its_commit(run_django: RunDjango, redis_client: Any) -> None:
+    run_django(TRANSACTIONS)
+    assert sent(redis_client) == ["(1,)", "(3,)", "(4,)", "(5,)", "(6,)"]
+
+
+def test_every_transaction_of_django_stores_what_is_sent(run_django: RunDjango, redis_client: Any) -> None:
     """By plain `atomic`, committed or not, and by `transactional`, the inner one; other databases send as before."""
-    booked = processes.python("django", "-c", SETTINGS + EVERY_TRANSACTION, mongo_url, database.name, redis_url)
-    assert booked.wait() == 0, booked.text
-
-    sent = [json.loads(message)["headers"]["argsrepr"] for message in redis_client.lrange("celery", 0, -1)]
+    run_django(EVERY_TRANSACTION)
     texts = [f"{text}{end}" for text in ("committed", "run 2") for end in ("", ", nested", ", later")]
-    assert sorted(sent) == sorted(f"('{text}',)" for text in [*texts, "inner", "relational"])
+    assert sent(redis_client) == sorted(f"('{text}',)" for text in [*texts, "inner", "relational"])
 
 
-def test_querysets_are_locked_and_repeated(processes: Processes, database: Database[Document], mongo_url: str) -> None:
-    """Inside `joined` and `atomic`; with relations, callbacks, conflicts and locks of others."""
-    done = processes.python("django", "-c", SETTINGS + LOCKS, mongo_url, database.name, "memory://")
-    assert done.wait() == 0, done.text
+def test_djangos_transactions_have_payments_in_them(run_django: RunDjango) -> None:
+    """P18: an `atomic` whose payment has failed cannot be committed. Another client is refused."""
+    run_django(PAYMENTS)
+
+
+def test_querysets_are_locked_and_repeated(run_django: RunDjango) -> None:
+    run_django(LOCKS)

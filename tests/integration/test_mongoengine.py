@@ -19,74 +19,67 @@ from mongo_celery.contrib.mongoengine import OutboxMixin
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError
 from tests.rig.fenced import stamp, view
 
-Document = dict[str, Any]
+Db = Database[dict[str, Any]]
 
 
-class Order(OutboxMixin, mongoengine.Document):  # type: ignore[misc] # MongoEngine has no types
-    """As strict as models are by default."""
+META = {"collection": "orders"}
 
+
+class Plain(mongoengine.Document):  # type: ignore[misc] # MongoEngine has no types
+    """A model that knows nothing of the outbox, as strict as models are by default."""
+
+    customer = mongoengine.StringField(required=True)
+    meta = META
+
+
+class Order(OutboxMixin, mongoengine.Document):  # type: ignore[misc]
     customer = mongoengine.StringField(required=True)
     number = mongoengine.IntField(unique=True, sparse=True)
     lines = mongoengine.ListField(mongoengine.StringField())
-    meta = {"collection": "orders"}  # noqa: RUF012 - as MongoEngine wants it
+    meta = META
 
 
-class Locked(OutboxMixin, mongoengine.Document):  # type: ignore[misc] # MongoEngine has no types
-    """A strict model that declares locks and stamps."""
+class Locked(OutboxMixin, mongoengine.Document):  # type: ignore[misc]
+    """One that declares locks and stamps."""
 
     customer = mongoengine.StringField(required=True)
     fence = mongoengine.DictField(db_field="_fence")
     lock = mongoengine.DictField(db_field="_lock")
-    meta = {"collection": "orders"}  # noqa: RUF012 - as MongoEngine wants it
-
-
-class Plain(mongoengine.Document):  # type: ignore[misc] # MongoEngine has no types
-    """A model that knows nothing of the outbox."""
-
-    customer = mongoengine.StringField(required=True)
-    meta = {"collection": "orders"}  # noqa: RUF012 - as MongoEngine wants it
+    meta = META
 
 
 @pytest.fixture(autouse=True)
-def connected(database: Database[Document], mongo_url: str) -> Iterator[None]:
+def connected(database: Db, mongo_url: str) -> Iterator[None]:
     mongoengine.connect(database.name, host=mongo_url, uuidRepresentation="standard")
     yield
     mongoengine.disconnect()
 
 
 @pytest.fixture
-def app() -> Iterator[Celery]:
-    """Its broker never answers: what is written stays."""
-    with Celery("shop", broker="redis://localhost:1", set_as_current=False) as made:
-        yield made
-
-
-@pytest.fixture
-def outbox(app: Celery, database: Database[Document]) -> Iterator[Outbox]:
+def outbox(database: Db) -> Iterator[Outbox]:
+    """Give an outbox whose broker never answers: what is written stays."""
+    app = Celery("shop", broker="redis://localhost:1", set_as_current=False)
     made = Outbox(app, database["orders"], at_once=False, sweep_every=None)
     yield made
     made.runtime.close()
+    app.close()
 
 
 @pytest.fixture
-def note(app: Celery) -> Any:
-    @app.task(name="note", shared=False)
+def note(outbox: Outbox) -> Any:
+    @outbox.app.task(name="note", shared=False)
     def note(order: str) -> None: ...
 
     return note
 
 
-def pending(database: Database[Document], field: str = "pendingEvents") -> list[Any]:
-    """Arguments of the tasks that wait, and names of the events."""
+def pending(database: Db) -> list[Any]:
     (stored,) = database["orders"].find()
-    assert stored[field]["count"] == len(stored[field]["events"])
-    return [each["event"] if "event" in each else each["id"] for each in stored[field]["events"]]
+    assert stored["pendingEvents"]["count"] == len(stored["pendingEvents"]["events"])
+    return [each["id"] for each in stored["pendingEvents"]["events"]]
 
 
-def test_a_strict_model_reads_a_document_while_something_is_pending(
-    outbox: Outbox, database: Database[Document], note: Any
-) -> None:
-    """Without the mixin it cannot; with it nothing of the outbox shows, and nothing of it is written."""
+def test_a_strict_model_reads_a_document_while_something_is_pending(outbox: Outbox, database: Db, note: Any) -> None:
     outbox.insert_one({"_id": ObjectId(), "customer": "Ann"}, tasks=[note.s("1")])
     before = database["orders"].find_one()
     with pytest.raises(FieldDoesNotExist):
@@ -107,7 +100,7 @@ def test_a_strict_model_reads_a_document_while_something_is_pending(
     assert Order.objects(pendingEvents__exists=True).only("customer").count() == 1
 
 
-def test_no_save_takes_away_what_is_pending(outbox: Outbox, database: Database[Document], note: Any) -> None:
+def test_no_save_takes_away_what_is_pending(outbox: Outbox, database: Db, note: Any) -> None:
     """MongoEngine replaces the document of an instance that was made with its primary key."""
     identity = ObjectId()
     outbox.insert_one({"_id": identity, "customer": "Ann", "number": 7}, tasks=[note.s("1")])
@@ -125,8 +118,7 @@ def test_no_save_takes_away_what_is_pending(outbox: Outbox, database: Database[D
     assert database["orders"].find_one() == {"_id": identity, "customer": "$Eve", "lines": []}
 
 
-def test_an_instance_is_saved_with_its_tasks(outbox: Outbox, database: Database[Document], note: Any) -> None:
-    """One write each, new or changed or replaced; `STORED_ID` is the `_id`."""
+def test_an_instance_is_saved_with_its_tasks(outbox: Outbox, database: Db, note: Any) -> None:
     order = Order(customer="Ann")
     order.save(outbox=outbox, tasks=[note.s(STORED_ID)], events=[Event("order.placed", {})])
     (stored,) = database["orders"].find()
@@ -148,9 +140,8 @@ def test_an_instance_is_saved_with_its_tasks(outbox: Outbox, database: Database[
 
 
 def test_a_strict_model_that_declares_locks_and_stamps_reads_and_saves_what_has_them(
-    outbox: Outbox, database: Database[Document], note: Any
+    outbox: Outbox, database: Db, note: Any
 ) -> None:
-    """As docs/effects.md says; a fenced write, a lock and a save take nothing from each other."""
     order = Locked(customer="Ann").save()
     view(database["orders"], 1).update_one({"_id": order.pk}, {"$set": {"customer": "Bob"}})
     locked = transactional(database.client)(select_for_update)(database["orders"], {"_id": order.pk})
@@ -163,20 +154,7 @@ def test_a_strict_model_that_declares_locks_and_stamps_reads_and_saves_what_has_
     assert len(pending(database)) == 1
 
 
-def test_tasks_alone_create_no_document(outbox: Outbox, database: Database[Document], note: Any) -> None:
-    """Somebody has deleted it since it was read; what is saved next carries nothing of the attempt."""
-    order = Order(customer="Ann").save()
-    database["orders"].delete_many({})
-    with pytest.raises(OutboxRefusedError):
-        order.save(outbox=outbox, tasks=[note.s("1")])
-    assert database["orders"].count_documents({}) == 0
-    order.save(force_insert=True)
-    assert database["orders"].find_one() == {"_id": order.pk, "customer": "Ann", "lines": []}
-
-
-def test_a_receiver_that_saves_once_more_does_not_repeat_the_tasks(
-    outbox: Outbox, database: Database[Document], note: Any
-) -> None:
+def test_a_receiver_that_saves_once_more_does_not_repeat_the_tasks(outbox: Outbox, database: Db, note: Any) -> None:
     """MongoEngine's signals are sent inside `save`."""
 
     def number(_sender: Any, document: Any, **_: Any) -> None:
@@ -193,8 +171,7 @@ def test_a_receiver_that_saves_once_more_does_not_repeat_the_tasks(
     assert Order.objects.get().number == 7
 
 
-def test_a_save_that_fails_writes_neither(outbox: Outbox, database: Database[Document], note: Any) -> None:
-    """MongoEngine's own errors, and those of the outbox; the next save carries nothing of it."""
+def test_a_save_that_fails_writes_neither(outbox: Outbox, database: Db, note: Any) -> None:
     Order(customer="Ann", number=1).save()
     with pytest.raises(ValidationError):
         Order(number=2).save(outbox=outbox, tasks=[note.s("1")])
@@ -209,15 +186,19 @@ def test_a_save_that_fails_writes_neither(outbox: Outbox, database: Database[Doc
     order.save()
     assert "pendingEvents" not in database["orders"].find()[0]
 
+    database["orders"].delete_many({})  # tasks alone create no document
+    with pytest.raises(OutboxRefusedError):
+        order.save(outbox=outbox, tasks=[note.s("1")])
+    assert database["orders"].count_documents({}) == 0
+    order.save(force_insert=True)
+    assert database["orders"].find_one() == {"_id": order.pk, "customer": "Bob", "number": 1, "lines": []}
 
-def test_wrong_use_is_refused_in_one_sentence(
-    app: Celery, outbox: Outbox, database: Database[Document], note: Any
-) -> None:
-    other = Outbox(app, database["others"], at_once=False, sweep_every=None)
-    with pytest.raises(ConfigurationError):
-        Order(customer="Ann").save(outbox=other, tasks=[note.s("1")])
-    with pytest.raises(ConfigurationError):
-        Order(customer="Ann").save(tasks=[note.s("1")])
+
+def test_wrong_use_is_refused_in_one_sentence(outbox: Outbox, database: Db, note: Any) -> None:
+    other = Outbox(outbox.app, database["others"], at_once=False, sweep_every=None)
+    for wrong in (other, None):
+        with pytest.raises(ConfigurationError):
+            Order(customer="Ann").save(outbox=wrong, tasks=[note.s("1")])
     with pytest.raises(ValidationError):
         Order(customer="Ann").pendingEvents = {}
     with pytest.raises(ValidationError):

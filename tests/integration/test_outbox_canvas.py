@@ -14,9 +14,8 @@ from celery.signals import task_prerun
 from pymongo.database import Database
 
 from mongo_celery.errors import OutboxRefusedError
-from tests.rig.outbox import Rig, opened, pending, ripen
+from tests.rig.outbox import Document, Rig, opened, pending, ripen
 
-Document = dict[str, Any]
 Canvas = Callable[[Rig], Any]
 
 
@@ -64,7 +63,6 @@ def test_every_dispatch_of_a_stored_canvas_sends_the_same_ids(
 
 
 def test_what_could_not_be_sent_is_refused_and_nothing_is_written(rig: Rig) -> None:
-    """As `delay` would refuse it, at the place where it was written."""
     add, outbox, accepted = rig.add, rig.outbox(), []
     two = group(add.s(1, 1), add.s(1, 1))
     refused: dict[str, Callable[[], Any]] = {
@@ -105,28 +103,21 @@ def test_no_task_runs_before_its_write_with_task_always_eager(
             task_prerun.disconnect(dispatch_uid=name)
 
 
-def test_relative_times_of_what_is_sent_become_points_in_time(rig: Rig) -> None:
+def test_what_is_sent_late_has_its_headers_and_the_times_of_its_call(rig: Rig) -> None:
     """A dispatch that comes late must not add its delay; later steps of a chain count from their own beginning."""
     outbox = rig.outbox(at_once=False)
     before = datetime.now(UTC)
-    later = chain(rig.add.s(1, 1).set(countdown=60), rig.add.s(2).set(countdown=30))
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1).set(countdown=60, expires=120), later])
+    soon: Document = {"countdown": 60, "headers": {"tenant": "acme"}}
+    later = chain(rig.add.s(1, 1).set(**soon), rig.add.s(2).set(countdown=30))
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1).set(expires=120, **soon), later])
     outbox.runtime.relay.deliver(1)
 
     single, first = rig.drain()
     for headers in (single.headers, first.headers):
         assert 59 < (datetime.fromisoformat(headers["eta"]) - before).total_seconds() < 70
+        assert headers["tenant"] == "acme"
     assert 119 < (datetime.fromisoformat(single.headers["expires"]) - before).total_seconds() < 130
     assert first.body[2]["chain"][0]["options"]["countdown"] == 30
-
-
-def test_headers_of_a_signature_arrive_however_late_it_is_sent(rig: Rig) -> None:
-    """Such as a tenant's name: what `apply_async` or a signal adds is of the process that sends."""
-    outbox, headers = rig.outbox(at_once=False), {"tenant": "acme"}
-    alone, first = rig.add.s(1, 1).set(headers=headers), rig.add.s(2, 2).set(headers=headers)
-    outbox.insert_one({"_id": 1}, tasks=[alone, chain(first, rig.add.s(3))])
-    outbox.runtime.relay.deliver(1)
-    assert [message.headers["tenant"] for message in rig.drain()] == ["acme", "acme"]
 
 
 def test_a_serializer_that_the_app_does_not_accept_is_never_loaded(rig: Rig) -> None:
@@ -144,12 +135,3 @@ def test_a_serializer_that_the_app_does_not_accept_is_never_loaded(rig: Rig) -> 
     with pytest.raises(OutboxRefusedError):
         outbox.insert_one({"_id": 3}, tasks=[rig.pickled.s(1)])
     assert rig.orders.count_documents({"_id": 3}) == 0
-
-
-def test_an_entry_shows_short_arguments_or_what_the_user_shows_instead(rig: Rig) -> None:
-    """For people who look into a document at night."""
-    outbox = rig.outbox(at_once=False)
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s("x" * 5000, "y"), rig.add.s(1, 2).set(argsrepr="(secret)")])  # type: ignore[call-arg]
-    long, given = rig.pending(1)["events"]
-    assert len(long["argsrepr"]) <= 200
-    assert given["argsrepr"] == "(secret)"

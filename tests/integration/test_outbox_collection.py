@@ -13,20 +13,14 @@ from bson import ObjectId
 from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
-from mongo_celery.errors import (
-    ConfigurationError,
-    OutboxRefusedError,
-    TransactionError,
-    TransactionRequiredError,
-)
+from mongo_celery.errors import ConfigurationError, OutboxRefusedError, TransactionError, TransactionRequiredError
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
-from tests.rig.outbox import Rig, run_together
-
-Document = dict[str, Any]
+from tests.rig.outbox import Document, Rig, run_together
 
 
 def test_what_a_transaction_sends_is_stored_with_it_and_dispatched_after_the_commit(rig: Rig) -> None:
-    """Gathered in the body, in one document; nothing stays."""
     outbox, seats = rig.messages(), rig.database["seats"]
 
     @transactional(rig.database.client, outbox=outbox)
@@ -53,7 +47,6 @@ def test_what_a_transaction_sends_is_stored_with_it_and_dispatched_after_the_com
 
 
 def test_the_order_of_a_key_is_that_of_transactions_that_follow_each_other(rig: Rig) -> None:
-    """One document for each key, and for each transaction without one."""
     outbox = rig.messages()
     for number in range(3):
 
@@ -103,7 +96,6 @@ def test_transactions_that_write_a_document_in_common_keep_their_order_whenever_
 
 
 def test_transactions_of_a_key_follow_each_other(rig: Rig) -> None:
-    """Two at once that have nothing else in common: the second fails as after a conflict; other keys are free."""
     outbox = rig.messages()
     outbox.sweep()
     client = rig.database.client
@@ -143,9 +135,6 @@ def test_a_key_that_a_later_commit_has_written_or_removed_repeats_the_transactio
     outbox.sweep(older_than=0)
     assert [n for _, n in rig.sent()] == [*([0] if is_there else []), 1, 2]
     assert rig.stored == []
-
-
-# -- the transaction ---------------------------------------------------------------------------------
 
 
 def test_what_was_committed_is_dispatched_by_the_same_process(rig: Rig) -> None:
@@ -226,7 +215,6 @@ def test_what_was_sent_before_an_error_that_is_caught_has_the_fate_of_the_writes
 
 
 def test_an_error_that_ends_a_transaction_passes_a_box_unchanged(rig: Rig) -> None:
-    """What the server has aborted takes nothing; what cannot be stored is said instead of the error."""
     outbox, seats = rig.messages(), rig.database["seats"]
     seats.insert_one({"_id": 1})
 
@@ -243,6 +231,27 @@ def test_an_error_that_ends_a_transaction_passes_a_box_unchanged(rig: Rig) -> No
     assert rig.stored == []
 
 
+def test_an_error_passes_though_what_was_sent_cannot_be_stored(
+    rig: Rig, make_client: MakeClient, failpoint: Failpoint
+) -> None:
+    """A lost connection there is transient: the body would be repeated for an error that is not."""
+    client = make_client(appName="lost")
+    outbox = rig.messages(client[rig.database.name]["outbox"])
+    outbox.add([rig.add.s(1, 1)])  # which makes what it needs
+
+    def part(_session: Any) -> None:
+        rig.add.delay(2, 2)
+        raise ZeroDivisionError
+
+    def body(session: Any) -> None:
+        client[rig.database.name]["seats"].find_one({}, session=session)
+        transactional(client, outbox=outbox).run(part)
+
+    lost: Document = {"failCommands": ["insert", "update"], "appName": "lost", "closeConnection": True}
+    with failpoint(**lost), pytest.raises(ZeroDivisionError):
+        transactional(client).run(body)
+
+
 def test_what_cannot_be_stored_is_refused(rig: Rig) -> None:
     outbox, add, accepted = rig.messages(), rig.add, []
     refused: list[Document] = [
@@ -256,19 +265,6 @@ def test_what_cannot_be_stored_is_refused(rig: Rig) -> None:
             accepted.append(given)
     assert accepted == []
     assert rig.stored == []
-
-
-def test_a_key_takes_as_much_as_fits_into_a_document(rig: Rig) -> None:
-    """And is delivered in its order."""
-    outbox = rig.messages()
-    outbox.add([rig.add.s(1, "x" * 3_000_000) for _ in range(3)], key="k")
-    outbox.add([rig.add.s(2, each) for each in range(700)], key="k")
-    assert len(rig.stored) == 1
-    assert outbox.sweep(older_than=0).dispatched == 703
-    assert [n for key, n in rig.sent() if key == 2] == list(range(700))
-
-
-# -- delivery ----------------------------------------------------------------------------------------
 
 
 def test_relays_beside_the_writer_keep_the_order_of_transactions_that_follow_each_other(rig: Rig) -> None:
@@ -307,17 +303,4 @@ def test_a_relay_that_wakes_up_late_removes_nothing_that_it_has_not_published(ri
     sleeper.runtime.relay.deliver("k")
     assert writer.sweep(older_than=0).dispatched == 1
     assert rig.sent() == [[1, step] for step in range(4)]
-    assert rig.stored == []
-
-
-def test_what_somebody_else_has_written_over_a_document_stops_nobody(rig: Rig) -> None:
-    """It is set aside, and its key continues."""
-    outbox, written = rig.messages(), [{"count": 1}, {"count": 1, "events": []}, {"count": 1, "events": 7}]
-    for number, each in enumerate(written):
-        outbox.add([rig.add.s(1, 99)], key="k")
-        rig.database["outbox"].update_one({"_id": "k"}, {"$set": {"pendingEvents": each}})
-        outbox.sweep(older_than=0)
-        outbox.add([rig.add.s(1, number)], key="k")
-        outbox.sweep(older_than=0)
-    assert rig.sent() == [[1, 0], [1, 1], [1, 2]]
     assert rig.stored == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,21 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox, OutboxCollection
-from mongo_celery.embedded import MongoReplicaSet
+from mongo_celery.mongo import indexes, table
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.forking import holds_after_a_fork
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.redis import MakeRedis
+from tests.rig.commands import CommandRecorder
 from tests.rig.outbox import (
+    Document,
     Publish,
     Rig,
-    damage,
     due_again,
     held_up,
     opened,
@@ -38,15 +40,12 @@ from tests.rig.outbox import (
     settled,
 )
 
-Document = dict[str, Any]
-
 PROGRAM = Path(__file__).with_name("outbox_exits.py")
 
 
 def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_it_is_back(
     database: Database[Document], make_redis: MakeRedis
 ) -> None:
-    """Four threads write on; one command was tried in vain; afterwards everything is sent, in the order of each."""
     broker = make_redis()
     with opened(database, broker.url, broker_transport_options={"socket_timeout": 1.0}) as rig:
         outbox, asked = rig.outbox(at_once=True), list[Entry]()
@@ -80,7 +79,6 @@ def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_i
 
 
 def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(rig: Rig) -> None:
-    """Eight writers on one document, and a ninth whose documents have their turns between; nothing remains."""
     outbox = rig.outbox(at_once=True)
 
     def write(number: int) -> None:
@@ -107,7 +105,6 @@ def test_a_hot_document_is_delivered_in_order_and_keeps_no_other_waiting(rig: Ri
 def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write(
     database: Database[Document], make_redis: MakeRedis
 ) -> None:
-    """Out of memory: after three refusals the rest waits, free for anybody; nothing is counted."""
     broker = make_redis()
     with opened(database, broker.url) as rig, redis.Redis.from_url(broker.url) as memory:
         outbox = rig.outbox(at_once=True)
@@ -136,7 +133,6 @@ def test_a_broker_that_refuses_everything_is_asked_by_one_and_not_by_every_write
 def test_a_child_has_a_dispatcher_of_its_own_and_leaves_its_parents_queue_alone(
     mongo_url: str, rig: Rig, redis_client: Any
 ) -> None:
-    """Forked in the middle of a message and of a hand-over; both deliver what is their own, and once."""
     name = rig.database.name
     outbox = Outbox(
         rig.app, lambda: MongoClient(mongo_url)[name]["orders"], name="forked", sweep_every=None, claim_ttl=600
@@ -187,7 +183,6 @@ def test_a_process_that_ends_delivers_what_it_has_queued(
 
 
 def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By more than one look, where more waits than it finds."""
     monkeypatch.setattr(module, "QUEUE_MAX", 2)
     monkeypatch.setattr(module, "_POLL", 2)
     outbox = rig.outbox(at_once=True, claim_ttl=600)
@@ -201,30 +196,37 @@ def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeyp
     assert sorted(rig.sent()) == [[number, 0] for number in range(8)]
 
 
-def test_entries_that_cannot_be_published_keep_nothing_else_in_the_index_waiting(rig: Rig) -> None:
-    """More documents than a poll finds, in front of one that can be delivered: they are held back."""
-    outbox = rig.outbox(at_once=True)
-    elsewhere = rig.outbox(name="elsewhere", at_once=False)
-    documents = [elsewhere.with_tasks({"_id": each}, [rig.add.s(0, 0)]) for each in range(module._POLL + 5)]
-    rig.orders.insert_many(documents)
-    for document in documents:
-        damage(elsewhere, {"_id": document["_id"]}, payload="{")
-    rig.orders.insert_one(outbox.with_tasks({"_id": "last"}, [rig.add.s(1, 2)]))
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_one_thread_serves_all_outboxes_in_turns_whatever_one_of_them_raises(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """P12, P17: the thread outlives it, and no outbox waits for the end of another."""
 
-    def is_sent() -> bool:
-        outbox.dispatch()
-        return rig.sent() == [[1, 2]]
+    def fail(_document_ids: object) -> None:
+        raise error
 
-    wait_for(is_sent)
+    broken, one, two = (rig.outbox(name, at_once=True) for name in ("broken", "one", "two"))
+    monkeypatch.setattr(broken.runtime, "deliver_queued", fail)
+    with held_up(one) as (_asked, begun):
+        one.insert_one({"_id": "first"}, tasks=[rig.add.s(0, 0)])
+        assert begun.wait(120)
+        broken.insert_one({"_id": 0}, tasks=[rig.add.s(3, 0)])
+        for number in range(2 * module.TURN):
+            one.insert_one({"_id": number}, tasks=[rig.add.s(1, number)])
+            two.insert_one({"_id": number}, tasks=[rig.add.s(2, number)])
+    wait_for(lambda: settled(one) and settled(two))
+    assert {outbox for outbox, _ in rig.sent()[: 2 * module.TURN]} == {0, 1, 2}
+    assert "dispatcher_failed" in {getattr(each, "event", "") for each in caplog.records}
+    monkeypatch.undo()
+    wait_for(lambda: settled(broken))
+    assert rig.sent() == [[3, 0]]
 
 
 @pytest.mark.parametrize("kind", [Outbox, OutboxCollection])
 def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bound(
-    rig: Rig, make_proxy: Callable[[int], Proxy], replica_set: MongoReplicaSet,
-    make_client: MakeClient, kind: Any,
-) -> None:  # fmt: skip
+    rig: Rig, proxy: Proxy, make_client: MakeClient, kind: Any
+) -> None:
     """P12: they share the thread; neither a look nor documents that are named keep it for long."""
-    proxy = make_proxy(replica_set.members[0].port)
     silent = kind(rig.app, make_client(proxy.mongo_url)[rig.database.name]["silent"], name="silent", sweep_every=None)
     other = rig.outbox("other", at_once=True)
     turns, waiting = silent.runtime.dispatcher, other.runtime.counters
@@ -239,25 +241,19 @@ def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bou
     silent.runtime.close()
 
 
-# -- documents that MongoDB keeps closed or refuses -----------------------------------------------------
-
-
 @contextmanager
 def closed(database: Database[Document], identity: Any) -> Iterator[None]:
-    """Somebody's transaction has written to a document, and stays open until the block ends."""
     with database.client.start_session() as session, session.start_transaction():
         database["orders"].update_one({"_id": identity}, {"$inc": {"n": 1}}, session=session)
         yield
 
 
 def delivered(database: Database[Document], *identities: Any) -> bool:
-    """Return True if nothing is pending in some documents."""
     field = {"_id": {"$in": list(identities)}, "pendingEvents": {"$exists": True}}
     return not database["orders"].count_documents(field)
 
 
 def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(rig: Rig) -> None:
-    """Its removal and its claim are made when the transaction has ended; nothing is sent twice."""
     elsewhere, outbox = rig.outbox(name="elsewhere", at_once=False), rig.outbox(at_once=True, claim_ttl=600)
     outbox.sweep()  # which makes the index: that would wait for the transaction, or end it
     elsewhere.insert_one({"_id": "look"}, tasks=[rig.add.s(7, 0)])
@@ -279,35 +275,65 @@ def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(rig: Ri
     assert sorted(rig.sent()) == [[0, 0], [1, 0], [2, 0], [3, 0], [7, 0], [8, 0]]
 
 
-def test_a_sweep_goes_on_beside_an_open_transaction(rig: Rig) -> None:
-    """It says what it could not deliver."""
-    outbox = rig.outbox(at_once=False)
-    outbox.sweep()  # which makes the index
-    for number in range(4):
-        outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
-    with closed(rig.database, 1):
-        done = outbox.sweep(older_than=0)
-    assert (done.dispatched, done.left) == (3, 1)
-    assert done.error is not None
-    assert outbox.sweep(older_than=0).dispatched == 1
-    assert sorted(rig.sent()) == [[number, 0] for number in range(4)]
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the wait for the index short: what is waited for lasts longer. And it is begun once."""
+    monkeypatch.setattr(indexes, "WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(indexes, "AGAIN_SECONDS", 3600.0)
 
 
-def test_a_document_that_mongodb_refuses_takes_no_other_with_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    """A validator that came later: its claim is refused, and those of the others are made."""
-    outbox = rig.outbox(at_once=True, claim_ttl=600)
-    with held_up(outbox) as (_asked, begun):
-        outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
-        assert begun.wait(120)  # else it may claim the bad one as well
-        for number in range(1, 5):
-            outbox.insert_one({"_id": number, **({"bad": 1} if number == 2 else {})}, tasks=[rig.add.s(number, 0)])
-        rig.database.command("collMod", "orders", validator={"bad": {"$exists": False}})
-    wait_for(lambda: delivered(rig.database, 0, 1, 3, 4))
-    wait_for(lambda: caplog.records)
-    elsewhere = rig.outbox(name="elsewhere", at_once=False)
-    for number in range(5, 8):
-        elsewhere.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
-    outbox.dispatch(5, 2, {"$gt": ""}, 6)
-    wait_for(lambda: delivered(rig.database, 5, 6))
-    assert sorted(rig.sent()) == [[number, 0] for number in (0, 1, 3, 4, 5, 6)]
-    assert rig.pending(7)["count"] == 1, "an operator is nobody's _id"
+@pytest.mark.usefixtures("short")
+def test_no_write_waits_for_the_end_of_a_transaction_that_keeps_the_index_away(
+    rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = rig.outbox(at_once=True)
+    rig.orders.insert_one({"_id": "open"})
+    with closed(rig.database, "open"):
+        for number in range(3):
+            outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+            wait_for(lambda: not rig.orders.count_documents({"pendingEvents": {"$exists": True}}))
+        assert not outbox.runtime.pending.indexes.exist()
+        delays = [each for each in caplog.records if each.__dict__.get("event") == "index_delayed"]
+        assert len(delays) == 1
+    assert sorted(rig.sent()) == [[number, 0] for number in range(3)]
+    monkeypatch.setattr(indexes, "WAIT_SECONDS", 60.0)
+    outbox.sweep()
+    assert not outbox.runtime.pending.indexes.exist(), "not before its time"
+    monkeypatch.setattr(outbox.runtime.pending.indexes, "_again_at", 0.0)
+    outbox.sweep()
+    assert outbox.runtime.pending.indexes.exist()
+
+
+def test_a_sweep_waits_for_an_index_the_longer_the_more_documents_there_are(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a large collection would never have it; a writer has no such patience."""
+    rig.orders.insert_many([{"_id": number} for number in range(500)])
+    wanted = rig.outbox(at_once=False).runtime.pending.indexes
+    monkeypatch.setattr(indexes, "WAIT_SECONDS", 1e-6)
+    monkeypatch.setattr(indexes, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(table, "_DOCUMENTS_A_SECOND", 5)
+    for patiently in (False, True):
+        wanted.ensure(patiently=patiently)
+        assert wanted.exist() is patiently
+
+
+@pytest.mark.usefixtures("short")
+def test_a_look_that_would_read_a_whole_collection_is_given_up_and_forgets_nothing(
+    rig: Rig, failpoint: Failpoint, make_client: MakeClient
+) -> None:
+    """Without the index; what writes hand over goes out meanwhile, and the next look comes after a pause."""
+    heard = CommandRecorder()
+    client = make_client(appName="looking", event_listeners=[heard])
+    outbox = rig.outbox(client[rig.database.name]["orders"], name="looking", at_once=True)
+    dispatcher = outbox.runtime.dispatcher
+    rig.orders.insert_one(outbox.with_tasks({"_id": 1}, [rig.add.s(1, 0)]))
+    with failpoint(mode={"times": 1}, failCommands=["find"], errorCode=50, appName="looking"):  # as after maxTimeMS
+        outbox.dispatch()
+        wait_for(lambda: dispatcher._rests > 0)
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
+    wait_for(lambda: not outbox.status().pending)
+    assert sorted(rig.sent()) == [[1, 0], [2, 0]]
+    bounds = [command.get("maxTimeMS", 0) for _, command in heard.of("find") if "$or" in command["filter"]]
+    assert bounds
+    assert all(0 < bound <= 1000 for bound in bounds)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+import contextvars
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from celery import Task, chain, chord, group
+from celery._state import _task_stack  # type: ignore[attr-defined]
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.errors import OperationFailure
 
@@ -16,18 +17,13 @@ from mongo_celery import OutboxCollection, transactional
 from mongo_celery.errors import OutboxRefusedError, TransactionError
 from mongo_celery.locking import after_commit
 from mongo_celery.testing import assert_pending
-from tests.integration.locking_rig import NOTES_APP
-from tests.rig.outbox import Rig
-
-Document = dict[str, Any]
-Failpoint = Callable[..., AbstractContextManager[None]]
+from tests.rig.outbox import Document, Rig
 
 TRANSIENT: Any = {"errorLabels": ["TransientTransactionError"]}
 
 
 @pytest.fixture
 def outbox(rig: Rig) -> OutboxCollection:
-    """The only line that an existing project adds."""
     return rig.messages(every_transaction=True)
 
 
@@ -37,7 +33,6 @@ def deliver(outbox: OutboxCollection) -> None:
 
 
 def test_all_ways_to_send_wait_for_the_commit_and_keep_their_order(rig: Rig, outbox: OutboxCollection) -> None:
-    """One document for each transaction; outside of one, messages go out at once."""
     add = rig.add
 
     def body(session: Any) -> list[str]:
@@ -65,7 +60,6 @@ def test_all_ways_to_send_wait_for_the_commit_and_keep_their_order(rig: Rig, out
 
 
 def test_rolled_back_and_repeated_bodies_send_once_or_never(rig: Rig, outbox: OutboxCollection) -> None:
-    """Also in joined calls, whose errors abort the whole, and on a session that is used again."""
     runs: list[int] = []
 
     def repeated(_session: Any) -> None:
@@ -104,16 +98,18 @@ def test_a_block_is_the_first_use_of_the_collection(rig: Rig, outbox: OutboxColl
     assert rig.sent() == [[1, 1]]
 
 
-def test_an_independent_transaction_has_its_own_fate(rig: Rig, outbox: OutboxCollection) -> None:
+@pytest.mark.parametrize("is_named", [False, True])
+def test_an_independent_transaction_has_its_own_fate(rig: Rig, outbox: OutboxCollection, is_named: bool) -> None:
     """And a callback after its commit is outside of the outer one."""
 
     def inner(_session: Any) -> None:
         rig.add.delay(2, 2)
         after_commit(lambda: rig.add.delay(3, 3))
 
-    with suppress(ZeroDivisionError), transactional(rig.database.client):
+    named: Any = {"outbox": outbox} if is_named else {}
+    with suppress(ZeroDivisionError), transactional(rig.database.client, **named):
         rig.add.delay(1, 1)
-        transactional(rig.database.client, independent=True).run(inner)
+        transactional(rig.database.client, independent=True, **named).run(inner)
         assert rig.sent() == [[3, 3]]
         raise ZeroDivisionError
     deliver(outbox)
@@ -121,7 +117,6 @@ def test_an_independent_transaction_has_its_own_fate(rig: Rig, outbox: OutboxCol
 
 
 def test_asyncio_transactions_store_what_their_tasks_send(rig: Rig, outbox: OutboxCollection, mongo_url: str) -> None:
-    """Committed, repeated, aborted, and from tasks of the body; a task that outlives it sends at once."""
     runs: list[int] = []
 
     async def main() -> None:
@@ -161,26 +156,7 @@ def test_asyncio_transactions_store_what_their_tasks_send(rig: Rig, outbox: Outb
     assert [each for each in rig.sent() if each != [4, 4]] == [[1, 2], [2, 1], [2, 2]]
 
 
-def test_a_commit_without_an_answer_is_one_commit(
-    rig: Rig, outbox: OutboxCollection, mongo_url: str, failpoint: Failpoint
-) -> None:
-    """The bodies are not repeated, and their messages are stored once."""
-
-    async def main() -> None:
-        async with AsyncMongoClient[Document](mongo_url, appname=NOTES_APP) as client, transactional(client):
-            rig.add.delay(2, 2)
-
-    lost: Any = {"failCommands": ["commitTransaction"], "appName": NOTES_APP, "closeConnection": True}
-    with failpoint(mode={"times": 2}, **lost), MongoClient[Document](mongo_url, appname=NOTES_APP) as client:
-        transactional(client).run(lambda _: rig.add.delay(1, 1))
-    with failpoint(mode={"times": 2}, **lost):
-        asyncio.run(main())
-    deliver(outbox)
-    assert sorted(rig.sent()) == [[1, 1], [2, 2]]
-
-
 def test_what_cannot_be_stored_is_refused_when_it_is_sent(rig: Rig, outbox: OutboxCollection, mongo_url: str) -> None:
-    """Arguments, sizes, chords; and a wait for a task that goes out after it."""
     big = "x" * 9_000_000
 
     def body(_session: Any) -> None:
@@ -188,6 +164,9 @@ def test_what_cannot_be_stored_is_refused_when_it_is_sent(rig: Rig, outbox: Outb
             rig.add.delay(object(), 1)
         with pytest.raises(OutboxRefusedError):
             chord([rig.add.s(1, 1)], rig.total.s()).delay()
+        send: Any = rig.app.send_task
+        with pytest.raises(OutboxRefusedError):
+            send("add", (1, 1), connection=object())
         waits = [rig.add.delay(1, 1), chain(rig.add.s(1, 2), rig.add.s(3)).delay(), group(rig.add.s(1, 3)).delay()]
         for each in waits:
             with pytest.raises(OutboxRefusedError):
@@ -215,8 +194,6 @@ def test_what_cannot_be_stored_is_refused_when_it_is_sent(rig: Rig, outbox: Outb
 
 
 def test_eager_tasks_run_in_the_body_and_keys_are_chosen_by_collect(rig: Rig, outbox: OutboxCollection) -> None:
-    """As without the outbox. A block that names an outbox goes before."""
-
     def body(session: Any) -> None:
         with outbox.collect(session, key="a"):
             rig.add.delay(1, 1)
@@ -243,13 +220,12 @@ def _nothing(_number: int) -> None: ...
 
 
 def test_a_task_class_that_sends_in_its_own_way_runs_once(rig: Rig, outbox: OutboxCollection) -> None:
-    """When the task is called, not again when it is delivered."""
-    task: Any = rig.app.task(name="once", base=Once, shared=False)(_nothing)
+    task: Any = rig.app.task(name="once", base=Once, shared=False, expires=60)(_nothing)
     task.locks = set()
 
     def body(_session: Any) -> None:
         task.delay(1)
-        task.apply_async((2,), countdown=1)
+        task.apply_async((2,), countdown=1, expires=None)
         group(task.s(3)).delay()
         rig.app.send_task("pickled", args=(4,), serializer="pickle")
 
@@ -259,6 +235,7 @@ def test_a_task_class_that_sends_in_its_own_way_runs_once(rig: Rig, outbox: Outb
     assert isinstance(by_name.body, bytes)
     assert [message.args for message in messages] == [[1], [2], [3]]
     assert all(message.headers["locked"] for message in messages)
+    assert [bool(message.headers["expires"]) for message in messages] == [True, False, True]
 
 
 def test_tasks_of_another_app_are_sent_by_name(rig: Rig, outbox: OutboxCollection) -> None:
@@ -276,6 +253,34 @@ def test_tasks_of_another_app_are_sent_by_name(rig: Rig, outbox: OutboxCollectio
     outbox.sweep(older_than=0)
     assert [each.name for each in outbox.runtime.find_unknown_tasks()] == ["add"]
     assert rig.sent() == []
+
+
+def test_what_outlives_its_body_is_refused(rig: Rig) -> None:
+    """It would be lost in silence, or be sent without the commit that it belongs to."""
+    with rig.database.client.start_session() as session, session.start_transaction():
+        with rig.messages().collect(session):
+            copied = contextvars.copy_context()
+        with pytest.raises(OutboxRefusedError):
+            copied.run(rig.add.delay, 1, 1)
+
+
+def test_a_running_task_that_continues_is_sent_at_once(rig: Rig, outbox: OutboxCollection) -> None:
+    """What `retry` and `replace` raise aborts the transaction: stored with it they would be lost."""
+    add, running = rig.add, rig.total
+    running.push_request(id="mine", called_directly=False, root_id="mine", children=[])  # as a worker begins one
+    _task_stack.push(running)
+    try:
+        with transactional(rig.database.client):
+            add.s(1, 1).set(task_id="mine").apply_async()
+            chain(add.s(1, 1), add.s(2).set(task_id="mine")).apply_async()
+            assert rig.sent() == [[1, 1], [1, 1]]
+            result, trail = add.delay(5, 5), list[Any](running.request.children or ())
+            assert trail[-1].id == result.id
+    finally:
+        _task_stack.pop()
+        running.pop_request()
+    deliver(outbox)
+    assert rig.sent() == [[5, 5]]
 
 
 def test_a_transaction_of_a_cluster_without_an_outbox_refuses(rig: Rig, standalone_url: str) -> None:

@@ -26,9 +26,8 @@ from mongo_celery.testing.processes import empty
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.rig.commands import CommandRecorder
-from tests.rig.outbox import Rig
+from tests.rig.outbox import Document, Rig
 
-Document = dict[str, Any]
 Forge = Callable[[Document], Document]
 
 NEVER_REACHED = "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=300"
@@ -36,7 +35,6 @@ NEVER_REACHED = "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=300"
 
 @pytest.fixture
 def outbox(rig: Rig) -> Outbox:
-    """Give an outbox that sweeps at once and dispatches nothing by itself."""
     return rig.outbox(at_once=False, sweep_after=0.001)
 
 
@@ -49,7 +47,7 @@ def json_of_a_request() -> Any:
     task = {"task": "add", "args": [6, 7], "kwargs": {}, "options": {"queue": "admin"}, "subtask_type": None}
     entry = {"id": "j1", "kind": "task", "at": "2020-01-01", "name": "harmless", "argsrepr": "()", "app": "rig"}
     content = {"contentType": "application/json", "contentEncoding": "utf-8", "payload": json.dumps(task)}
-    return json.loads(json.dumps({"pendingEvents": {"count": 1, "events": [{**entry, **content}]}}))
+    return {"pendingEvents": {"count": 1, "events": [{**entry, **content}]}}
 
 
 FORGERIES: dict[str, Forge] = {
@@ -72,7 +70,6 @@ FORGERIES: dict[str, Forge] = {
 
 @pytest.mark.parametrize("policy", FAILURE_POLICIES)
 def test_a_changed_entry_is_a_dead_letter_at_once_and_those_behind_it_go_on(rig: Rig, policy: Any) -> None:
-    """Whatever is changed of it, in the middle of the document's other entries, whatever the policy for failures."""
     outbox = rig.outbox(at_once=False, sweep_after=0.001, failure_policy=policy)
     for name, forge in FORGERIES.items():
         outbox.insert_one({"_id": name}, tasks=[rig.add.s(name, 0), rig.add.s(1, 1), rig.add.s(name, 2)])
@@ -95,7 +92,6 @@ def test_a_changed_entry_is_a_dead_letter_at_once_and_those_behind_it_go_on(rig:
 def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
     rig: Rig, outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What an app writes with `$set` as it came; in the log, the findings and the dead letters."""
     identity = "1\r\nERROR all is well \x1b]52;c;b3V0Ym94\x07"
     rig.orders.insert_one({"_id": identity})
     rig.orders.update_one({"_id": identity}, {"$set": json_of_a_request()})
@@ -113,7 +109,6 @@ def test_fields_of_a_request_start_no_task_and_somebody_learns_of_it(
 
 
 def test_an_entry_of_another_outbox_is_not_believed(rig: Rig) -> None:
-    """Of another collection, with a key of the same state database."""
     outbox, *others = (rig.outbox(each, at_once=False) for each in ("orders", "others", "more"))
     others[0].insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     others[1].insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
@@ -126,26 +121,17 @@ def test_an_entry_of_another_outbox_is_not_believed(rig: Rig) -> None:
     assert len({document["keys"][0] for document in keys(rig.database).find()}) == 3
 
 
-# -- keys ------------------------------------------------------------------------------------------
-
-
-def test_the_key_is_in_no_log(rig: Rig, make_client: MakeClient, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever writes first creates it, and whoever is next reads it."""
-    orders = make_client()[rig.database.name]["orders"]
-    with caplog.at_level(logging.DEBUG):
-        for name in ("first", "second"):
-            rig.outbox(orders, name=name, at_once=False).insert_one({}, tasks=[rig.add.s(1, 1)])
-    assert keys(rig.database).find_one()["keys"][0].hex() not in caplog.text  # type: ignore[index]
-    assert "$binary" not in caplog.text
-
-
-def test_processes_that_begin_at_the_same_time_agree_on_a_key(rig: Rig) -> None:
-    """Eight of them, none of which has found one."""
+def test_processes_that_begin_at_the_same_time_agree_on_a_key_that_no_log_has(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     outboxes = [rig.outbox(name=str(each), at_once=False) for each in range(8)]
-    with ThreadPoolExecutor(8) as threads:
+    with caplog.at_level(logging.DEBUG), ThreadPoolExecutor(8) as threads:
         written = threads.map(lambda each: each.insert_one({}, tasks=[rig.add.s(1, 1)]), outboxes)
         assert len(list(written)) == 8
     assert outboxes[0].sweep(older_than=0).dispatched == 8
+    (stored,) = keys(rig.database).find()
+    assert stored["keys"][0].hex() not in caplog.text
+    assert "$binary" not in caplog.text
 
 
 def test_a_process_without_the_key_writes_nothing(rig: Rig, make_client: MakeClient, failpoint: Failpoint) -> None:
@@ -172,10 +158,10 @@ def test_a_process_without_the_key_writes_nothing(rig: Rig, make_client: MakeCli
             outbox.with_tasks({}, [rig.add.s(1, 1)])
         leaving.add([rig.add.s(1, 1)])
     assert len(sent.named("find")) == 1
+    assert "maxTimeMS" in sent.named("find")[0], "P17: no write waits for the key"
 
 
 def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_client: MakeClient) -> None:
-    """As of any write to it; in an event loop within some seconds, and in our words."""
     away = make_client(NEVER_REACHED)["shop"]["orders"]
     outbox = rig.outbox(away, name="away", at_once=False, database="shop")
     with pytest.raises(ServerSelectionTimeoutError):
@@ -188,28 +174,9 @@ def test_an_unreachable_state_database_is_the_error_of_the_write(rig: Rig, make_
         asyncio.run(write())
 
 
-def test_keys_are_read_within_a_limited_time(rig: Rig, make_client: MakeClient) -> None:
-    """P17: before the first write in an event loop, once a minute, and for an entry that fits no known key."""
-    sent = CommandRecorder()
-    orders = make_client(event_listeners=[sent])[rig.database.name]["orders"]
-    outbox = rig.outbox(orders, name="limited", at_once=False)
-
-    async def write() -> object:
-        return outbox.with_tasks({}, [rig.add.s(1, 1)])
-
-    asyncio.run(write())
-    outbox.runtime.signer._read_at = -math.inf
-    outbox.with_tasks({}, [rig.add.s(1, 1)])
-    orders.insert_one(json_of_a_request())
-    assert outbox.sweep(older_than=0).dead == 1
-    reads = [command for command in sent.named("find") if command["find"] == "keys"]
-    assert ["maxTimeMS" in command for command in reads] == [True] * 3
-
-
 def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
     rig: Rig, outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A writer that has not heard of the new one goes on with the old; another has the new one alone."""
     late = rig.outbox(name="late", at_once=False)
     late.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
@@ -230,18 +197,18 @@ def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
     assert fresh.sweep(older_than=0).dispatched == 1
 
 
-def test_a_key_that_was_dropped_is_stored_again_by_a_process_that_has_it(rig: Rig, outbox: Outbox) -> None:
-    """Else all that is pending would be set aside."""
+def test_entries_of_a_lost_key_are_dead_letters_until_somebody_vouches_for_them(rig: Rig, outbox: Outbox) -> None:
+    """
+    A replay refuses them; with `sign` it says again what they are, and they are sent.
+
+    As long as a process has the key, it stores it again.
+    """
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 2)])
     keys(rig.database).drop()
     outbox.runtime.signer.read()
-
-    assert rig.outbox(name="fresh", at_once=False).sweep(older_than=0).dispatched == 1
-
-
-def test_entries_of_a_lost_key_are_dead_letters_until_somebody_vouches_for_them(rig: Rig, outbox: Outbox) -> None:
-    """No process has it any more. A replay refuses them; with `sign` it says again what they are, and they are sent."""
-    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    assert rig.outbox(name="next", at_once=False).runtime.relay.deliver(2).dispatched == 1
+    assert rig.sent() == [[2, 2]]
     forged = {"pendingEvents.events.0.name": "harmless", "pendingEvents.events.0.argsrepr": "()"}
     rig.orders.update_one({"_id": 1}, {"$set": forged})
     keys(rig.database).drop()
@@ -261,7 +228,6 @@ def test_entries_of_a_lost_key_are_dead_letters_until_somebody_vouches_for_them(
 
 
 def test_a_document_without_a_usable_key_stops_the_outbox_and_says_so(rig: Rig, outbox: Outbox) -> None:
-    """Nothing is set aside for it."""
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
     keys(rig.database).update_one({}, {"$set": {"keys": ["text", b""]}})
     fresh = rig.outbox(name="fresh", at_once=False)

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from pymongo import MongoClient
 
-from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener import removal as module
 from mongo_celery.bridge.listener.removal import Removal
 from mongo_celery.bridge.options import BridgeOptions
@@ -72,13 +71,13 @@ def test_what_is_done_while_a_partition_is_removed_is_removed_next(backlog: Back
     """P17: a partition that has ended its backlog goes on, and is swept again between two steps of its removal."""
     store_some(backlog, *range(1, _SOME + 1))
     removal = Removal(backlog, TERM, BOUND)
-    removal.note(partition_id(), token_place(token_data(_SOME)))
+    removal.note(partition_id(), token_data(_SOME))
     ask(removal, _SOME)
     removal.work()
     ask(removal, _SOME + 1)
     for number in range(1, _SOME + 1):
         store_some(backlog, number, index=1)
-        removal.note(partition_id(1), token_place(token_data(number)))
+        removal.note(partition_id(1), token_data(number))
         ask(removal, number, index=1)
         wait_for(lambda: removal.work() >= 0 and not stored(backlog, 1))
     assert not stored(backlog)
@@ -92,7 +91,7 @@ def test_removal_goes_on_where_it_cannot_be_measured(
     monkeypatch.setattr(module, "_REST", 0.0)
     store_some(backlog, *range(1, _SOME + 1))
     removal = Removal(backlog, TERM, BOUND)
-    removal.note(partition_id(), token_place(token_data(_SOME)), 10)
+    removal.note(partition_id(), token_data(_SOME), 10)
     with failpoint(failCommands=["collStats", "aggregate"], errorCode=13, appName=APP):
         ask(removal, _SOME)
         wait_for(lambda: removal.work() >= 0 and not backlog.read(partition_id(), "", token_data(9999), 10))

@@ -544,6 +544,22 @@ def test_a_change_waits_uncounted_while_its_bytes_cannot_be_read(
     assert len(execute(worker, run)) == 1
 
 
+def test_a_change_whose_bytes_are_gone_waits_uncounted_until_they_are_back(
+    worker: WorkerRig, documents: Collection[Document]
+) -> None:
+    """P13, P14: whoever has removed them may bring them back."""
+    run = store(worker, made())
+    saved = list(documents.find())
+    documents.delete_many({})
+    with pytest.raises(Ignore):
+        execute(worker, run, _never)
+    state = wait_for(lambda: rest(worker))
+    assert (state["state"], state["retry"]["count"], state["retry"]["crashes"]) == ("flowing", 0, 0)
+    documents.insert_many(saved)
+    worker.rig.spoil(**{"retry.notBefore": None})
+    assert len(execute(worker, run)) == 1
+
+
 def test_a_change_that_halts_is_stored_before(worker: WorkerRig, documents: Collection[Document]) -> None:
     """P13: a command has its bytes whatever becomes of the oplog; unmarked, so that nothing else changes."""
     raw = made(size=_KILOBYTE)

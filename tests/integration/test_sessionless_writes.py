@@ -11,13 +11,11 @@ import pytest
 from pymongo import AsyncMongoClient, InsertOne, MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
-from pymongo.database import Database
 
 from mongo_celery import transactional
 from mongo_celery.locking import after_commit
 from mongo_celery.testing import require_sessions
-
-Document = dict[str, Any]
+from tests.integration.locking_rig import Document, Notes
 
 pytestmark = pytest.mark.mongo_celery_sessionless
 
@@ -37,16 +35,8 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.fixture
-def notes(database: Database[Document]) -> Collection[Document]:
-    """Give an empty collection."""
-    return database.create_collection("notes")
-
-
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_each_write_needs_the_session(notes: Collection[Document], mongo_url: str, write: Callable[..., Any]) -> None:
-    """Of both kinds of client; with the session, and outside, it passes. Nothing of a refused one is sent."""
-
+def test_each_write_needs_the_session(notes: Notes, mongo_url: str, write: Callable[..., Any]) -> None:
     async def run_async() -> None:
         async with AsyncMongoClient[Document](mongo_url) as client:
             found = client[notes.database.name]["notes"]
@@ -72,7 +62,7 @@ def test_each_write_needs_the_session(notes: Collection[Document], mongo_url: st
     assert Collection.insert_one is before
 
 
-def test_the_block_ends_with_what_was_caught_inside(notes: Collection[Document]) -> None:
+def test_the_block_ends_with_what_was_caught_inside(notes: Notes) -> None:
     """A task of Celery's, or a careless `except`, takes the error away; the block does not forget it."""
 
     def body(_: ClientSession) -> None:
@@ -85,7 +75,7 @@ def test_the_block_ends_with_what_was_caught_inside(notes: Collection[Document])
 
 
 def test_another_client_of_the_cluster_is_found_and_one_of_another_cluster_is_not(
-    notes: Collection[Document], mongo_url: str, standalone_url: str
+    notes: Notes, mongo_url: str, standalone_url: str
 ) -> None:
     """What is meant to stay has a transaction of its own, or waits for the commit."""
     name = notes.database.name

@@ -17,7 +17,7 @@ from mongo_celery import Bridge, Change, signals
 from mongo_celery.signals import change_dead_lettered, change_halted, handler_blocked, history_lost, leader_changed
 from mongo_celery.testing import BridgeRunner
 from tests.fixtures.process import wait_for
-from tests.integration.test_lost_history import ROLLED, Make
+from tests.integration.test_lost_history import ROLLED, make_on
 from tests.rig.listener import listening
 
 Document = dict[str, Any]
@@ -179,9 +179,8 @@ def test_a_leader_names_the_one_before_it(mongo_url: str, state_database: str, r
 def test_lost_history_is_signalled_once_whether_a_handler_stops_or_is_moved(
     mongo_client: MongoClient[Document], state_database: str
 ) -> None:
-    make = Make(mongo_client, state_database)
     with receiving(history_lost) as received:
-        stopped = make(record=ROLLED)
+        stopped = make_on(mongo_client, state_database, record=ROLLED)
         stopped.begin()
         stopped.begin()
         stopped.begin("now")

@@ -7,66 +7,52 @@ tests, with the limit given instead of fixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+import asyncio
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pymongo
 import pytest
-from pymongo import MongoClient, UpdateOne
+from pymongo import AsyncMongoClient, UpdateOne
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.database import Database
-from pymongo.errors import (
-    ClientBulkWriteException,
-    DuplicateKeyError,
-    OperationFailure,
-    PyMongoError,
-)
+from pymongo.errors import ClientBulkWriteException, DuplicateKeyError, OperationFailure, PyMongoError
 from pymongo.read_concern import ReadConcern
 
 from mongo_celery.errors import TransactionTimeoutError
 from mongo_celery.locking import select_for_update, transactional
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
-from tests.integration.locking_rig import Document, held
+from tests.integration.locking_rig import SHORT, Document, held
 from tests.rig.commands import CommandRecorder
-
-MakeClient = Callable[..., MongoClient[Document]]
-Failpoint = Callable[..., AbstractContextManager[None]]
-BehindProxy = tuple[Proxy, Collection[Document]]
 
 APP = "transaction-retries"
 TRANSIENT = "TransientTransactionError"
-SHORT = 1.5
 CONFLICT = {"failCommands": ["update"], "appName": APP, "errorCode": 112, "errorLabels": [TRANSIENT]}
-"""A write conflict as the server reports it."""
-
-NOT_COMMITTED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 251, "errorLabels": [TRANSIENT]}
-"""The transaction is gone: its body must run again."""
-
-LOST = {"failCommands": ["commitTransaction"], "appName": APP, "closeConnection": True}
-"""The connection is cut before the commit is done."""
-
-APPLIED = {"failCommands": ["commitTransaction"], "appName": APP, "writeConcernError": {"code": 64, "errmsg": "late"}}
+COMMIT = {"failCommands": ["commitTransaction"], "appName": APP}
+GONE = {**COMMIT, "errorCode": 251, "errorLabels": [TRANSIENT]}
+LOST = {**COMMIT, "closeConnection": True}
+APPLIED = {**COMMIT, "writeConcernError": {"code": 64, "errmsg": "late"}}
 """The commit is done, and its answer says that nobody knows whether it will last."""
 
-EXPIRED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 50}
-"""The commit's own time limit has passed."""
-
-REFUSED = {"failCommands": ["commitTransaction"], "appName": APP, "errorCode": 8000}
-"""An error without any label."""
+FUNCTIONS = ("function", "coroutine function")
+FORMS = (*FUNCTIONS, "block", "async block")
 
 
 class Counter:
     """A document that a transaction increments, and how often the body has run."""
 
-    def __init__(self, client: MongoClient[Document], data: Collection[Document], sent: CommandRecorder) -> None:
-        self.client = client
-        self.things = client[data.database.name][data.name]
-        self.sent = sent
+    def __init__(self, url: str, data: Collection[Document], make_client: MakeClient) -> None:
+        self.sent = CommandRecorder()
+        self.client = make_client(appName=APP, event_listeners=[self.sent])
+        self.client.admin.command("ping")
+        self.things = self.client[data.database.name][data.name]
         self.runs = 0
+        self._url = url
         self._data = data
 
     def increment(self, session: ClientSession) -> str:
@@ -85,52 +71,55 @@ class Counter:
     def commits(self) -> int:
         return len(self.sent.named("commitTransaction"))
 
-    def run(self, **options: Any) -> str:
-        return transactional(self.client, **options).run(self.increment)
+    def run(self, form: str = "function", **options: Any) -> str:
+        """Increment in a transaction of one of the forms."""
+        if form == "function":
+            return transactional(self.client, **options).run(self.increment)
+        if form == "block":
+            with transactional(self.client, **options) as session:
+                return self.increment(session)
+        return asyncio.run(self._run_async(form, options))
+
+    async def _run_async(self, form: str, options: Document) -> str:
+        async with AsyncMongoClient[Document](self._url, appName=APP, event_listeners=[self.sent]) as client:
+            things = client[self.things.database.name][self.things.name]
+
+            async def body(session: Any) -> str:
+                self.runs += 1
+                await things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
+                return f"run {self.runs}"
+
+            if form == "coroutine function":
+                return await transactional(client, **options).arun(body)
+            async with transactional(client, **options) as session:
+                return await body(session)
 
 
 @pytest.fixture
-def counter(database: Database[Document], make_client: MakeClient) -> Iterator[Counter]:
+def counter(database: Database[Document], mongo_url: str, make_client: MakeClient) -> Iterator[Counter]:
     """Give the counter, at 0."""
     database["things"].insert_one({"_id": 1, "n": 0})
-    sent = CommandRecorder()
-    client = make_client(appName=APP, event_listeners=[sent])
-    client.admin.command("ping")
-    yield Counter(client, database["things"], sent)
+    yield Counter(mongo_url, database["things"], make_client)
     # A failpoint that answers for a commit leaves the transaction open, which no real server does.
     database.client.admin.command("killAllSessions", [])
 
 
-@pytest.fixture
-def behind_proxy(counter: Counter, proxy: Proxy, make_client: MakeClient) -> BehindProxy:
-    """Give a proxy before the server, and the counter's collection as seen through it."""
-    client = make_client(proxy.mongo_url)
-    client.admin.command("ping")
-    return proxy, client[counter.things.database.name][counter.things.name]
-
-
-def test_the_result_is_returned_and_the_writes_are_there(counter: Counter) -> None:
-    """The plain case: one run, one commit."""
+def test_the_result_is_returned_and_a_snapshot_is_committed_by_a_majority(counter: Counter) -> None:
     assert counter.run() == "run 1"
     assert (counter.n, counter.runs, counter.commits) == (1, 1, 1)
-
-
-def test_it_reads_a_snapshot_and_is_committed_by_a_majority(counter: Counter) -> None:
-    """The defaults, as they are sent."""
-    counter.run()
     assert counter.sent.named("update")[0]["readConcern"]["level"] == "snapshot"
     assert counter.sent.named("commitTransaction")[0]["writeConcern"] == {"w": "majority"}
 
 
-def test_a_custom_error_ends_the_transaction_and_passes_unchanged(counter: Counter) -> None:
-    """Not wrapped, not repeated; nothing is kept."""
-    error = ValueError("not today")
-
+@pytest.mark.parametrize("error", [ValueError("not today"), DuplicateKeyError("E11000", 11000)], ids=repr)
+def test_an_error_that_is_not_transient_ends_the_transaction_and_passes_unchanged(
+    counter: Counter, error: Exception
+) -> None:
     def body(session: ClientSession) -> None:
         counter.increment(session)
         raise error
 
-    with pytest.raises(ValueError, match="not today") as caught:
+    with pytest.raises(type(error)) as caught:
         transactional(counter.client).run(body)
     assert caught.value is error
     assert (counter.n, counter.runs, counter.commits) == (0, 1, 0)
@@ -151,24 +140,12 @@ def test_an_interruption_frees_what_is_locked(counter: Counter) -> None:
     transactional(counter.client)(select_for_update)(counter.things, {"_id": 1}, nowait=True)
 
 
-def test_an_error_of_mongodb_without_a_label_passes_unchanged(counter: Counter) -> None:
-    """A duplicate key stays one, however often it is tried."""
-
-    def body(session: ClientSession) -> None:
-        counter.runs += 1
-        counter.things.insert_one({"_id": 1}, session=session)
-
-    with pytest.raises(DuplicateKeyError):
-        transactional(counter.client).run(body)
-    assert counter.runs == 1
-
-
-def test_a_transient_error_repeats_the_whole_body(counter: Counter, failpoint: Failpoint) -> None:
-    """A conflict, and a lost connection: only the run that was committed counts, and the result is its own."""
+@pytest.mark.parametrize("form", FUNCTIONS)
+def test_a_transient_error_repeats_the_whole_body(counter: Counter, failpoint: Failpoint, form: str) -> None:
     with failpoint(mode={"times": 2}, **CONFLICT):
-        assert counter.run() == "run 3"
+        assert counter.run(form) == "run 3"
     with failpoint(mode={"times": 1}, failCommands=["update"], appName=APP, closeConnection=True):
-        assert counter.run() == "run 5"
+        assert counter.run(form) == "run 5"
     assert (counter.n, counter.commits) == (2, 2)
 
 
@@ -206,39 +183,36 @@ def test_a_swallowed_conflict_is_not_taken_for_success(counter: Counter, databas
     assert (counter.n, counter.runs) == (11, 2)
 
 
-@pytest.mark.parametrize("as_block", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "unknown",
     [LOST, APPLIED, {**APPLIED, "writeConcernError": {"code": 11601, "errmsg": "operation was interrupted"}}],
     ids=["not done", "done", "done, its wait for a majority is ended"],
 )
 def test_an_unknown_result_repeats_the_commit_and_not_the_body(
-    counter: Counter, failpoint: Failpoint, unknown: Document, as_block: bool
+    counter: Counter, failpoint: Failpoint, unknown: Document, form: str
 ) -> None:
     """The last is no unknown result to PyMongo: killOp or killSessions beside a commit that is done."""
     with failpoint(mode={"times": 2}, **unknown):
-        if as_block:
-            with transactional(counter.client) as session:
-                counter.increment(session)
-        else:
-            assert counter.run() == "run 1"
+        assert counter.run(form) == "run 1"
     assert (counter.n, counter.runs, counter.commits) == (1, 1, 3)
 
 
+@pytest.mark.parametrize("form", FUNCTIONS)
 @pytest.mark.parametrize("code", [24, 112, 246, 251])
 def test_a_commit_that_finds_the_transaction_gone_repeats_the_body(
-    counter: Counter, failpoint: Failpoint, code: int
+    counter: Counter, failpoint: Failpoint, code: int, form: str
 ) -> None:
     """LockTimeout, WriteConflict, SnapshotUnavailable, NoSuchTransaction, with the labels of the server's own."""
-    with failpoint(mode={"times": 2}, failCommands=["commitTransaction"], appName=APP, errorCode=code):
-        assert counter.run() == "run 3"
+    with failpoint(mode={"times": 2}, **COMMIT, errorCode=code):
+        assert counter.run(form) == "run 3"
     assert (counter.n, counter.commits) == (1, 3)
 
 
 @pytest.mark.parametrize(
     ("refusal", "code", "n"),
     [
-        (REFUSED, 8000, 0),
+        ({**COMMIT, "errorCode": 8000}, 8000, 0),
         ({**APPLIED, "writeConcernError": {"code": 79, "errmsg": "no such members"}}, 79, 1),
         ({**APPLIED, "writeConcernError": {"code": 100, "errmsg": "no such members"}}, 100, 1),
     ],
@@ -257,7 +231,7 @@ def test_a_refused_commit_is_no_reason_to_repeat(
 
 def test_a_commit_whose_time_has_passed_is_not_repeated(counter: Counter, failpoint: Failpoint) -> None:
     """MaxTimeMSExpired has the label of an unknown result, and is the one that must not be repeated."""
-    with failpoint(mode={"times": 1}, **EXPIRED), pytest.raises(TransactionTimeoutError) as caught:
+    with failpoint(mode={"times": 1}, **COMMIT, errorCode=50), pytest.raises(TransactionTimeoutError) as caught:
         counter.run()
     assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
     assert (counter.runs, counter.commits) == (1, 1)
@@ -265,8 +239,6 @@ def test_a_commit_whose_time_has_passed_is_not_repeated(counter: Counter, failpo
 
 @pytest.mark.parametrize("ending", ["commit_transaction", "abort_transaction"])
 def test_a_body_that_ends_its_transaction_itself_is_left_alone(counter: Counter, ending: str) -> None:
-    """Its result is returned; nothing more is sent."""
-
     def body(session: ClientSession) -> str:
         result = counter.increment(session)
         getattr(session, ending)()
@@ -278,11 +250,12 @@ def test_a_body_that_ends_its_transaction_itself_is_left_alone(counter: Counter,
     assert counter.things.find_one({"_id": "outside"})  # as PyMongo has it: of no transaction any more
 
 
-@pytest.mark.parametrize("timeout", [SHORT, timedelta(seconds=SHORT)])
-def test_transient_errors_end_with_the_time(counter: Counter, timeout: Any) -> None:
-    """A holder that stands still: the error says how it ended, and what the attempts met."""
+@pytest.mark.parametrize(
+    ("form", "timeout"), [("function", SHORT), ("coroutine function", SHORT), ("function", timedelta(seconds=SHORT))]
+)
+def test_transient_errors_end_with_the_time(counter: Counter, form: str, timeout: Any) -> None:
     with held(counter._data, 1), pytest.raises(TransactionTimeoutError) as caught:
-        counter.run(timeout=timeout)
+        counter.run(form, timeout=timeout)
     assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
     assert isinstance(caught.value.__cause__, PyMongoError)
     assert counter.runs > 2
@@ -326,7 +299,7 @@ def test_a_call_that_the_server_ends_with_the_time_is_the_end_of_the_time(
 
 def test_commits_that_find_the_transaction_gone_end_with_the_time(counter: Counter, failpoint: Failpoint) -> None:
     """The body is repeated no longer; nothing was committed. A body that the time ends in has no commit any more."""
-    with failpoint(**NOT_COMMITTED), pytest.raises(TransactionTimeoutError) as caught:
+    with failpoint(**GONE), pytest.raises(TransactionTimeoutError) as caught:
         counter.run(timeout=SHORT)
     assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
     assert counter.commits > 1
@@ -334,10 +307,13 @@ def test_commits_that_find_the_transaction_gone_end_with_the_time(counter: Count
     assert counter.n == 0
 
 
-def test_commits_of_unknown_result_end_with_the_time_and_say_so(counter: Counter, failpoint: Failpoint) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_commits_of_unknown_result_end_with_the_time_and_say_so(
+    counter: Counter, failpoint: Failpoint, form: str
+) -> None:
     """Here it was committed, and nobody could know."""
     with failpoint(**APPLIED), pytest.raises(TransactionTimeoutError) as caught:
-        counter.run(timeout=SHORT)
+        counter.run(form, timeout=SHORT)
     assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
     assert caught.value.retryable
     assert counter.runs == 1
@@ -347,10 +323,11 @@ def test_commits_of_unknown_result_end_with_the_time_and_say_so(counter: Counter
 
 @pytest.mark.parametrize(("held_back", "outcome"), [(b"never sent", "aborted"), (b"commitTransaction", "unknown")])
 def test_a_server_that_hangs_does_not_hold_the_caller(
-    counter: Counter, behind_proxy: BehindProxy, held_back: bytes, outcome: str
+    counter: Counter, proxy: Proxy, make_client: MakeClient, held_back: bytes, outcome: str
 ) -> None:
     """In the body, what it had locked is free. A commit may yet arrive, so nobody knows."""
-    proxy, things = behind_proxy
+    client = make_client(proxy.mongo_url)
+    things = client[counter.things.database.name][counter.things.name]
 
     def body(session: ClientSession) -> None:
         things.update_one({"_id": 1}, {"$inc": {"n": 1}}, session=session)
@@ -358,21 +335,11 @@ def test_a_server_that_hangs_does_not_hold_the_caller(
 
     proxy.hold(held_back)
     with pytest.raises(TransactionTimeoutError) as caught:
-        transactional(things.database.client, timeout=SHORT).run(body)
+        transactional(client, timeout=SHORT).run(body)
     proxy.wait_until_held()
     assert caught.value.outcome == outcome  # type: ignore[attr-defined]
     if outcome == "aborted":
         transactional(counter.client)(select_for_update)(counter.things, {"_id": 1}, nowait=True)
-
-
-def test_as_a_context_it_commits_once_or_an_error_aborts_and_passes(counter: Counter) -> None:
-    """Afterwards the writes are there, or none."""
-    with transactional(counter.client) as session:
-        counter.increment(session)
-        assert counter.n == 0
-    with pytest.raises(ZeroDivisionError), transactional(counter.client) as session:
-        assert [counter.increment(session), 1 // 0]
-    assert (counter.n, counter.runs, counter.commits) == (1, 2, 1)
 
 
 def test_as_a_context_a_transient_error_passes_with_its_label(counter: Counter, failpoint: Failpoint) -> None:
@@ -385,12 +352,3 @@ def test_as_a_context_a_transient_error_passes_with_its_label(counter: Counter, 
         counter.increment(session)
     assert caught.value.has_error_label(TRANSIENT)
     assert counter.runs == 1
-
-
-def test_as_a_context_the_time_limits_the_commit(counter: Counter, failpoint: Failpoint) -> None:
-    """And the outcome is as unknown as with a function."""
-    with ExitStack() as stack:
-        stack.enter_context(failpoint(**APPLIED))
-        caught = stack.enter_context(pytest.raises(TransactionTimeoutError))
-        counter.increment(stack.enter_context(transactional(counter.client, timeout=SHORT)))
-    assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]

@@ -1,44 +1,36 @@
 """
 `transactional` over `AsyncMongoClient`: the twins of its tests for threads, and what only asyncio has: tasks, cancels.
 
-The loop decides by the same functions as that for threads (`mongo_celery/mongo/transaction/ending.py`), so the cases
-of `test_transaction_retries.py` stand here once each.
+The loop decides by the same functions as that for threads (`mongo_celery/mongo/transaction/ending.py`). Its repetitions
+are in `test_transaction_retries.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
-import anyio
 import pytest
 from pymongo import AsyncMongoClient, MongoClient
 from pymongo.asynchronous.client_session import AsyncClientSession
 from pymongo.asynchronous.collection import AsyncCollection
 from pymongo.database import Database
 
-from mongo_celery.errors import (
-    ConfigurationError,
-    TransactionError,
-    TransactionRequiredError,
-    TransactionTimeoutError,
-)
+from mongo_celery.errors import ConfigurationError, TransactionError, TransactionRequiredError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
-from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Direction, Proxy
-from tests.integration.locking_rig import CONFLICT, GENEROUS, NOTES_APP, SHORT, Document, held
+from tests.integration.locking_rig import GENEROUS, NOTES_APP, SHORT, Document
 from tests.rig.commands import CommandRecorder
 
-Failpoint = Callable[..., AbstractContextManager[None]]
-Client = AsyncMongoClient[Document]
 Work = Callable[[AsyncCollection[Document]], Awaitable[None]]
 OnLoop = Callable[[Work], None]
+Texts = Callable[[], list[Any]]
+Body = Callable[[AsyncClientSession], Awaitable[None]]
 Cancel = Callable[[asyncio.Future[Any], set[asyncio.Task[Any]]], Awaitable[None]]
 
-TRANSIENT = "TransientTransactionError"
 _TURNS = 20
 
 
@@ -61,12 +53,16 @@ def on_loop(database: Database[Document], mongo_url: str, sent: CommandRecorder)
 
 
 @pytest.fixture
-def texts(database: Database[Document]) -> Callable[[], list[Any]]:
-    """Give a function that reads what is committed."""
+def texts(database: Database[Document]) -> Texts:
     return lambda: [note["text"] for note in database["notes"].find().sort("_id", 1)]
 
 
-Texts = Callable[[], list[Any]]
+async def run(client: Any, body: Body, *, as_block: bool, **options: Any) -> None:
+    """Run a body in either form."""
+    if not as_block:
+        return await transactional(client, **options).arun(body)
+    async with transactional(client, **options) as session:
+        return await body(session)
 
 
 async def write(notes: AsyncCollection[Document], text: str, error: BaseException | None = None) -> None:
@@ -80,80 +76,7 @@ async def write(notes: AsyncCollection[Document], text: str, error: BaseExceptio
     await transactional(notes.database.client).arun(body)
 
 
-# -- the loop --------------------------------------------------------------------------------------
-
-
-def test_a_coroutine_function_is_run_and_repeated(on_loop: OnLoop, texts: Texts, failpoint: Failpoint) -> None:
-    """Its result is that of the attempt that was committed; a snapshot is read, and a majority commits."""
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        runs: list[int] = []
-
-        @transactional(lambda: notes.database.client)
-        async def note(text: str, *, session: AsyncClientSession) -> int:
-            """Write it."""
-            runs.append(1)
-            await notes.insert_one({"text": text}, session=session)
-            return len(runs)
-
-        assert (note.__name__, note.__doc__) == ("note", "Write it.")
-        assert asyncio.iscoroutinefunction(note)
-        with failpoint(mode={"times": 2}, **CONFLICT):
-            assert await note("a") == 3
-
-    on_loop(work)
-    assert texts() == ["a"]
-
-
-def test_the_commit_is_repeated_while_its_result_is_unknown(
-    on_loop: OnLoop, texts: Texts, sent: CommandRecorder, failpoint: Failpoint
-) -> None:
-    """And the body is not; where the transaction is gone, the body is."""
-    lost = {"failCommands": ["commitTransaction"], "appName": NOTES_APP, "closeConnection": True}
-    gone = {"failCommands": ["commitTransaction"], "appName": NOTES_APP, "errorCode": 251, "errorLabels": [TRANSIENT]}
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        with failpoint(mode={"times": 2}, **lost):
-            await write(notes, "lost")
-        with failpoint(mode={"times": 1}, **gone):
-            await write(notes, "gone")
-        with failpoint(mode={"times": 2}, **lost):
-            async with transactional(notes.database.client) as session:
-                await notes.insert_one({"text": "block"}, session=session)
-
-    on_loop(work)
-    assert texts() == ["lost", "gone", "block"]
-    assert len(sent.named("insert")) == 4
-
-
-def test_the_time_limits_attempts_calls_and_commits(
-    on_loop: OnLoop, texts: Texts, database: Database[Document], failpoint: Failpoint
-) -> None:
-    """A holder that stands still, and commits that nobody answers for."""
-    database["notes"].insert_one({"_id": 1, "text": "held"})
-    applied = {"failCommands": ["commitTransaction"], "appName": NOTES_APP}
-    unknown = {**applied, "writeConcernError": {"code": 64, "errmsg": "late"}}
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        limited = transactional(notes.database.client, timeout=SHORT)
-        with held(database["notes"], 1), pytest.raises(TransactionTimeoutError) as caught:
-            await limited.arun(lambda session: asynchronous.select_for_update(notes, {"_id": 1}, session=session))
-        assert caught.value.outcome == "aborted"  # type: ignore[attr-defined]
-        with failpoint(**unknown), pytest.raises(TransactionTimeoutError) as caught:
-            await limited.arun(lambda session: notes.insert_one({"text": "committed"}, session=session))
-        assert caught.value.outcome == "unknown"  # type: ignore[attr-defined]
-        await notes.count_documents({})  # no limit is left over
-
-    on_loop(work)
-    assert texts() == ["held", "committed"]
-
-
-# -- parts -----------------------------------------------------------------------------------------
-
-
 def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Texts, sent: CommandRecorder) -> None:
-    """As with threads: without being handed the session, as calls and as blocks."""
-
     async def work(notes: AsyncCollection[Document]) -> None:
         client = notes.database.client
         async with transactional(client) as session:
@@ -169,11 +92,9 @@ def test_parts_join_and_make_the_whole_rollback_only(on_loop: OnLoop, texts: Tex
             with suppress(ZeroDivisionError):
                 await write(notes, "partial", ZeroDivisionError())
 
-        with pytest.raises(TransactionError):
-            await transactional(client).arun(caught)
-        with pytest.raises(TransactionError):
-            async with transactional(client) as session:
-                await caught(session)
+        for as_block in (False, True):
+            with pytest.raises(TransactionError):
+                await run(client, caught, as_block=as_block)
 
     on_loop(work)
     assert texts() == ["called", "outer"]
@@ -223,9 +144,6 @@ def test_tasks_and_threads_of_a_body_have_no_transaction(on_loop: OnLoop) -> Non
     on_loop(work)
 
 
-# -- callbacks and cancels -------------------------------------------------------------------------
-
-
 def test_callbacks_are_awaited_after_the_commit(on_loop: OnLoop, texts: Texts) -> None:
     """Functions and coroutine functions, in their order; what fails stops nothing."""
     seen: list[Any] = []
@@ -240,17 +158,14 @@ def test_callbacks_are_awaited_after_the_commit(on_loop: OnLoop, texts: Texts) -
             after_commit(lambda: seen.append("function"), session)
             await notes.insert_one({"text": "a"}, session=session)
 
-        await transactional(notes.database.client).arun(body)
-        async with transactional(notes.database.client) as session:
-            await body(session)
+        for as_block in (False, True):
+            await run(notes.database.client, body, as_block=as_block)
 
     on_loop(work)
     assert seen == [["a"], "function", ["a", "a"], "function"]
 
 
 def test_a_cancel_in_the_body_aborts(on_loop: OnLoop, texts: Texts, sent: CommandRecorder) -> None:
-    """What it had locked is free at once."""
-
     async def work(notes: AsyncCollection[Document]) -> None:
         locked = asyncio.Event()
 
@@ -259,13 +174,9 @@ def test_a_cancel_in_the_body_aborts(on_loop: OnLoop, texts: Texts, sent: Comman
             locked.set()
             await asyncio.Event().wait()
 
-        async def block() -> None:
-            async with transactional(notes.database.client) as session:
-                await body(session)
-
-        for awaitable in (transactional(notes.database.client).arun(body), block()):
+        for as_block in (False, True):
             locked.clear()
-            running = asyncio.ensure_future(awaitable)
+            running = asyncio.create_task(run(notes.database.client, body, as_block=as_block))
             await asyncio.wait_for(locked.wait(), GENEROUS)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -283,20 +194,18 @@ def cancel_during_the_commit(
     called: list[str] = []
 
     async def work(notes: AsyncCollection[Document]) -> None:
-        call = transactional(notes.database.client, timeout=timeout)
+        async def callback() -> None:
+            await asyncio.sleep(0)
+            called.append("callback")
 
         async def body(session: AsyncClientSession) -> None:
-            after_commit(lambda: called.append("callback"))
+            after_commit(callback)
             await notes.insert_one({"text": "a"}, session=session)
-
-        async def block() -> None:
-            async with call as session:
-                await body(session)
 
         await notes.database.command("ping")
         before = asyncio.all_tasks()
         proxy.hold(b"commitTransaction")
-        running = asyncio.ensure_future(block() if as_block else call.arun(body))
+        running = asyncio.create_task(run(notes.database.client, body, as_block=as_block, timeout=timeout))
         await asyncio.to_thread(proxy.wait_until_held)
         for _ in range(_TURNS):  # the driver has sent it, and now reads: `wait_for` of Python 3.11 can lose a cancel
             await asyncio.sleep(0)
@@ -316,11 +225,10 @@ def test_a_cancel_during_the_commit_waits_for_its_answer(
     async def cancel(running: asyncio.Future[Any], tasks: set[asyncio.Task[Any]]) -> None:
         for task in tasks if everything else [running]:
             task.cancel()
-        if not everything:
-            await asyncio.sleep(0)
+        for _ in range(0 if everything else 10):  # as a scope of anyio, which cancels at each turn of the loop
+            await asyncio.sleep(0.001)
             running.cancel()
-            await asyncio.sleep(0)
-            assert not running.done()
+        assert everything or not running.done()
         proxy.release()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -330,8 +238,6 @@ def test_a_cancel_during_the_commit_waits_for_its_answer(
 
 
 def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(on_loop: Any, proxy: Proxy) -> None:
-    """Nobody knows; callbacks do not run."""
-
     async def cancel(running: asyncio.Future[Any], _: object) -> None:
         running.cancel()
         with pytest.raises(asyncio.CancelledError) as caught:
@@ -344,112 +250,7 @@ def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(on_loop: 
     assert cancel_during_the_commit(on_loop, proxy, cancel, timeout=SHORT) == []
 
 
-def test_a_scope_of_anyio_waits_for_the_commit_and_for_callbacks(
-    on_loop: Any, texts: Texts, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It cancels again at each turn of the loop, which would turn without a pause until the answer comes."""
-    called: list[str] = []
-    waits: list[int] = []
-    wait = asyncio.wait
-
-    def counted(*args: Any, **options: Any) -> Any:
-        if sys._getframe(1).f_globals["__name__"].startswith("mongo_celery."):  # the driver waits so, too
-            waits.append(1)
-        return wait(*args, **options)
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        client = notes.database.client
-
-        async def callback() -> None:
-            await asyncio.sleep(0)
-            called.append("callback")
-
-        async def body(session: AsyncClientSession) -> None:
-            after_commit(callback)
-            await notes.insert_one({"text": "a"}, session=session)
-
-        async def release(scope: anyio.CancelScope) -> None:
-            await asyncio.to_thread(proxy.wait_until_held)
-            monkeypatch.setattr(asyncio, "wait", counted)
-            scope.cancel()
-            for _ in range(10):
-                await asyncio.sleep(0.001)
-            proxy.release()
-
-        await client.admin.command("ping")
-        proxy.hold(b"commitTransaction")
-        with anyio.CancelScope() as scope:
-            releasing = asyncio.create_task(release(scope))
-            await transactional(client).arun(body)
-            called.append("committed")
-            await asyncio.sleep(0)
-            called.append("never")
-        assert scope.cancelled_caught
-        await releasing
-
-    on_loop(work, proxy.mongo_url)
-    assert (texts(), called, waits) == (["a"], ["callback", "committed"], [])
-
-
-SUSPENDED = object()
-
-
-class Suspended:
-    """What no event loop resumes."""
-
-    def __await__(self) -> Generator[object]:
-        yield SUSPENDED
-
-
-class Driven:
-    """Awaits a coroutine until it is suspended so."""
-
-    def __init__(self, coroutine: Coroutine[Any, None, None]) -> None:
-        self._coroutine = coroutine
-
-    def __await__(self) -> Generator[object]:
-        while (waited := self._coroutine.send(None)) is not SUSPENDED:
-            yield waited
-
-
-@pytest.mark.parametrize("as_block", [False, True])
-def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
-    on_loop: OnLoop, texts: Texts, sent: CommandRecorder, as_block: bool
-) -> None:
-    """By a task of its own; else Python would say that it has ignored its end."""
-
-    async def work(notes: AsyncCollection[Document]) -> None:
-        async def body(session: AsyncClientSession) -> None:
-            await notes.insert_one({"text": "a"}, session=session)
-            await Suspended()
-
-        async def block() -> None:
-            async with transactional(notes.database.client) as session:
-                await body(session)
-
-        coroutine = block() if as_block else transactional(notes.database.client).arun(body)
-        await Driven(coroutine)
-        coroutine.close()
-        await asyncio.to_thread(wait_for, lambda: sent.named("abortTransaction"))
-        assert current(notes.database.client) is None
-
-    on_loop(work)
-    assert texts() == []
-
-
-# -- the two kinds ---------------------------------------------------------------------------------
-
-
-class Box:
-    """Collects what threads send."""
-
-    def collect(self, session: Any) -> AbstractContextManager[object]:
-        raise AssertionError(session)
-
-
 def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: MongoClient[Document]) -> None:
-    """A mix-up is told when it is called, before anything is sent."""
-
     async def work(notes: AsyncCollection[Document]) -> None:
         client = notes.database.client
         with pytest.raises(ConfigurationError):
@@ -470,7 +271,7 @@ def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: Mo
         with pytest.raises(TransactionRequiredError):
             await asynchronous.select_for_update(notes, {"_id": 1}, session=None)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError):  # it writes by a plain client
-            async with transactional(client, outbox=Box()):
+            async with transactional(client, outbox=SimpleNamespace(collect=pytest.fail)):
                 pytest.fail("not run")
         ours: Any = mongo_client[notes.database.name]["notes"]
         async with transactional(client) as session:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 from celery import Celery
 from pymongo.client_session import ClientSession
-from pymongo.collection import Collection
 
 from mongo_celery.errors import ConfigurationError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, select_for_update, transactional
 from mongo_celery.mongo.transaction import ending
-from tests.integration.locking_rig import Document, held, texts
-
-Failpoint = Callable[..., AbstractContextManager[None]]
+from tests.integration.locking_rig import Notes, as_block_or_function, held, texts
 
 
 @pytest.fixture
@@ -29,7 +26,7 @@ def app() -> Iterator[Celery]:
         yield made
 
 
-def writer(notes: Collection[Document]) -> Callable[..., Any]:
+def writer(notes: Notes) -> Callable[..., Any]:
     """A decorated function that writes a note."""
 
     @transactional(notes.database.client)
@@ -42,35 +39,24 @@ def writer(notes: Collection[Document]) -> Callable[..., Any]:
     return write
 
 
-def test_a_decorated_function_keeps_its_name_and_shows_no_session(notes: Collection[Document]) -> None:
-    """Arguments, defaults and results are its own."""
+def test_a_decorated_function_keeps_its_name_and_shows_no_session(notes: Notes) -> None:
     write = writer(notes)
     assert (write.__name__, write.__doc__) == ("write", "Write it.")
     assert list(inspect.signature(write).parameters) == ["text", "times"]
     assert inspect.getfullargspec(write).kwonlyargs == []
     assert inspect.signature(write).parameters["times"].annotation is int, "text is evaluated: FastAPI cannot do it"
+
+    @transactional(lambda: pytest.fail("no client is needed"))
+    async def later(*, session: Any) -> None:
+        """Do it."""
+
+    assert (later.__name__, later.__doc__, asyncio.iscoroutinefunction(later)) == ("later", "Do it.", True)
     assert write("a", times=2) == "A"
     assert texts(notes) == ["a", "a"]
-    assert transactional(notes.database.client)(lambda **given: sorted(given))(other=1) == ["other", "session"]
+    assert transactional(lambda: notes.database.client)(lambda **given: sorted(given))(other=1) == ["other", "session"]
 
 
-def test_a_method_can_be_decorated(notes: Collection[Document]) -> None:
-    """And a callable may give the client, asked at each call."""
-    asked = []
-
-    class Clerk:
-        @transactional(lambda: asked.append(1) or notes.database.client)  # type: ignore[func-returns-value]
-        def write(self, text: str, *, session: ClientSession) -> None:
-            notes.insert_one({"text": text}, session=session)
-
-    assert asked == []
-    Clerk().write("a")
-    Clerk().write("b")
-    assert texts(notes) == ["a", "b"]
-    assert len(asked) == 2
-
-
-def test_a_session_without_a_transaction_is_used_for_one(notes: Collection[Document]) -> None:
+def test_a_session_without_a_transaction_is_used_for_one(notes: Notes) -> None:
     """For causal consistency with what the caller did before."""
     with notes.database.client.start_session() as session:
         assert writer(notes)("a", session=session) == "A"
@@ -82,22 +68,16 @@ async def _async_generator(*, session: Any) -> AsyncIterator[Any]:
     yield session
 
 
-def _generator(*, session: Any) -> Iterator[Any]:
-    yield session
-
-
 def _task(*, session: Any) -> None: ...
 
 
-def _without_session(text: str) -> None: ...
+REFUSED: list[Any] = [
+    *(_async_generator, lambda *, session: (yield session), lambda text: text, lambda session, /: session),
+    *(ClientSession, 5),
+]
 
 
-def _positional_only(session: Any, /) -> None: ...
-
-
-@pytest.mark.parametrize(
-    "function", [_async_generator, _generator, _without_session, _positional_only, ClientSession, 5]
-)
+@pytest.mark.parametrize("function", REFUSED)
 def test_what_cannot_run_in_a_transaction_is_refused(function: Any, app: Celery) -> None:
     """P9: when it is decorated. `autoretry_for` of a task inside would take the transient errors first."""
     decorate = transactional(lambda: pytest.fail("no client is needed"))
@@ -116,7 +96,7 @@ def test_options_that_cannot_work_are_refused(timeout: Any) -> None:
         transactional("mongodb://localhost")  # type: ignore[arg-type]
 
 
-def test_a_task_is_called_without_a_session(notes: Collection[Document], app: Celery) -> None:
+def test_a_task_is_called_without_a_session(notes: Notes, app: Celery) -> None:
     """Celery checks a call against the signature; bound tasks get themselves first."""
 
     @app.task(shared=False)
@@ -138,7 +118,7 @@ def test_a_task_is_called_without_a_session(notes: Collection[Document], app: Ce
         plain.delay()
 
 
-def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Collection[Document]) -> None:
+def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Notes) -> None:
     """By an error, by the end of the time, and by a body that ends the transaction itself."""
     called: list[int] = []
     notes.insert_one({"_id": 1, "text": "held"})
@@ -149,25 +129,21 @@ def test_a_callback_is_dropped_when_the_transaction_is_not_committed(notes: Coll
         then(session)
 
     client = notes.database.client
-    with pytest.raises(ZeroDivisionError):
-        transactional(client).run(lambda session: register(session, lambda _: 1 // 0))
     with held(notes, 1), pytest.raises(TransactionTimeoutError):
         transactional(client, timeout=0.1).run(
             lambda session: register(session, lambda _: select_for_update(notes, {"_id": 1}, session=session))
         )
-    transactional(client).run(lambda session: register(session, lambda _: session.abort_transaction()))
-    with pytest.raises(ZeroDivisionError), transactional(client) as session:
-        register(session, lambda _: 1 // 0)
-    with transactional(client) as session:
-        register(session, lambda _: session.abort_transaction())
+    for as_block in (False, True):
+        with pytest.raises(ZeroDivisionError):
+            as_block_or_function(client, lambda session: register(session, lambda _: 1 // 0), as_block=as_block)
+        as_block_or_function(
+            client, lambda session: register(session, lambda _: session.abort_transaction()), as_block=as_block
+        )
     assert called == []
     assert texts(notes) == ["held"]
 
 
-def test_a_callback_that_fails_is_logged_and_stops_nothing(
-    notes: Collection[Document], caplog: pytest.LogCaptureFixture
-) -> None:
-    """The transaction is committed; the caller gets its result, and the next callback its turn."""
+def test_a_callback_that_fails_is_logged_and_stops_nothing(notes: Notes, caplog: pytest.LogCaptureFixture) -> None:
     called: list[int] = []
 
     @transactional(notes.database.client)
@@ -182,7 +158,7 @@ def test_a_callback_that_fails_is_logged_and_stops_nothing(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_a_session_that_transactional_does_not_run_takes_no_callback(notes: Collection[Document]) -> None:
+def test_a_session_that_transactional_does_not_run_takes_no_callback(notes: Notes) -> None:
     """Neither the driver's own transactions, nor a session that `transactional` has finished with."""
     with notes.database.client.start_session() as session:
         with session.start_transaction():

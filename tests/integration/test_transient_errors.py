@@ -29,8 +29,6 @@ Make = Callable[..., SteppedTerm]
 
 @pytest.fixture
 def make(database: Database[Document], mongo_url: str, state_database: str) -> Make:
-    """Give what makes a term of one handler, with options of its bridge."""
-
     def made(**options: Any) -> SteppedTerm:
         app = Celery("shop", broker="memory://", set_as_current=False)
         url = f"{mongo_url}&appName={APP}"
@@ -46,8 +44,6 @@ def make(database: Database[Document], mongo_url: str, state_database: str) -> M
 
 
 def turn_until(term: SteppedTerm, condition: Callable[[], object]) -> None:
-    """Take turns until something is so."""
-
     def turned() -> object:
         term.leader.turn()
         return condition()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, localcontext
 from typing import Any
@@ -12,34 +13,24 @@ import pytest
 from bson import Decimal128
 from bson.datetime_ms import DatetimeMS
 from celery import Celery
-from pymongo import MongoClient, WriteConcern, monitoring
-from pymongo.database import Database
+from pymongo import WriteConcern
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
-from tests.integration.twophase_rig import Tutorial, balances, make_accounts, markers
-
-Document = dict[str, Any]
-LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient
+from tests.integration.twophase_rig import LONG_AGO, Db, Document, Tutorial, balances, make_accounts, markers
+from tests.rig.commands import CommandRecorder
 
 
 @pytest.fixture(params=["auto", "documents"])
-def bank(database: Database[Document], request: pytest.FixtureRequest) -> TwoPhaseCommit:
+def bank(database: Db, request: pytest.FixtureRequest) -> TwoPhaseCommit:
     """Give a coordinator over two accounts with 1000 each, with MongoDB transactions and with markers."""
     make_accounts(database, A=1000, B=1000)
     return TwoPhaseCommit(None, database["transactions"], application="bank", protocol=request.param)
 
 
-def state_of(bank: TwoPhaseCommit, identity: Any) -> str:
-    found = bank.transactions.find_one({"_id": identity})
-    assert found is not None
-    return str(found["state"])
-
-
-def test_a_transfer_is_stored_in_the_tutorials_shape_and_moves_the_money(
-    bank: TwoPhaseCommit, database: Database[Document]
-) -> None:
-    """The tutorial's fields and a few of ours before anybody has claimed it, and its balances afterwards."""
+def test_a_transfer_is_stored_in_the_tutorials_shape_and_moves_the_money(bank: TwoPhaseCommit, database: Db) -> None:
     identity = bank.transfer("A", "B", 100, run=False)
     stored = database["transactions"].find_one({"_id": identity})
     assert stored is not None
@@ -57,7 +48,7 @@ def test_a_transfer_is_stored_in_the_tutorials_shape_and_moves_the_money(
     assert balances(database) == {"A": 900, "B": 1100}
 
 
-def test_the_tutorials_dialects_are_understood(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+def test_the_tutorials_dialects_are_understood(bank: TwoPhaseCommit, database: Db) -> None:
     """One spells it with two l, counts in doubles, and transfers nothing."""
     shape = {"source": "A", "destination": "B", "lastModified": LONG_AGO}
     database["transactions"].insert_many(
@@ -86,7 +77,7 @@ def test_the_tutorials_dialects_are_understood(bank: TwoPhaseCommit, database: D
 )
 @pytest.mark.parametrize("command", ["find", "commitTransaction", "update", "findAndModify"])
 def test_an_answer_that_is_lost_is_asked_for_again(
-    bank: TwoPhaseCommit, database: Database[Document], failpoint: Any, command: str, failure: Document
+    bank: TwoPhaseCommit, database: Db, failpoint: Failpoint, command: str, failure: Document
 ) -> None:
     """It is done once, also under an id of the caller's, and who asks again is told that it is done."""
     bank.transfer("A", "B", 10)  # makes indexes and versions
@@ -97,7 +88,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(
     assert balances(database) == {"A": 970, "B": 1030}
 
 
-def test_what_is_paid_is_what_is_taken_to_the_last_digit(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+def test_what_is_paid_is_what_is_taken_to_the_last_digit(bank: TwoPhaseCommit, database: Db) -> None:
     """Python's decimals round where a sign is changed, to the caller's context or to 28 digits. BSON has 34."""
     digits = Decimal128("1.000000000000000000000000000000001")
     make_accounts(database, **dict.fromkeys("CDEFG", 0))
@@ -114,10 +105,7 @@ def test_what_is_paid_is_what_is_taken_to_the_last_digit(bank: TwoPhaseCommit, d
     assert left["G"] == -2.5
 
 
-def test_the_same_id_with_the_same_fields_has_the_same_outcome(
-    bank: TwoPhaseCommit, database: Database[Document]
-) -> None:
-    """Done once, canceled once, and what was only stored or left in the middle is finished by who asks again."""
+def test_the_same_id_with_the_same_fields_has_the_same_outcome(bank: TwoPhaseCommit, database: Db) -> None:
     for _ in range(3):
         assert bank.transfer("A", "B", 1, id="order-1") == "order-1"
     assert bank.transfer("A", "B", 1, id="order-1", run=False) == "order-1"
@@ -138,11 +126,11 @@ def test_the_same_id_with_the_same_fields_has_the_same_outcome(
     bank.transfer("A", "B", 100, id=4, run=False)
     database["transactions"].update_one({"_id": 4}, {"$set": {"state": "pending"}})
     assert bank.transfer("A", "B", 100, id=4) == 4
-    assert state_of(bank, 4) == "done"
+    assert bank.read(4).state == "done"
     assert balances(database) == {"A": 901, "B": 1099}
 
 
-def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database: Db) -> None:
     """Also where the difference is a rule, a type, the kind or the accounts, and where the document is other code's."""
     bank.transfer("A", "B", 1, id=1)
     database["transactions"].insert_one({"_id": 2, "what": 1})
@@ -168,7 +156,7 @@ def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database
 
 
 def test_many_that_ask_for_the_same_id_at_once_do_it_once(
-    bank: TwoPhaseCommit, database: Database[Document], make_client: Callable[..., MongoClient[Document]]
+    bank: TwoPhaseCommit, database: Db, make_client: MakeClient
 ) -> None:
     """As two processes that were handed the same message; each with a client of its own."""
     protocol = bank._protocol
@@ -188,7 +176,7 @@ def test_many_that_ask_for_the_same_id_at_once_do_it_once(
     ("source", "destination", "value"), [("A", "Z", 1), ("Z", "B", 1), ("A", "B", 1001), ("A", "T", 100)]
 )
 def test_what_cannot_be_done_is_canceled_loudly_and_nothing_stays_applied(
-    bank: TwoPhaseCommit, database: Database[Document], source: str, destination: str, value: int
+    bank: TwoPhaseCommit, database: Db, source: str, destination: str, value: int
 ) -> None:
     """An account that is not there, one that cannot pay, and a balance to which the server can add nothing."""
     make_accounts(database, T="much")  # type: ignore[arg-type]
@@ -198,7 +186,7 @@ def test_what_cannot_be_done_is_canceled_loudly_and_nothing_stays_applied(
 
     assert vars(caught.value)["id"] == 1
     assert vars(caught.value)["reason"] == (database["transactions"].find_one() or {})["reason"] != ""
-    assert state_of(bank, 1) == "canceled"
+    assert bank.read(1).state == "canceled"
     assert balances(database) == before
     assert markers(database) == []
     with pytest.raises(TransactionCanceledError):
@@ -206,9 +194,8 @@ def test_what_cannot_be_done_is_canceled_loudly_and_nothing_stays_applied(
 
 
 def test_any_number_of_participants_in_any_collections(
-    bank: TwoPhaseCommit, database: Database[Document], request: pytest.FixtureRequest
+    bank: TwoPhaseCommit, database: Db, request: pytest.FixtureRequest
 ) -> None:
-    """An order reserves two articles and is marked, or nothing happens."""
     database["stock"].insert_many([{"_id": 1, "left": 3}, {"_id": 2, "left": 0}])
     database["orders"].insert_one({"_id": "o", "lines": {}})
 
@@ -230,10 +217,7 @@ def test_any_number_of_participants_in_any_collections(
     assert database["orders"].find_one({"_id": "o"}, {"lines": 1}) == {"_id": "o", "lines": left}
 
 
-def test_cancel_rolls_back_what_is_pending_and_refuses_what_is_applied(
-    bank: TwoPhaseCommit, database: Database[Document]
-) -> None:
-    """Before it has begun, in the middle, twice, and too late."""
+def test_cancel_rolls_back_what_is_pending_and_refuses_what_is_applied(bank: TwoPhaseCommit, database: Db) -> None:
     waiting = bank.transfer("A", "B", 100, run=False)
     assert bank.cancel(waiting).state == "canceled"
     assert bank.cancel(waiting).state == "canceled"
@@ -255,10 +239,7 @@ def test_cancel_rolls_back_what_is_pending_and_refuses_what_is_applied(
         bank.compensate(waiting)
 
 
-def test_what_is_compensated_has_come_back_when_the_call_returns(
-    bank: TwoPhaseCommit, database: Database[Document]
-) -> None:
-    """Once, however often it is asked for; what was spent meanwhile is an error, and another attempt later."""
+def test_what_is_compensated_has_come_back_when_the_call_returns(bank: TwoPhaseCommit, database: Db) -> None:
     make_accounts(database, C=0)
     done = bank.transfer("A", "C", 100)
     assert balances(database) == {"A": 900, "B": 1000, "C": 100}
@@ -277,72 +258,45 @@ def test_what_is_compensated_has_come_back_when_the_call_returns(
     assert balances(database) == {"A": 1000, "B": 1000, "C": 0}
 
 
-class Interrupting(monitoring.CommandListener):
-    """
-    Has Ctrl-C pressed before a command is sent, or after its answer has come.
-
-    Not before a commit is sent: PyMongo aborts no more then, and the server keeps documents locked for a minute.
-    """
-
-    def __init__(self) -> None:
-        self.left = 0
-        self.when = "started"
-
-    def started(self, event: monitoring.CommandStartedEvent) -> None:
-        if event.command_name != "commitTransaction":
-            self._count("started", event.command_name)
-
-    def succeeded(self, event: monitoring.CommandSucceededEvent) -> None:
-        self._count("succeeded", event.command_name)
-
-    def failed(self, event: monitoring.CommandFailedEvent) -> None:
-        """Nothing."""
-
-    def _count(self, when: str, command: str) -> None:
-        if when == self.when and command not in {"abortTransaction", "endSessions"} and self.left > 0:
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("when", ["started", "succeeded"])
 def test_a_compensation_that_is_interrupted_anywhere_happens_once(
-    bank: TwoPhaseCommit, database: Database[Document], mongo_url: str, when: str
+    bank: TwoPhaseCommit, database: Db, make_client: MakeClient
 ) -> None:
-    """At each of its commands. Recovery finishes what was stored, and whoever asks again finds the same."""
-    interrupting, number, stored = Interrupting(), 0, 0
-    with MongoClient[Document](mongo_url, event_listeners=[interrupting]) as client:
-        fragile = TwoPhaseCommit(
-            None, client[database.name]["transactions"], application="bank", protocol=bank._protocol
-        )
-        fragile.compensate(fragile.transfer("A", "B", 1))  # indexes
-        interrupted = True
-        while interrupted:
-            number += 1
-            done = bank.transfer("A", "B", 100)
-            interrupting.left, interrupting.when = number, when
-            try:
-                fragile.compensate(done)
-            except KeyboardInterrupt:
-                pass
-            else:
-                interrupted = False
-            interrupting.left = 0
-            if number % 2:
-                stored += database["transactions"].count_documents({"_id.compensates": done})
-                bank.recover(0)
-            bank.compensate(done)
-            assert [each["state"] for each in database["transactions"].find({"_id.compensates": done})] == ["done"]
-            assert balances(database) == {"A": 1000, "B": 1000}
+    """Before each of its commands. Recovery finishes what was stored, and whoever asks again finds the same."""
+    sent = CommandRecorder()
+    log = make_client(event_listeners=[sent])[database.name]["transactions"]
+    fragile = TwoPhaseCommit(None, log, application="bank", protocol=bank._protocol)
+    fragile.compensate(fragile.transfer("A", "B", 1))  # indexes
+
+    def interrupt() -> None:
+        # Before a commit PyMongo would abort no more, and the server would keep documents locked for a minute.
+        if "commitTransaction" in sent.sent[-1][1]:
+            sent.meanwhile = {len(sent.sent) + 1: interrupt}
+        elif "abortTransaction" not in sent.sent[-1][1]:
+            raise KeyboardInterrupt
+
+    number, stored, is_done = 0, 0, False
+    while not is_done:
+        number += 1
+        done = bank.transfer("A", "B", 100)
+        sent.meanwhile = {len(sent.sent) + number: interrupt}
+        with suppress(KeyboardInterrupt):
+            fragile.compensate(done)
+            is_done = True
+        sent.meanwhile = {}
+        if number % 2:
+            stored += database["transactions"].count_documents({"_id.compensates": done})
+            bank.recover(0)
+        bank.compensate(done)
+        assert [each["state"] for each in database["transactions"].find({"_id.compensates": done})] == ["done"]
+        assert balances(database) == {"A": 1000, "B": 1000}
     assert number > 4
     assert stored > 1
     assert markers(database) == []
 
 
 def test_a_cancel_that_would_take_back_what_was_spent_stays_visible_until_it_can(
-    bank: TwoPhaseCommit, database: Database[Document]
+    bank: TwoPhaseCommit, database: Db
 ) -> None:
-    """No balance goes below zero, not even by an undo."""
     make_accounts(database, C=0)
     database["transactions"].insert_one({"_id": 3, "source": "A", "destination": "C", "value": 100, "state": "pending"})
     tutorial = Tutorial(database)
@@ -352,7 +306,7 @@ def test_a_cancel_that_would_take_back_what_was_spent_stays_visible_until_it_can
 
     with pytest.raises(TransactionStateError):
         bank.cancel(3)
-    assert state_of(bank, 3) == "canceling"
+    assert bank.read(3).state == "canceling"
     assert "stoppedBy" in (database["transactions"].find_one({"_id": 3}) or {})
     assert [each.after for each in bank.recover(0)] == ["canceling"]
     assert balances(database)["C"] == 40
@@ -364,9 +318,8 @@ def test_a_cancel_that_would_take_back_what_was_spent_stays_visible_until_it_can
 
 @pytest.mark.parametrize("reached", range(7))
 def test_recovery_finishes_what_tutorial_code_has_left_at_any_point(
-    bank: TwoPhaseCommit, database: Database[Document], reached: int
+    bank: TwoPhaseCommit, database: Db, reached: int
 ) -> None:
-    """Documents that know nothing of versions, stopped after each step of the tutorial."""
     tutorial = Tutorial(database)
     steps: list[Callable[[], object]] = [
         lambda: tutorial.apply(1, "A", -100),
@@ -384,12 +337,12 @@ def test_recovery_finishes_what_tutorial_code_has_left_at_any_point(
     report = bank.recover(0)
 
     assert [(each.id, each.after, each.error) for each in report] == ([(1, "done", None)] if reached < 6 else [])
-    assert state_of(bank, 1) == "done"
+    assert bank.read(1).state == "done"
     assert balances(database) == {"A": 900, "B": 1100}
     assert markers(database) == []
 
 
-def test_an_application_leaves_transactions_of_others_alone_unless_asked(database: Database[Document]) -> None:
+def test_an_application_leaves_transactions_of_others_alone_unless_asked(database: Db) -> None:
     """Begun or queued: another one may not know a cluster. Each has the name of its app, or has to be given one."""
     make_accounts(database, A=1000, B=1000)
     log = database["transactions"]
@@ -427,9 +380,7 @@ POISON: list[Document] = [
 ]
 
 
-def test_what_nobody_can_read_is_refused_and_does_not_stop_recovery(
-    bank: TwoPhaseCommit, database: Database[Document]
-) -> None:
+def test_what_nobody_can_read_is_refused_and_does_not_stop_recovery(bank: TwoPhaseCommit, database: Db) -> None:
     """It is reported, each time, and takes no other's turn. Foreign states stay as they are."""
     shape = {"source": "A", "destination": "B", "value": 1, "state": "pending", "lastModified": LONG_AGO}
     database["transactions"].insert_many([{"_id": number, **shape, **each} for number, each in enumerate(POISON)])
@@ -441,11 +392,12 @@ def test_what_nobody_can_read_is_refused_and_does_not_stop_recovery(
     report = {each.id: each for _ in POISON for each in bank.recover(0, limit=3)}
     assert report.pop("good").after == "done"
     assert [number for number, _ in enumerate(POISON) if not report.pop(number).error] == []
-    assert (report, state_of(bank, "frozen")) == ({}, "frozen")
+    assert report == {}
+    assert database["transactions"].count_documents({"_id": "frozen", "state": "frozen"}) == 1
     assert balances(database) == {"A": 999, "B": 1001}
 
 
-def test_recovery_takes_what_is_old_by_the_servers_clock(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+def test_recovery_takes_what_is_old_by_the_servers_clock(bank: TwoPhaseCommit, database: Db) -> None:
     """Fresh ones are somebody's. A time that is missing, or is none, or that Python cannot hold counts as long ago."""
     shape = {"source": "A", "destination": "B", "value": 1, "state": "pending"}
     now = datetime.now(UTC)
@@ -456,12 +408,12 @@ def test_recovery_takes_what_is_old_by_the_servers_clock(bank: TwoPhaseCommit, d
     taken = [each.id for each in bank.recover(limit=3)]
     assert len(taken) == 3
     assert {*taken, *(each.id for each in bank.recover())} == {"old", "timeless", "text", "ancient"}
-    assert state_of(bank, "fresh") == "pending"
+    assert bank.read("fresh").state == "pending"
     assert {each.id for each in bank.recover(timedelta(0))} == {"fresh"}
 
 
 def test_a_participant_that_is_deleted_in_the_middle_leaves_the_sum_of_the_others_right(
-    bank: TwoPhaseCommit, database: Database[Document]
+    bank: TwoPhaseCommit, database: Db
 ) -> None:
     """Deleted before its turn: canceled. Deleted after it was changed: nothing is left to settle there."""
     tutorial = Tutorial(database)

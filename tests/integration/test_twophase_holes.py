@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 from pymongo import MongoClient
-from pymongo.database import Database
-from pymongo.errors import WriteError
 
 from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError
@@ -22,6 +20,8 @@ from mongo_celery.twophase import documents
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
 from tests.fixtures.process import wait_for
 from tests.integration.twophase_rig import (
+    Db,
+    Document,
     Gate,
     advance,
     balances,
@@ -31,8 +31,6 @@ from tests.integration.twophase_rig import (
     markers,
 )
 from tests.rig.commands import CommandRecorder
-
-Document = dict[str, Any]
 
 COMMANDS = 13
 """Of one coordinator: read, look at both and give each a version, claim, apply both, applied, settle, done."""
@@ -44,14 +42,13 @@ FIRST_APPLY, SECOND_APPLY, APPLIED = 9, 10, 11
 
 
 @pytest.fixture
-def accounts(database: Database[Document]) -> Database[Document]:
+def accounts(database: Db) -> Db:
     make_accounts(database, A=1000, B=1000)
     return database
 
 
 @pytest.fixture
-def rescuer(accounts: Database[Document], mongo_client: MongoClient[Document]) -> TwoPhaseCommit:
-    """Give the coordinator of another process, which recovers and cancels."""
+def rescuer(accounts: Db, mongo_client: MongoClient[Document]) -> TwoPhaseCommit:
     return coordinator(mongo_client, accounts.name)
 
 
@@ -65,7 +62,7 @@ def held(rescuer: TwoPhaseCommit, url: str, **hold: int) -> Iterator[tuple[Any, 
 
 
 def test_a_driver_sends_as_many_commands_as_these_tests_hold(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
+    rescuer: TwoPhaseCommit, accounts: Db, mongo_url: str
 ) -> None:
     """Else a hole could open between commands that no test looks at."""
     for commands in (COMMANDS, COMMANDS_WITH_VERSIONS):
@@ -80,7 +77,7 @@ def test_a_driver_sends_as_many_commands_as_these_tests_hold(
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("number", range(1, COMMANDS + 1))
 def test_a_driver_that_was_overtaken_applies_nothing_again_and_leaves_nothing_half_applied(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, when: str, call: str
+    rescuer: TwoPhaseCommit, accounts: Db, mongo_url: str, number: int, when: str, call: str
 ) -> None:
     """Paused at every command, before it is sent and after its answer. Another finishes or cancels; it wakes up."""
     is_canceled = call == "cancel"
@@ -100,31 +97,7 @@ def test_a_driver_that_was_overtaken_applies_nothing_again_and_leaves_nothing_ha
     assert markers(accounts) == []
 
 
-@pytest.mark.parametrize("number", [FIRST_APPLY, SECOND_APPLY])
-def test_without_the_fence_the_same_schedule_applies_twice(
-    rescuer: TwoPhaseCommit,
-    accounts: Database[Document],
-    mongo_url: str,
-    number: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The tests above can fail: a change that is guarded by the marker alone goes through."""
-
-    def marker_alone(collection: Any, part: Any, transaction_id: Any, _participant_version: Any) -> bool:
-        guard = {"_id": part.id, MARKERS: {"$ne": transaction_id}}
-        change = {**part.apply, "$push": {MARKERS: transaction_id}}
-        return bool(collection.update_one(guard, change).matched_count)
-
-    monkeypatch.setattr(documents, "apply", marker_alone)
-    with held(rescuer, mongo_url, hold_before=number):
-        rescuer.recover(0)
-
-    assert balances(accounts) != {"A": 900, "B": 1100}
-
-
-def test_a_version_that_is_given_between_two_statements_leaves_no_marker(
-    accounts: Database[Document], mongo_url: str
-) -> None:
+def test_a_version_that_is_given_between_two_statements_leaves_no_marker(accounts: Db, mongo_url: str) -> None:
     """A participant of the tutorial's own code has none, and may be given one at any moment while it is settled."""
     part = Part(None, accounts["accounts"].full_name, "A", {}, {}, {}, {})
     recorder = CommandRecorder()
@@ -141,16 +114,7 @@ def test_a_version_that_is_given_between_two_statements_leaves_no_marker(
         assert markers(accounts) == [], f"{count} of {len(statements)} statements had been executed"
 
 
-@pytest.mark.parametrize("version", [{}, {PARTICIPANT_VERSION: {"of": 1, "at": 1}}], ids=["without", "with"])
-def test_markers_that_are_no_list_are_not_settled_in_silence(accounts: Database[Document], version: Document) -> None:
-    """P9: the server cannot take a marker out of them."""
-    accounts["accounts"].update_one({"_id": "A"}, {"$set": {MARKERS: "ours", **version}})
-    part = Part(None, accounts["accounts"].full_name, "A", {}, {}, {}, {})
-    with pytest.raises(WriteError):
-        documents.settle(accounts["accounts"], [part], "ours")
-
-
-def test_a_participant_that_has_lost_its_version_is_not_changed(accounts: Database[Document]) -> None:
+def test_a_participant_that_has_lost_its_version_is_not_changed(accounts: Db) -> None:
     """P17: whoever saw none of it would apply twice, since nothing that is settled there renews it."""
     part = Part(None, accounts["accounts"].full_name, "A", {"$inc": {"balance": -100}}, {}, {}, {})
     write_back(accounts, "A")
@@ -162,7 +126,7 @@ def test_a_participant_that_has_lost_its_version_is_not_changed(accounts: Databa
 
 
 def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
+    rescuer: TwoPhaseCommit, accounts: Db, mongo_url: str
 ) -> None:
     """The undo finds no marker, is paused, and then finds one: it begins again, and says nothing of a refusal."""
     late = Gate(hold_before=SECOND_APPLY)
@@ -191,7 +155,7 @@ def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
 
 @pytest.mark.parametrize("left", [None, 1], ids=["no version", "somebody's value in its place"])
 def test_other_transactions_that_move_the_fence_only_make_a_driver_look_again(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, left: object
+    rescuer: TwoPhaseCommit, accounts: Db, mongo_url: str, left: object
 ) -> None:
     """A busy account: both its version and its balance change between the look and the change."""
     if left is not None:
@@ -205,17 +169,14 @@ def test_other_transactions_that_move_the_fence_only_make_a_driver_look_again(
     assert all(list(each[PARTICIPANT_VERSION]) == ["of", "at"] for each in accounts["accounts"].find())
 
 
-# -- participants that an application writes back as a whole -----------------------------------------
-
-
-def write_back(accounts: Database[Document], identity: str) -> None:
+def write_back(accounts: Db, identity: str) -> None:
     """Save a document as an ODM does whose model has `balance` alone: read, then written whole."""
     found = accounts["accounts"].find_one({"_id": identity})
     assert found is not None
     accounts["accounts"].replace_one({"_id": identity}, {"balance": found["balance"], "pendingTransactions": []})
 
 
-def let_go(accounts: Database[Document], identity: Any, stopped: list[Any]) -> None:
+def let_go(accounts: Db, identity: Any, stopped: list[Any]) -> None:
     """End what stands, for those who wait for it."""
     if stopped:
         accounts["transactions"].update_one({"_id": identity}, {"$set": {"state": "canceled"}})
@@ -224,7 +185,7 @@ def let_go(accounts: Database[Document], identity: Any, stopped: list[Any]) -> N
 @pytest.mark.parametrize("number", range(2, COMMANDS + 1))
 @pytest.mark.parametrize("who", ["A", "B"])
 def test_a_participant_that_is_written_back_whole_is_changed_once_or_stops_it_loudly(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str, number: int, who: str
+    rescuer: TwoPhaseCommit, accounts: Db, mongo_url: str, number: int, who: str
 ) -> None:
     """At every command of a coordinator: it sums to 2000, or a person is told and nothing doubles."""
     with held(rescuer, mongo_url, hold_before=number) as (identity, errors):
@@ -246,7 +207,7 @@ def test_a_participant_that_is_written_back_whole_is_changed_once_or_stops_it_lo
 
 @pytest.mark.parametrize("has_change", [True, False])
 def test_what_a_person_puts_right_goes_on_and_nothing_else_does(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], caplog: pytest.LogCaptureFixture, has_change: bool
+    rescuer: TwoPhaseCommit, accounts: Db, caplog: pytest.LogCaptureFixture, has_change: bool
 ) -> None:
     """The error says what to write. Another transaction that was stopped there stays stopped."""
     first, other = (rescuer.transfer("A", "B", 100, run=False) for _ in range(2))
@@ -275,7 +236,7 @@ def test_what_a_person_puts_right_goes_on_and_nothing_else_does(
 
 
 def test_the_look_of_another_transaction_does_not_reopen_the_hole(
-    rescuer: TwoPhaseCommit, accounts: Database[Document], mongo_url: str
+    rescuer: TwoPhaseCommit, accounts: Db, mongo_url: str
 ) -> None:
     """It gives the participant a version again, but not the one that was recorded."""
     with held(rescuer, mongo_url, hold_before=APPLIED) as (identity, errors):

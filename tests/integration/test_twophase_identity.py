@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import partial
@@ -13,36 +14,32 @@ from uuid import UUID
 import pytest
 from bson import Binary, Decimal128, Regex
 from bson.binary import UuidRepresentation
-from pymongo import MongoClient
 from pymongo.collection import Collection
-from pymongo.database import Database
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
-from tests.integration.twophase_rig import Tutorial, balances, make_accounts, markers
+from tests.fixtures.mongo import MakeClient
+from tests.integration.twophase_rig import Db, Document, Tutorial, balances, make_accounts, markers
 
-Document = dict[str, Any]
 TIME = datetime(2020, 1, 1, 12, 0, 0, 123456)  # noqa: DTZ001 - as somebody without time zones writes it
 UUID_ID = UUID("12345678123456781234567812345678")
 
 
 @pytest.fixture
-def bank(database: Database[Document]) -> TwoPhaseCommit:
-    """Give a coordinator over two accounts with 1000 each."""
+def bank(database: Db) -> TwoPhaseCommit:
     make_accounts(database, A=1000, B=1000)
     return TwoPhaseCommit(None, database["transactions"], application="bank", protocol="documents")
 
 
-def adding(database: Database[Document], identity: Any, value: int = 1, **options: Any) -> Participant:
+def adding(database: Db, identity: Any, value: int = 1, **options: Any) -> Participant:
     return Participant(database["stock"], identity, {"$inc": {"n": value}}, **options)
 
 
 def is_refused(call: Callable[[], object]) -> bool:
-    try:
+    with suppress(ConfigurationError):
         call()
-    except ConfigurationError:
-        return True
-    return False
+        return False
+    return True
 
 
 # Untrusted JSON may reach `transfer`: it must not choose documents by a condition.
@@ -106,7 +103,7 @@ def begins(bank: TwoPhaseCommit, stock: Collection[Document]) -> Iterator[tuple[
 
 
 def test_what_cannot_work_is_refused_before_anything_is_written(
-    bank: TwoPhaseCommit, database: Database[Document], make_client: Callable[..., MongoClient[Document]]
+    bank: TwoPhaseCommit, database: Db, make_client: MakeClient
 ) -> None:
     """Stored, it would stay pending for ever, or do something else than what was asked."""
     stock = database["stock"]
@@ -118,7 +115,7 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     assert bank.begin([Participant(stock, 1, ADD)])
 
 
-def test_options_that_cannot_work_are_refused(database: Database[Document]) -> None:
+def test_options_that_cannot_work_are_refused(database: Db) -> None:
     make, given = partial(TwoPhaseCommit, None), {"application": "bank"}
     unfit: list[Document] = [
         *({"application": ""}, {"older_than": 0}, {"timeout": -1}, {"accounts": 3}, {"retention": 60}),
@@ -132,7 +129,7 @@ def test_options_that_cannot_work_are_refused(database: Database[Document]) -> N
     assert is_refused(partial(bank.delay, 1)), "it has no Celery app"
 
 
-def test_a_condition_finds_no_transaction(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+def test_a_condition_finds_no_transaction(bank: TwoPhaseCommit, database: Db) -> None:
     """Nor does one that other code has stored as a participant's id find a participant."""
     bank.transfer("A", "B", 100, run=False)
     for act in (bank.run, bank.cancel, bank.compensate, bank.read):
@@ -146,9 +143,7 @@ def test_a_condition_finds_no_transaction(bank: TwoPhaseCommit, database: Databa
     assert balances(database) == {"A": 1000, "B": 1000}
 
 
-def test_ids_that_only_python_takes_for_equal_are_two_documents(
-    bank: TwoPhaseCommit, database: Database[Document]
-) -> None:
+def test_ids_that_only_python_takes_for_equal_are_two_documents(bank: TwoPhaseCommit, database: Db) -> None:
     accounts = database["accounts"]
     accounts.insert_many([{"_id": each, "balance": 10, "pendingTransactions": []} for each in (1, True)])
     bank.transfer(1, True, 4)
@@ -156,7 +151,7 @@ def test_ids_that_only_python_takes_for_equal_are_two_documents(
 
 
 def test_one_document_under_two_ids_that_the_server_takes_for_equal_is_found_in_time(
-    bank: TwoPhaseCommit, database: Database[Document], make_client: Callable[..., MongoClient[Document]]
+    bank: TwoPhaseCommit, database: Db, make_client: MakeClient
 ) -> None:
     """Money would vanish: the second change would count as done already. By type, by collation and by another alias."""
     database["accounts"].insert_one({"_id": 1, "balance": 10, "pendingTransactions": []})
@@ -180,7 +175,7 @@ def test_one_document_under_two_ids_that_the_server_takes_for_equal_is_found_in_
     assert markers(database) == []
 
 
-def test_without_markers_one_document_may_take_part_twice(database: Database[Document]) -> None:
+def test_without_markers_one_document_may_take_part_twice(database: Db) -> None:
     """In a MongoDB transaction both changes are made once, also where only the server knows that they meet."""
     bank = TwoPhaseCommit(None, database["transactions"], application="bank")
     database["stock"].insert_one({"_id": 1, "n": 0})
@@ -188,9 +183,7 @@ def test_without_markers_one_document_may_take_part_twice(database: Database[Doc
     assert [each["n"] for each in database["stock"].find()] == [11]
 
 
-def test_one_document_that_was_changed_already_is_left_to_people(
-    bank: TwoPhaseCommit, database: Database[Document]
-) -> None:
+def test_one_document_that_was_changed_already_is_left_to_people(bank: TwoPhaseCommit, database: Db) -> None:
     """Other code began it: which of the two changes it has made cannot be known, so neither is undone."""
     database["accounts"].insert_one({"_id": 1, "balance": 10, "pendingTransactions": []})
     database["transactions"].insert_one({"_id": "t", "source": 1, "destination": 1.0, "value": 4, "state": "pending"})
@@ -210,7 +203,7 @@ def test_one_document_that_was_changed_already_is_left_to_people(
         {"n": {"$lt": 2**40}, "nothing": None},
     ],
 )
-def test_a_rule_that_survives_is_kept(bank: TwoPhaseCommit, database: Database[Document], rule: Document) -> None:
+def test_a_rule_that_survives_is_kept(bank: TwoPhaseCommit, database: Db, rule: Document) -> None:
     """And all elements of an array may be changed."""
     values = {"n": 0, "sku": "Lamp", "at": TIME, "u": Binary.from_uuid(UUID_ID)}
     database["stock"].insert_one({"_id": 1, "items": [{"n": 1}, {"n": 2}], **values})
@@ -220,7 +213,7 @@ def test_a_rule_that_survives_is_kept(bank: TwoPhaseCommit, database: Database[D
 
 
 @pytest.mark.parametrize("kind", [UuidRepresentation.STANDARD, UuidRepresentation.JAVA_LEGACY])
-def test_uuids_are_sent_as_the_given_collection_encodes_them(database: Database[Document], kind: int) -> None:
+def test_uuids_are_sent_as_the_given_collection_encodes_them(database: Db, kind: int) -> None:
     """Whatever the log's own collection does with them; and one that is a transaction's id stops no recovery."""
     make_accounts(database, A=1000, B=1000)
     options = database.codec_options.with_options(uuid_representation=kind)

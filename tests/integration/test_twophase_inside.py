@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,24 +12,22 @@ import pytest
 from celery import Celery
 from pymongo import MongoClient
 from pymongo.client_session import ClientSession
-from pymongo.database import Database
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Participant, TwoPhaseCommit, transactional
-from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionError, TransactionStateError
 from mongo_celery.twophase.twophase import get_engine
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
-from tests.fixtures.process import Processes
 from tests.fixtures.proxy import Proxy
-from tests.integration.twophase_rig import advance, balances, coordinator, make_accounts
+from tests.integration.twophase_rig import Db, Document, advance, balances, coordinator, make_accounts
 
-Document = dict[str, Any]
+Client = MongoClient[Document]
 NO_SUCH_TRANSACTION = 251
 
 
 @pytest.fixture
-def bank(database: Database[Document]) -> TwoPhaseCommit:
+def bank(database: Db) -> TwoPhaseCommit:
     make_accounts(database, A=1000, B=1000)
     database.create_collection("orders")
     app = Celery("bank", broker="memory://", set_as_current=False)
@@ -38,7 +35,7 @@ def bank(database: Database[Document]) -> TwoPhaseCommit:
 
 
 @pytest.fixture
-def client(bank: TwoPhaseCommit) -> MongoClient[Document]:
+def client(bank: TwoPhaseCommit) -> Client:
     return bank.transactions.database.client
 
 
@@ -47,7 +44,7 @@ def orders(bank: TwoPhaseCommit) -> list[Any]:
 
 
 def test_what_is_refused_or_canceled_inside_fails_nothing_else(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+    bank: TwoPhaseCommit, client: Client, database: Db
 ) -> None:
     """The body catches it, and what else it does is committed; what is stored already keeps its outcome."""
     bank.transfer("A", "B", 1, id="done")
@@ -82,9 +79,7 @@ def test_what_is_refused_or_canceled_inside_fails_nothing_else(
     assert list(database["orders"].find()) == [{"_id": 1}, {"_id": 2}]
 
 
-def test_a_change_that_the_server_refuses_fails_the_whole(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
-) -> None:
+def test_a_change_that_the_server_refuses_fails_the_whole(bank: TwoPhaseCommit, client: Client, database: Db) -> None:
     """The server has aborted the transaction by then, whoever catches the error."""
     database["accounts"].insert_one({"_id": "T", "balance": "much", "pendingTransactions": []})
 
@@ -100,7 +95,7 @@ def test_a_change_that_the_server_refuses_fails_the_whole(
 
 
 def test_transactions_that_ask_for_the_same_id_at_once_pay_once(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+    bank: TwoPhaseCommit, client: Client, database: Db
 ) -> None:
     """As two processes with one message: each commits what else it does."""
 
@@ -120,7 +115,7 @@ def test_transactions_that_ask_for_the_same_id_at_once_pay_once(
 
 
 def test_a_transaction_of_the_drivers_is_joined_by_its_session(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+    bank: TwoPhaseCommit, client: Client, database: Db
 ) -> None:
     """Nobody says when that is committed, so nothing is queued in it; a session without a transaction is refused."""
     stored = bank.transfer("A", "B", 1, run=False)
@@ -144,9 +139,9 @@ def test_a_transaction_of_the_drivers_is_joined_by_its_session(
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_an_error_of_a_payment_that_is_caught_fails_the_drivers_own_transaction(
     bank: TwoPhaseCommit,
-    client: MongoClient[Document],
-    database: Database[Document],
-    failpoint: Any,
+    client: Client,
+    database: Db,
+    failpoint: Failpoint,
     lost: list[str],
     is_stored: bool,
     skipped: int,
@@ -185,15 +180,11 @@ def test_an_error_of_a_payment_that_is_caught_fails_the_drivers_own_transaction(
 
 
 def test_a_payment_that_reaches_no_server_fails_the_drivers_own_transaction(
-    database: Database[Document],
-    replica_set: MongoReplicaSet,
-    make_proxy: Callable[[int], Proxy],
-    make_client: MakeClient,
+    database: Db, proxy: Proxy, make_client: MakeClient
 ) -> None:
     """P18: the payment would have begun the transaction. What follows it must not begin another one without it."""
     make_accounts(database, A=1000, B=1000)
     database.create_collection("orders")
-    proxy = make_proxy(replica_set.primary.port)
     client = make_client(proxy.mongo_url)
     bank = TwoPhaseCommit(None, client[database.name]["transactions"], application="bank", recover_every=None)
     get_engine(bank).log.prepare()
@@ -216,7 +207,7 @@ def test_a_payment_that_reaches_no_server_fails_the_drivers_own_transaction(
 
 
 def test_a_thread_of_the_body_pays_with_its_session_or_not_at_all(
-    bank: TwoPhaseCommit, client: MongoClient[Document], database: Database[Document]
+    bank: TwoPhaseCommit, client: Client, database: Db
 ) -> None:
     """A thread that has a copy of its context is refused; one that is handed the session joins."""
 
@@ -235,10 +226,7 @@ def test_a_thread_of_the_body_pays_with_its_session_or_not_at_all(
 
 
 def test_a_payment_joins_the_innermost_transaction_or_none(
-    bank: TwoPhaseCommit,
-    client: MongoClient[Document],
-    database: Database[Document],
-    make_client: Callable[[], MongoClient[Document]],
+    bank: TwoPhaseCommit, client: Client, database: Db, make_client: MakeClient
 ) -> None:
     """In one that is begun inside it would be made again with each repetition of that, and be committed with both."""
 
@@ -263,103 +251,3 @@ def test_a_payment_joins_the_innermost_transaction_or_none(
     with client.start_session() as drivers, drivers.start_transaction():
         transactional(make_client(), independent=True).run(repeated)
     assert balances(database) == {"A": 990, "B": 1010}
-
-
-DJANGO = """
-import sys
-import django
-from django.conf import settings
-
-url, name = sys.argv[1:]
-settings.configure(
-    DATABASES={"default": {"ENGINE": "django_mongodb_backend", "HOST": url, "NAME": name}},
-    DEFAULT_AUTO_FIELD="django_mongodb_backend.fields.ObjectIdAutoField",
-    INSTALLED_APPS=[],
-)
-django.setup()
-from celery import Celery
-from django.db import connection, models
-from django_mongodb_backend import transaction
-from pymongo import MongoClient
-from pymongo.errors import OperationFailure, PyMongoError
-from mongo_celery import OutboxCollection, Participant, TwoPhaseCommit
-from mongo_celery.errors import ConfigurationError
-
-class Seat(models.Model):
-    number = models.IntegerField()
-    class Meta:
-        app_label = "shop"
-        db_table = "seats"
-
-with connection.schema_editor() as editor:
-    editor.create_model(Seat)
-connection.get_collection("accounts").insert_many([{"_id": each, "balance": 1000} for each in "AB"])
-app = Celery("shop", broker="memory://")
-bank = TwoPhaseCommit(app, lambda: connection.get_collection("transactions"), recover_every=None)
-other = TwoPhaseCommit(app, MongoClient(url)[name]["transactions"], name="other", recover_every=None)
-outbox = OutboxCollection(app, lambda: connection.get_collection("outbox"), sweep_every=None, at_once=False)
-runs = []
-
-for fails in (True, False):
-    try:
-        with transaction.atomic():
-            Seat.objects.create(number=1)
-            bank.transfer("A", "B", 10)
-            try:
-                other.transfer("A", "B", 100)
-            except ConfigurationError:
-                runs.append(1)
-            if fails:
-                raise KeyError
-    except KeyError:
-        pass
-for is_caught in (False, True):  # what an inner block has written and sent has the fate of the outermost one
-    try:
-        with transaction.atomic():
-            try:
-                with outbox.atomic():
-                    Seat.objects.create(number=2)
-                    app.send_task("ticket")
-                    raise KeyError
-            except KeyError:
-                if not is_caught:
-                    raise
-    except KeyError:
-        pass
-assert runs == [1, 1], runs
-assert [seat.number for seat in Seat.objects.order_by("number")] == [1, 2]
-assert [each["state"] for each in bank.transactions.find()] == ["done"]
-assert outbox.status().pending == 1
-
-accounts, more = connection.get_collection("accounts"), connection.get_collection("more")
-more.insert_one({"_id": "C", "balance": 0})
-parts = [Participant(accounts, "A", {"$inc": {"balance": -10}}), Participant(more, "C", {"$inc": {"balance": 10}})]
-lost = {"failCommands": ["update", "abortTransaction"], "closeConnection": True}
-admin = accounts.database.client.admin
-try:
-    with transaction.atomic():
-        Seat.objects.create(number=3)
-        # The first participant is changed, and no abort reaches the server.
-        admin.command("configureFailPoint", "failCommand", mode={"skip": 1}, data=lost)
-        try:
-            bank.begin(parts, run=True)
-        except PyMongoError:
-            runs.append(3)
-        finally:
-            admin.command("configureFailPoint", "failCommand", mode="off")
-    runs.append("committed")
-except OperationFailure as error:
-    assert error.code == 251, error
-admin.command("killAllSessions", [])  # else what no abort has reached locks the collections for a minute
-assert runs[2:] == [3], runs
-assert [each.find_one()["balance"] for each in (accounts, more)] == [990, 0]
-"""
-
-
-def test_djangos_transactions_have_payments_in_them(
-    processes: Processes, database: Database[Document], mongo_url: str
-) -> None:
-    """P18: an `atomic` whose payment has failed cannot be committed. Another client is refused."""
-    pytest.importorskip("django_mongodb_backend", reason="it is not installed: pip install -e '.[dev]'")
-    sold = processes.python("django", "-c", DJANGO, mongo_url, database.name)
-    assert sold.wait() == 0, sold.text

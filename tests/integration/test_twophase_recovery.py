@@ -14,7 +14,6 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from prometheus_client import CollectorRegistry
 from pymongo import MongoClient
-from pymongo.database import Database
 from pymongo.errors import PyMongoError
 from redis import Redis
 
@@ -22,32 +21,23 @@ from mongo_celery import Outbox, TwoPhaseCommit
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.periodic_requests import PeriodicRequests
 from mongo_celery.embedded import MongoReplicaSet
-from mongo_celery.errors import (
-    TransactionCanceledError,
-    TransactionStateError,
-    TransactionTimeoutError,
-)
+from mongo_celery.errors import TransactionCanceledError, TransactionStateError, TransactionTimeoutError
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.twophase import recovery
 from mongo_celery.twophase.prometheus import TransactionCollector
 from mongo_celery.twophase.recoveries import recovery_watch
 from mongo_celery.twophase.tasks import RECOVER_TASK
 from mongo_celery.twophase.twophase import get_engine, get_recoveries
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.integration.clusters_rig import START, Clusters
-from tests.integration.twophase_rig import Tutorial, advance, balances, make_accounts
-
-Document = dict[str, Any]
-LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
+from tests.integration.twophase_rig import LONG_AGO, Db, Document, Tutorial, advance, balances, make_accounts
 
 
 @pytest.fixture
-def bank(database: Database[Document]) -> TwoPhaseCommit:
+def bank(database: Db) -> TwoPhaseCommit:
     make_accounts(database, A=1000, B=1000)
     return TwoPhaseCommit(Celery("bank", broker="memory://"), database["transactions"])
-
-
-# -- whose turn it is ------------------------------------------------------------------------------
 
 
 def test_those_of_a_cluster_that_is_away_keep_nobody_from_the_turn(
@@ -78,7 +68,6 @@ def test_those_of_a_cluster_that_is_away_keep_nobody_from_the_turn(
 
 
 def test_looking_ends_with_the_time_too(other_cluster: MongoReplicaSet) -> None:
-    """What commands and pages show: nobody waits for a log that does not answer."""
     with MongoClient[Document](other_cluster.url) as client:
         bank = TwoPhaseCommit(None, client["looks"]["transactions"], application="bank", timeout=0.5)
         assert bank.find(["pending"], limit=1) == []
@@ -137,7 +126,7 @@ def test_what_is_owed_beside_a_dead_cluster_comes_back_at_once(
 
 
 def test_a_take_over_whose_answer_is_lost_is_finished_by_the_same_recovery(
-    bank: TwoPhaseCommit, database: Database[Document], failpoint: Any
+    bank: TwoPhaseCommit, database: Db, failpoint: Failpoint
 ) -> None:
     """P17, P18: otherwise its money would wait until it counts as abandoned once more."""
     advance(bank, bank.transfer("A", "B", 10, run=False))
@@ -164,12 +153,7 @@ def test_many_steps_of_one_moment_are_all_read(bank: TwoPhaseCommit) -> None:
     assert sorted(each.id for each in report if each.stopped) == [each["_id"] for each in many]
 
 
-# -- whether anybody recovers ----------------------------------------------------------------------
-
-
-def test_whoever_leads_a_bridge_asks_for_it_too(
-    database: Database[Document], redis_url: str, redis_client: Redis
-) -> None:
+def test_whoever_leads_a_bridge_asks_for_it_too(database: Db, redis_url: str, redis_client: Redis) -> None:
     """Again and again, and for sweeps of outboxes; of what says that something else sees to it, nothing."""
     app = Celery("shop", broker=redis_url)
     Outbox(app, database["orders"], sweep_every=600)
@@ -222,34 +206,6 @@ def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
     assert errors == ["nobody_recovers"]
 
 
-def test_a_recovery_that_lasts_is_one_all_the_same(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says so while it goes on, and what it has done is noted also where a time limit ends it."""
-    seen: list[tuple[bool | None, float]] = []
-    watch = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 600.0)
-
-    read_pages = recovery.Recoverer._read_pages
-
-    def first_page(recoverer: recovery.Recoverer, limit: int) -> Iterator[Any]:
-        yield next(iter(read_pages(recoverer, limit)))
-        last = get_recoveries(clusters.bank).last()
-        assert last is not None
-        seen.append((watch.look(), last.seconds))
-        raise SoftTimeLimitExceeded
-
-    identity = clusters.begin("own", "west", value=1)
-    clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
-    monkeypatch.setattr(recovery.Recoverer, "_read_pages", first_page)
-    with pytest.raises(SoftTimeLimitExceeded):
-        clusters.bank.recover()
-
-    ((is_recovered, sign),) = seen
-    assert is_recovered
-    assert 0 <= sign < 600
-    last = get_recoveries(clusters.bank).last()
-    assert last is not None
-    assert last.outcomes == {"done": 1, "canceled": 0}
-
-
 def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCommit) -> None:
     """From notes that recovery leaves, so it does not matter which process is scraped."""
     registry = CollectorRegistry()
@@ -272,7 +228,42 @@ def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCom
     assert (value("recovery_age_seconds") or 0) < 600
 
 
-# -- what is removed -------------------------------------------------------------------------------
+def test_a_recovery_is_noted_while_it_lasts_and_when_a_time_limit_ends_it(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 600.0)
+    read_pages = recovery.Recoverer._read_pages
+
+    def first_page(recoverer: recovery.Recoverer, limit: int) -> Iterator[Any]:
+        yield next(iter(read_pages(recoverer, limit)))
+        assert watch.look()
+        raise SoftTimeLimitExceeded
+
+    identity = clusters.begin("own", "west", value=1)
+    clusters.log.update_one({"_id": identity}, {"$set": {"queuedAt": LONG_AGO, "lastModified": LONG_AGO}})
+    monkeypatch.setattr(recovery.Recoverer, "_read_pages", first_page)
+    with pytest.raises(SoftTimeLimitExceeded):
+        clusters.bank.recover()
+    last = get_recoveries(clusters.bank).last()
+    assert last is not None
+    assert last.outcomes == {"done": 1, "canceled": 0}
+
+
+def test_a_successor_of_the_same_id_is_not_noted_as_compensated(
+    bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction expires in the middle of the call, and its id is used again."""
+    bank.transfer("A", "B", 100, id="order")
+    log = get_engine(bank).log
+
+    def replace() -> None:
+        monkeypatch.undo()
+        bank.transactions.delete_one({"_id": "order"})
+        bank.transfer("A", "B", 7, id="order")
+
+    monkeypatch.setattr(log, "prepare", replace)
+    assert bank.compensate("order")["of"] == bank.read("order").coordinator
+    assert balances(bank.transactions.database) == {"A": 900, "B": 1100}
 
 
 @pytest.mark.parametrize("is_run", [True, False])
@@ -289,26 +280,7 @@ def test_an_id_that_is_used_again_has_a_compensation_of_its_own(bank: TwoPhaseCo
     assert balances(bank.transactions.database) == {"A": 1000, "B": 1000}
 
 
-def test_a_successor_of_the_same_id_is_not_noted_as_compensated(
-    bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The transaction expires in the middle of the call, and its id is used again."""
-    bank.transfer("A", "B", 100, id="order")
-    log = get_engine(bank).log
-    prepare = log.prepare
-
-    def replace() -> None:
-        monkeypatch.setattr(log, "prepare", prepare)
-        bank.transactions.delete_one({"_id": "order"})
-        bank.transfer("A", "B", 7, id="order")
-
-    monkeypatch.setattr(log, "prepare", replace)
-    assert bank.compensate("order")["of"] == bank.read("order").coordinator
-    assert balances(bank.transactions.database) == {"A": 900, "B": 1100}
-
-
 def test_a_compensation_that_was_removed_is_not_made_again(bank: TwoPhaseCommit) -> None:
-    """As when the retention is shorter by now: nobody can know if it was done."""
     done = bank.transfer("A", "B", 100)
     bank.transactions.delete_one({"_id": bank.compensate(done)})
     with pytest.raises(TransactionStateError):
@@ -318,7 +290,7 @@ def test_a_compensation_that_was_removed_is_not_made_again(bank: TwoPhaseCommit)
 
 @pytest.mark.parametrize("options", [{"retention": 3600}, {}, {"retention": None}])
 def test_what_is_final_expires_by_default_and_a_compensation_after_what_it_takes_back(
-    database: Database[Document], options: dict[str, Any]
+    database: Db, options: dict[str, Any]
 ) -> None:
     """It must not be done again when it is gone. What is not final has no end."""
     make_accounts(database, A=1000, B=1000)
@@ -339,7 +311,7 @@ def test_what_is_final_expires_by_default_and_a_compensation_after_what_it_takes
     assert first.get("expiresAt", 0) <= second.get("expiresAt", 0)
 
 
-def test_what_nobody_begins_expires(bank: TwoPhaseCommit, database: Database[Document]) -> None:
+def test_what_nobody_begins_expires(bank: TwoPhaseCommit, database: Db) -> None:
     """Recovery cancels it after the retention of who has stored it; what was queued, or is younger, is somebody's."""
     keeping = TwoPhaseCommit(
         Celery("bank", broker="memory://"), database["transactions"], retention=3600, older_than=0.001

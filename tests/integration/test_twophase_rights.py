@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,11 +17,9 @@ from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import AccessError, MongoCeleryError, TransactionCanceledError, TransactionStateError
 from mongo_celery.twophase.twophase import get_recoveries
 from tests.fixtures.rights import UrlOf
-from tests.integration.twophase_rig import advance
+from tests.integration.twophase_rig import LONG_AGO, Document, advance
 
-Document = dict[str, Any]
 PAGE = Path(__file__).parents[2] / "docs/security.md"
-LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 START = 1000
 
 LOG, NOTES = "transactions", "transactionRecoveries"
@@ -36,8 +33,6 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Right:
-    """One action on one collection."""
-
     cluster: str
     collection: str
     action: str
@@ -92,20 +87,16 @@ class Guarded:
     def allow(self, *without: Right, optional: bool = False) -> TwoPhaseCommit:
         """With all rights that are needed, and the optional ones if they are asked for, but for some."""
         given = [each for each in RIGHTS if each not in without and (optional or not each.is_optional)]
+        resources = [{"db": f"{self._name}_{each.cluster}", "collection": each.collection} for each in given]
         privileges = [
-            {
-                "resource": {"db": f"{self._name}_{each.cluster}", "collection": each.collection},
-                "actions": [each.action],
-            }
-            for each in given
+            {"resource": resource, "actions": [each.action]} for resource, each in zip(resources, given, strict=True)
         ]
         self._root.admin.command("updateRole", self._name, privileges=privileges)
         own, east = MongoClient[Document](self._url), MongoClient[Document](self._url)
         self._mine += [own, east]
         self._east = east
-        return TwoPhaseCommit(
-            None, self._database(own, "own")[LOG], application="bank", clients={"east": east}, timeout=20
-        )
+        log = self._database(own, "own")[LOG]
+        return TwoPhaseCommit(None, log, application="bank", clients={"east": east}, timeout=20)
 
     def across(self, bank: TwoPhaseCommit, value: int, *, receives: Document | None = None, **options: Any) -> Any:
         paying, paid = {"$inc": {"balance": -value}}, {"$inc": {"balance": value}}
@@ -137,7 +128,6 @@ def guarded(guarded_url: UrlOf) -> Iterator[Guarded]:
 
 
 def work(guarded: Guarded, bank: TwoPhaseCommit) -> None:
-    """All that a coordinator does, forward, backward and by recovery; nothing is moved in the end."""
     inside = bank.transfer("A", "B", 100)
     bank.compensate(inside)
     with pytest.raises(TransactionCanceledError):
@@ -164,7 +154,6 @@ def events(caplog: pytest.LogCaptureFixture) -> set[str]:
 def test_the_rights_that_are_needed_suffice_and_say_what_else_is_missing(
     guarded: Guarded, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the optional ones: no index, and no note of a recovery."""
     bank = guarded.allow()
     work(guarded, bank)
     assert events(caplog) >= {"index_refused", "recovery_unnoted"}

@@ -38,7 +38,6 @@ OPTIONS = [
 
 @pytest.fixture(params=OPTIONS, ids=["available", "linearizable", "snapshot", "local"])
 def url(request: pytest.FixtureRequest, mongo_url: str) -> str:
-    """Give the address of the session's set with options that people have."""
     return f"{mongo_url}{'&' if '?' in mongo_url else '/?'}{request.param}&serverSelectionTimeoutMS=3000"
 
 

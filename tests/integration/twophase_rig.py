@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from pymongo import MongoClient, monitoring
@@ -15,6 +16,8 @@ from mongo_celery.twophase.transaction import Transaction
 from mongo_celery.twophase.twophase import get_engine
 
 Document = dict[str, Any]
+Db = Database[Document]
+LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 HELD_SECONDS_MAX = 120.0
 
 
@@ -53,18 +56,17 @@ class Gate(monitoring.CommandListener):
         assert self.released.wait(HELD_SECONDS_MAX), "nobody let the held coordinator go on"
 
 
-def make_accounts(database: Database[Document], **balances: int) -> None:
-    """Accounts as the tutorial has them."""
+def make_accounts(database: Db, **balances: int) -> None:
     database["accounts"].insert_many(
         [{"_id": name, "balance": balance, "pendingTransactions": []} for name, balance in balances.items()]
     )
 
 
-def balances(database: Database[Document]) -> dict[str, int]:
+def balances(database: Db) -> dict[str, int]:
     return {each["_id"]: each["balance"] for each in database["accounts"].find()}
 
 
-def markers(database: Database[Document]) -> list[Any]:
+def markers(database: Db) -> list[Any]:
     return [marker for each in database["accounts"].find() for marker in each["pendingTransactions"]]
 
 
@@ -83,7 +85,6 @@ def advance(bank: TwoPhaseCommit, identity: Any) -> Transaction:
 
 
 def step(bank: TwoPhaseCommit, identity: Any) -> Transaction:
-    """Take a transaction over, and perform one step."""
     engine = get_engine(bank)
     coordinator = engine.make_coordinator()
     with engine.limit_calls():
@@ -126,7 +127,7 @@ def held_run(bank: TwoPhaseCommit, transaction_id: Any, released: threading.Even
 class Tutorial:
     """MongoDB's tutorial as it stands, for one application: no version of a transaction or a participant."""
 
-    def __init__(self, database: Database[Document]) -> None:
+    def __init__(self, database: Db) -> None:
         self.accounts = database["accounts"]
         self.transactions = database["transactions"]
 

@@ -263,17 +263,6 @@ class Deployment(Project):
 
         return wait_for(found, timeout, lambda: f"{item}: {self.of(item)}")
 
-    def wait_read(self, count: int) -> None:
-        """Wait until the listener says that so many changes are read and not yet done."""
-
-        def read() -> bool:
-            lease = self.state["leases"].find_one({"_id": "chain"}) or {}
-            report = lease.get("report") or {}
-            stored = self.state["backlog"].count_documents({"part": None})
-            return stored + sum(int(report.get(each, 0)) for each in ("inFlight", "buffered")) >= count
-
-        wait_for(read, message=f"{count} changes are read")
-
     # -- judging -----------------------------------------------------------------------------------
 
     def allow(self, item: Due, again: int = 1) -> Due:

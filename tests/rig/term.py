@@ -16,8 +16,9 @@ from pymongo.database import Database
 from mongo_celery.bridge.change import Change
 from mongo_celery.bridge.handlers import Handler, make_handler
 from mongo_celery.bridge.listener.renewal import Renewal
-from mongo_celery.bridge.listener.subscription import Subscription, TermFacts, make_partitions
+from mongo_celery.bridge.listener.subscription import Subscription, make_partitions
 from mongo_celery.bridge.listener.takeover import Takeover, find_rule, find_undeliverable, take_over
+from mongo_celery.bridge.listener.term_facts import TermFacts
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import Advance, Subscriptions

@@ -20,6 +20,7 @@ from mongo_celery.bridge.operations.acts import PartResult
 from mongo_celery.bridge.operations.commands import PartitionResult
 from mongo_celery.bridge.operations.lookups import BlockedChange, Whereabouts
 from mongo_celery.bridge.operations.snapshot_commands import SnapshotResult
+from mongo_celery.cli.acting import acting_on
 from mongo_celery.cli.outbox_view import plain_health
 from mongo_celery.cli.tools import main
 from mongo_celery.findings import Finding
@@ -27,6 +28,7 @@ from mongo_celery.outbox.dead_letters import DeadLetter
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.health import OutboxHealth
 from mongo_celery.outbox.runtime import OutboxStatus
+from mongo_celery.plan import Plan, PlanResult
 
 PAGE = Path(__file__).parents[2] / "docs/operations/json.md"
 WIDTH = 80
@@ -87,6 +89,23 @@ def test_what_is_no_partition_is_answered_with_the_command_that_lists_them(comma
         done = CliRunner().invoke(ALL[f"changes {command}"].command, ["--", "summarise", typed])
         assert done.exit_code == 2
         assert "celery -A APP changes status --all" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_command_of_which_something_is_refused_ends_with_status_1(words: list[str]) -> None:
+    """In part or as a whole. A plan with nothing to do is no failure."""
+    results = [PlanResult(lines=["cleaned 1"], refused=["2 is locked."]), PlanResult(lines=["cleaned"]), None]
+    ends = []
+    for result in results:
+
+        @click.command()
+        @acting_on("name", click.option("--name"), lambda _, name: name)
+        def command(_name: str | None, result: PlanResult | None = result) -> Plan:
+            act = None if result is None else lambda: result
+            return Plan(command="clean", lines=["would clean"], act=act, fields={})
+
+        ends.append(CliRunner().invoke(command, words).exit_code)
+    assert ends == [1, 0, 0]
 
 
 def rows(text: str) -> dict[str, str]:

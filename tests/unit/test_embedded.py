@@ -91,6 +91,17 @@ def test_a_server_that_cannot_start_says_why(
         RedisServer(port=port).start()
 
 
+def test_a_taken_port_is_replaced_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A port lost to another process between choice and use costs a retry, not the start."""
+    seen = tmp_path / "seen"
+    script = f"""if [ -e {seen} ]; then echo Ready to accept connections; exec sleep 60; fi
+        touch {seen}; echo 'bind: Address already in use'; exit 1"""
+
+    monkeypatch.setenv(VARIABLE, str(program(tmp_path / "redis-server", script)))
+    with RedisServer() as server:
+        assert server.running
+
+
 def test_a_child_is_not_tied_to_the_thread_that_started_it() -> None:
     """The kernel ties a child to the thread that forked: that must not be the caller's."""
     started = []

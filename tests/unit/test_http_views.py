@@ -14,11 +14,12 @@ from mongo_celery.bridge.listener.activity import Activity
 from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, unreadable
 from mongo_celery.bridge.operations.judgement import judge
 from mongo_celery.bridge.operations.snapshot_reader import shape
-from mongo_celery.findings import degraded
+from mongo_celery.findings import degraded, failing
 from tests.unit.test_status import facts, image
 
 HEALTHY = judge(shape(facts()))
 HALTED = judge(shape(facts(images=[image(0), image(1, state="halted", error="ValueError: no", retry={})])))
+MARKUP = "<b>'{names}' & \"x\"</b>"
 
 
 def metrics_of(shown: BridgeSnapshot) -> dict[tuple[str, ...], float]:
@@ -36,6 +37,14 @@ def metrics_of(shown: BridgeSnapshot) -> dict[tuple[str, ...], float]:
 
 def page_of(shown: BridgeSnapshot, host: str = "one") -> str:
     return render_page([shown], host, 42)
+
+
+def test_a_value_is_escaped_wherever_it_is() -> None:
+    """It is neither markup nor a field of the template."""
+    finding = failing(MARKUP, f"{MARKUP} `{MARKUP}`", MARKUP)
+    text = page_of(replace(HEALTHY, bridge=MARKUP, findings=(finding,)), host=MARKUP)
+    assert "<b>'" not in text
+    assert "&lt;b&gt;&#x27;{names}&#x27; &amp; &quot;x&quot;&lt;/b&gt;" in text
 
 
 def test_all_commands_of_a_finding_can_be_copied_and_no_other_text() -> None:

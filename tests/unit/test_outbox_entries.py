@@ -18,19 +18,13 @@ from mongo_celery import STORED_ID, Event
 from mongo_celery.errors import OutboxRefusedError
 from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.canvas import bind_message
-from mongo_celery.outbox.entries import (
-    Entry,
-    bind_event,
-    make_event_entry,
-    make_task_entries,
-)
+from mongo_celery.outbox.entries import Entry, bind_event, make_event_entry, make_task_entries
 
 NOW = datetime(2024, 2, 29, 12, 0, 0, tzinfo=UTC)
 KEY = ObjectId("1" * 24)
 
 
 def task_entry(*given: Any) -> Entry:
-    """Return the one entry of a task."""
     (entry,) = make_task_entries(*given)
     return entry
 
@@ -45,8 +39,7 @@ def an_app() -> Iterator[Celery]:
 
 @pytest.fixture(name="note")
 def a_task(app: Celery) -> Any:
-    def note(*args: Any, **kwargs: Any) -> None:
-        """Take anything."""
+    def note(*args: Any, **kwargs: Any) -> None: ...
 
     return app.task(name="note", shared=False)(note)
 
@@ -56,7 +49,6 @@ def decoded(entry: Entry) -> Any:
 
 
 def ids_in(canvas: Any) -> set[str]:
-    """Every task id in a stored canvas, wherever it stands."""
     found = set()
     if isinstance(canvas, dict):
         found |= {canvas["task_id"]} if isinstance(canvas.get("task_id"), str) else set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -17,20 +16,12 @@ from mongo_celery.outbox.prometheus import OutboxCollector
 from mongo_celery.outbox.runtime import OutboxStatus
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
+from tests.fixtures.tasks import register_tasks
 
 Document = dict[str, Any]
 
 NOWHERE = "mongodb://127.0.0.1:1/?serverSelectionTimeoutMS=300"
-QUIET = OutboxStatus(
-    outbox="shop.orders",
-    documents=0,
-    pending=0,
-    oldest_seconds=None,
-    failing=0,
-    dead_letters=0,
-    dispatched=0,
-    failures=0,
-)
+QUIET: Document = {"documents": 0, "pending": 0, "oldest_seconds": None, "failing": 0, "dead_letters": 0}
 
 
 def quiet_app() -> Celery:
@@ -38,20 +29,16 @@ def quiet_app() -> Celery:
 
 
 def field(count: int, seconds: float, **entry: Any) -> Document:
-    """A document's entries, the oldest written so long ago."""
     at = datetime.now(UTC) - timedelta(seconds=seconds)
     events = [{"id": f"e{number}", "at": at, "attempts": 0, **entry} for number in range(count)]
     return {FIELD: {"count": count, "events": events}}
-
-
-# -- status ----------------------------------------------------------------------------------------
 
 
 def test_a_status_counts_documents_entries_ages_and_failures(database: Database[Document]) -> None:
     """By the server's clock, which a writer's may be ahead of. A damaged entry hides none."""
     orders = database["orders"]
     outbox = Outbox(quiet_app(), orders, sweep_every=None, database=f"{database.name}_none")
-    assert outbox.status() == replace(QUIET, outbox=orders.full_name)
+    assert outbox.status() == OutboxStatus(outbox=orders.full_name, dispatched=0, failures=0, **QUIET)
     orders.insert_one(field(2, -60))
     assert outbox.status().oldest_seconds == 0
     orders.insert_many([{FIELD: {"count": 1, "events": events}} for events in ([{"at": "noon"}], "none")])
@@ -62,11 +49,7 @@ def test_a_status_counts_documents_entries_ages_and_failures(database: Database[
     assert 100 <= found.oldest_seconds < 130
 
 
-# -- prometheus ------------------------------------------------------------------------------------
-
-
 def samples(app: Celery) -> dict[tuple[str, str], float]:
-    """What a scrape finds, by metric and outbox."""
     registry = CollectorRegistry(auto_describe=True)
     registry.register(OutboxCollector(app, answer_seconds=2.0))
     return {
@@ -77,17 +60,12 @@ def samples(app: Celery) -> dict[tuple[str, str], float]:
 
 
 def test_a_scrape_finds_gauges_and_counters_for_each_outbox(database: Database[Document]) -> None:
-    """Gauges of the collection, counters of this process."""
     app = quiet_app()
-
-    @app.task(shared=False)
-    def note(number: int) -> None:
-        """Any task."""
-
+    register_tasks(app, "note")
     dead_letters = f"{database.name}_none"
     orders = Outbox(app, database["orders"], name="orders", sweep_every=None, database=dead_letters)
     Outbox(app, database["parcels"], name="parcels", sweep_every=None, database=dead_letters)
-    orders.insert_one({"_id": 1}, tasks=[note.s(1), note.s(2)])
+    orders.insert_one({"_id": 1}, tasks=[app.signature("note"), app.signature("note")])
     wait_for(lambda: not orders.status().pending)
     database["orders"].insert_one(field(3, 40, attempts=1))
 

@@ -14,15 +14,15 @@ from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.outbox.sweep import SWEEP_TASK
 from mongo_celery.twophase.tasks import RECOVER_TASK, RUN_TASK
 
+Client = MongoClient[dict[str, object]]
+
 
 @pytest.fixture
-def client() -> MongoClient[dict[str, object]]:
+def client() -> Client:
     return MongoClient(connect=False)
 
 
-def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(
-    client: MongoClient[dict[str, object]],
-) -> None:
+def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(client: Client) -> None:
     """Due as often as any of them asks. Messages outlive the pause until the next, but at least a minute."""
     app = Celery("shop", broker="memory://")
     for name, every in (("orders", 7.0), ("carts", 3.0), ("notes", None)):
@@ -41,7 +41,7 @@ def test_outboxes_of_an_app_share_one_task_and_the_most_impatient_beat_entry(
     assert quick.conf.beat_schedule[SWEEP_TASK]["schedule"] == 1.0, "a database scheduler would make zero of it"
 
 
-def test_coordinators_bring_their_tasks_and_a_beat_entry_each(client: MongoClient[dict[str, object]]) -> None:
+def test_coordinators_bring_their_tasks_and_a_beat_entry_each(client: Client) -> None:
     app = Celery("bank", broker="memory://")
     TwoPhaseCommit(app, client["bank"]["transactions"])
     TwoPhaseCommit(app, client["bank"]["others"], name="others", recover_every=None)
@@ -55,13 +55,12 @@ def test_coordinators_bring_their_tasks_and_a_beat_entry_each(client: MongoClien
 
 
 @pytest.mark.parametrize("kind", [Outbox, OutboxCollection])
-def test_an_outbox_that_cannot_work_is_refused_and_its_app_has_none(
-    client: MongoClient[dict[str, object]], kind: Any
-) -> None:
+def test_an_outbox_that_cannot_work_is_refused_and_its_app_has_none(client: Client, kind: Any) -> None:
     """When it is made, not when the first order is lost."""
     app = Celery("shop", broker="memory://")
     with pytest.raises(ConfigurationError, match="sweep_after"):
         kind(app, client["shop"]["orders"], sweep_afer=1)
-    with pytest.raises(ConfigurationError):
-        kind(app, "shop.orders")
+    for wrong in ("shop.orders", 42, Celery):  # a class, such as a Django model, is callable
+        with pytest.raises(ConfigurationError):
+            kind(app, wrong)
     assert OUTBOXES.of(app) == []

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mongo_celery.bridge.listener.partition import LONGEST_GRACE, GracePeriods, Partition, Rejection, Step
-from mongo_celery.bridge.listener.storing import block_reason
 from mongo_celery.bridge.state.partitions import Image, Seen
 from tests.fixtures.samples import image
 
@@ -211,7 +210,7 @@ def test_a_rejected_run_waits_for_its_own_next_attempt_whatever_is_read_meanwhil
     partition = make_partition()
     at = datetime(2024, 1, 1, tzinfo=UTC)
     partition.note_rejected(Rejection("(shop.orders insert 7 seq=1)", 12, "too large", at, 1, START + 15))
-    assert block_reason(partition) == "rejected"
+    assert partition.block_reason == "rejected"
     partition.observe(FLOWING, START + 1)
     assert partition.in_flight is None
     assert not is_ready(partition, START + 14)

@@ -38,7 +38,7 @@ NEEDED = (
 """Of the extra `dev`, what the core imports: frameworks and object mappers have wishes about versions of their own."""
 
 _BROKER = [f"tests/acceptance/test_{name}.py" for name in (
-    "chain", "retries", "failure_policies", "pools", "inline", "runs", "lists",
+    "chain", "retries", "failure_policies", "pools", "inline", "runs",
 )]  # fmt: skip
 """Whatever a broker has a part in."""
 _SHORT = [

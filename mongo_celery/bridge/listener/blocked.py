@@ -6,11 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from mongo_celery.bridge.listener.partition import Partition
-from mongo_celery.bridge.listener.storing import DELAYED, block_reason
+from mongo_celery.bridge.listener.partition import DELAYED, Partition
+from mongo_celery.signals import handler_blocked, send_signal
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.subscription import Subscription
+    from mongo_celery.bridge.wiring import Wiring
 
 LAG_SECONDS = 300
 """Lag from which a handler is late, and time from which a partition is blocked for long."""
@@ -26,7 +27,7 @@ _TICK_SECONDS = 5.0
 
 class BlockedHandlers:
     """
-    The blocked partitions that one term has seen, and the handlers that were reported. The class is pure.
+    The blocked partitions that one term has seen, and the handlers that were reported.
 
     Attributes:
         due_at: monotonic time of the next look.
@@ -36,6 +37,11 @@ class BlockedHandlers:
         self.due_at = 0.0
         self._seen: dict[str, tuple[int, float, str]] = {}
         self._reported = set[tuple[str, str]]()
+
+    def report(self, wiring: Wiring, subscriptions: Iterable[Subscription], now: float) -> None:
+        """Send a signal for each handler that has newly been blocked for long."""
+        for found in self.find_new(subscriptions, now):
+            send_signal(handler_blocked, wiring.name, **found, command=wiring.line.changes("status"))
 
     def find_new(self, subscriptions: Iterable[Subscription], now: float) -> Iterator[dict[str, Any]]:
         """Yield the arguments of a signal for each handler and state that has newly been blocked for long."""
@@ -61,7 +67,7 @@ class BlockedHandlers:
 
     def _follow(self, partition: Partition, now: float) -> tuple[str | None, float]:
         """Return the state in which a partition is blocked, and for how many seconds. None if it is not."""
-        place, committed, state = partition.partition_id, partition.image.committed, block_reason(partition)
+        place, committed, state = partition.partition_id, partition.image.committed, partition.block_reason
         known = self._seen.get(place)
         if known is not None and known[0] != committed:
             known = None

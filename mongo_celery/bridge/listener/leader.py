@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.listener.blocked import BlockedHandlers
-from mongo_celery.bridge.listener.fairness import make_fairness
 from mongo_celery.bridge.listener.history import LostHistory
 from mongo_celery.bridge.listener.horizon import Horizon
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
@@ -33,7 +32,6 @@ from mongo_celery.bridge.listener.stream_intake import StreamIntake
 from mongo_celery.bridge.listener.unclaimed import BrokerWatch, UnclaimedRuns
 from mongo_celery.bridge.listener.watermarks import Watermarks
 from mongo_celery.errors import HistoryLostError, LeaseLostError
-from mongo_celery.signals import handler_blocked, send_signal
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.activity import Activity
@@ -90,7 +88,6 @@ class Leader:
         self.subscriptions: dict[str, Subscription] = dict(beginning.subscriptions)
         self._is_reading, self._has_snapshots = True, False
         version = beginning.takeover.version
-        fairness = make_fairness(self.subscriptions)
         self.housekeeping = Housekeeping()
         self._horizon = Horizon(wiring)
         self.housekeeping.add(self._horizon.read_oplog)
@@ -102,12 +99,10 @@ class Leader:
         self.intake = StreamIntake(
             wiring, scope, self.subscriptions, self._storing, self.snapshots, self._note_progress
         )
-        self.poller = PartitionPoller(wiring, self._storing.session, self.subscriptions, version, activity, fairness)
+        self.poller = PartitionPoller(wiring, self._storing.session, self.subscriptions, version, activity)
         self._repartitioning = Repartitioning(wiring, self._watermarks, self._storing, self.snapshots)
         self._replaying = Replaying(wiring)
-        self._publisher = RunPublisher(
-            wiring.app, options, wiring.queue_names, renewal, activity, fairness, wiring.store.subscriptions
-        )
+        self._publisher = RunPublisher(wiring, renewal, activity, self.poller.fairness)
         watch = BrokerWatch(wiring.app, self.housekeeping)
         self._unclaimed = UnclaimedRuns(wiring.app, options, self.housekeeping, watch)
 
@@ -237,18 +232,12 @@ class Leader:
             self._note_progress()
         self._dispatch()
         if now >= self._blocked.due_at:
-            self._report_blocked(now)
+            self._blocked.report(self._wiring, self.subscriptions.values(), now)
         if now >= self._watermarks.due_at:
             self._note_progress()
             if not self._history.is_unread:
                 self._horizon.judge(self.subscriptions.values())
             self._watermarks.flush(self.subscriptions.values(), now, self.poller.times.moved_at)
-
-    def _report_blocked(self, now: float) -> None:
-        """Send a signal for each handler that has newly been blocked for long."""
-        for found in self._blocked.find_new(self.subscriptions.values(), now):
-            command = self._wiring.line.changes("status")
-            send_signal(handler_blocked, self._wiring.name, **found, command=command)
 
     def _note_progress(self) -> None:
         """Allow renewals of the lease, unless partitions or the stream cannot be read."""

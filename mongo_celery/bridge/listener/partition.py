@@ -27,9 +27,13 @@ from operator import attrgetter
 from mongo_celery.bridge.listener.feedback import SentKey
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.stored_range import StoredRange
+from mongo_celery.bridge.state.claims import name_place
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
-from mongo_celery.bridge.state.partitions import Image, Seen
+from mongo_celery.bridge.state.partitions import Image, Seen, visible_state
 from mongo_celery.bridge.window import Queue
+
+DELAYED = "delayed"
+"""The reason why a partition waits that only waits for its handler's delay."""
 
 LONGEST_GRACE = 300.0
 _DOUBLINGS = 16
@@ -187,6 +191,11 @@ class Partition:
         self.observe(image, now)
 
     @property
+    def place(self) -> str:
+        """Handler and index, as status and commands show them."""
+        return name_place(self.partition_id)
+
+    @property
     def next_sequence(self) -> int:
         """Number of the next change, assigned at dispatch."""
         return self.image.committed + 1
@@ -205,6 +214,18 @@ class Partition:
     def is_busy(self) -> bool:
         """Return True if a change is uncommitted or in flight."""
         return self.in_flight is not None or self.has_next
+
+    @property
+    def block_reason(self) -> str | None:
+        """The reason why the partition does not continue now. None if it waits for a worker."""
+        state = visible_state(self.image)
+        if state != "flowing":
+            return state
+        if self.rejection is not None:
+            return "rejected"
+        if self.image.claim is not None:
+            return "running"
+        return DELAYED if self.delayed_until else None
 
     @property
     def is_blocked(self) -> bool:

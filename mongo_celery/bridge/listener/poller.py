@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
 
+from mongo_celery.bridge.listener.fairness import make_fairness
 from mongo_celery.bridge.listener.partition import Partition, Step
 from mongo_celery.bridge.state.claims import name_place
 from mongo_celery.errors import LeaseLostError
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from pymongo.client_session import ClientSession
 
     from mongo_celery.bridge.listener.activity import Activity
-    from mongo_celery.bridge.listener.fairness import Fairness
     from mongo_celery.bridge.listener.subscription import Subscription
     from mongo_celery.bridge.state.partitions import Image, Seen, Swept
     from mongo_celery.bridge.state.store import Store
@@ -180,9 +180,9 @@ class PartitionPoller:
         led: the subscriptions of this term.
         version: the number of this term.
         activity: the counters of this process.
-        fairness: gets the durations of runs.
 
     Attributes:
+        fairness: the fairness of this term. It gets the durations of runs.
         times: the times of the polls.
         due_at: monotonic time of the next poll.
         locked: partitions that the take-over could not win.
@@ -197,7 +197,6 @@ class PartitionPoller:
         led: Mapping[str, Subscription],
         version: int,
         activity: Activity,
-        fairness: Fairness,
     ) -> None:
         self.times = PollTimes()
         self.due_at = 0.0
@@ -205,7 +204,7 @@ class PartitionPoller:
         self.locked = LockedPartitions(wiring.store, version, partitions)
         self.is_blind = False
         self.began_at = self.read_at = 0.0
-        self._fairness = fairness
+        self.fairness = make_fairness(led)
         self._known: Swept = {}
         self._wiring = wiring
         self._partitions = wiring.store.partitions
@@ -315,7 +314,7 @@ class PartitionPoller:
         if step is Step.SUPERSEDED:
             raise LeaseLostError
         if is_held and run is not None and run.left_at is not None and run.taken_at is not None:
-            self._fairness.note_run(image.subscription, run.left_at - run.taken_at)
+            self.fairness.note_run(image.subscription, run.left_at - run.taken_at)
         if step is Step.ENDED:
             self.times.note_end(image.subscription, run.sent_at if run is not None else None, now)
         return step

@@ -29,14 +29,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from celery import Celery
 from kombu import Connection
 
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.partition import Rejection
-from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.state.claims import name_place
-from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection, declare_queues, demand_answer
@@ -50,7 +46,7 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.listener.fairness import Fairness
     from mongo_celery.bridge.listener.renewal import Renewal
     from mongo_celery.bridge.listener.subscription import Dispatch, Subscription
-    from mongo_celery.bridge.state.subscriptions import Subscriptions
+    from mongo_celery.bridge.wiring import Wiring
 
 logger = logging.getLogger("mongo_celery.listener")
 
@@ -77,38 +73,26 @@ class RunPublisher:
     The publishing of one term. One thread uses it.
 
     Args:
-        app: the Celery app.
-        options: the options of the bridge.
-        queues: the queues to publish to.
+        wiring: the wiring of the bridge.
         renewal: the term, whose key signs messages.
         activity: counts sent runs.
         fairness: selects between the handlers of a group.
-        store: stores the tokens of rates. None if no handler has a rate.
 
     Attributes:
         due_at: monotonic time of the next run that waits only for a time.
     """
 
-    def __init__(
-        self,
-        app: Celery,
-        options: BridgeOptions,
-        queues: Sequence[str],
-        renewal: Renewal,
-        activity: Activity,
-        fairness: Fairness,
-        store: Subscriptions | None = None,
-    ) -> None:
+    def __init__(self, wiring: Wiring, renewal: Renewal, activity: Activity, fairness: Fairness) -> None:
         self.due_at = 0.0
-        self._app = app
-        self._options = options
-        self._queues = queues
+        self._app = app = wiring.app
+        self._options = options = wiring.options
+        self._queues = wiring.queue_names
         self._renewal = renewal
         self._activity = activity
         self._fairness = fairness
-        self._store = store
+        self._store = wiring.store.subscriptions
         self._broker = RetryGate(_BROKER_PAUSES)
-        self._sealing = Sealing(b"", "")
+        self._key = b""
         self._is_traced = True
         self._connection: Connection | None = None
         self._producer: Any = None
@@ -116,7 +100,7 @@ class RunPublisher:
         self._careful: Connection | None = None
         self._announces = bool(app.conf.task_send_sent_event)  # Celery's settings are slow to read
         self._origin = f"listener.{options.name}.{os.getpid()}@{socket.gethostname()}"
-        declare_queues(app, queues)
+        declare_queues(app, self._queues)
 
     @property
     def is_down(self) -> bool:
@@ -156,8 +140,8 @@ class RunPublisher:
         rejected = [each for each in due if each.partition.rejection is not None]
         fresh = [each for each in due if each.partition.rejection is None]
         try:
-            before, self._sealing, self._is_traced = self._sealing.key, self._renewal.sealing, is_heard()
-            if before and before != self._sealing.key:
+            before, self._key, self._is_traced = self._key, self._renewal.sealing.key, is_heard()
+            if before and before != self._key:
                 logger.info("the listener signs messages with the new key", extra={"event": "key_exchanged"})
             self._publish_together([each for each in fresh if each.size <= self._options.run_bytes])
             for dispatch in fresh:
@@ -179,7 +163,7 @@ class RunPublisher:
         """Reserve a token for each due run of a handler with a rate. Return the runs to send, each with its slot."""
         counts = Counter(each.run.subscription for each in due)
         for name, count in counts.items():
-            if led[name].limit.per_second and self._store is not None:
+            if led[name].limit.per_second:
                 counts[name] = led[name].limit.reserve(self._store, name, led[name].plan.version, count)
         chosen = []
         for each in due:
@@ -247,7 +231,7 @@ class RunPublisher:
             logger.info(
                 "the broker has accepted the message of %s in partition %s after earlier rejections",
                 dispatch.label,
-                name_place(partition.partition_id),
+                partition.place,
                 extra={"event": "message_taken"},
             )
         self._activity.of(run.subscription).note_sent(run, now, partition)
@@ -271,7 +255,7 @@ class RunPublisher:
                 "and the listener tries again at least every %.0f s. Raise the broker's limit (in Redis "
                 "proto-max-bulk-len or maxmemory, in RabbitMQ max_message_size), or lower max_message_bytes",
                 dispatch.label,
-                name_place(partition.partition_id),
+                partition.place,
                 dispatch.size,
                 rejection.error,
                 LONGEST_REJECTION_PAUSE,
@@ -342,8 +326,8 @@ class RunPublisher:
 
     def _send(self, producer: Any, dispatch: Dispatch, task_id: str, headers: Mapping[str, str]) -> None:
         """Send the handler's message with its link, if any, and the same trace for both."""
-        run, sealing, amqp = dispatch.run, self._sealing, self._app.amqp
-        links = [_commit_link(run, task_id, dispatch.queue, sealing, headers)] if dispatch.commits else []
+        run, sealing, amqp = dispatch.run, self._renewal.sealing, self._app.amqp
+        links = [self._commit_link(run, task_id, dispatch.queue, headers)] if dispatch.commits else []
         message = amqp.as_task_v2(
             task_id,
             dispatch.task_name,
@@ -367,6 +351,20 @@ class RunPublisher:
             retry=False,
             headers=headers,
         )
+
+    def _commit_link(self, run: Run, task_id: str, queue: str, headers: Mapping[str, str]) -> dict[str, Any]:
+        """Return the commit task after a run."""
+        commit_id, sealing = f"{task_id}.commit", self._renewal.sealing
+        commit = Run(run.bridge, run.subscription, run.partitioning, run.index, run.term, run.first, run.last)
+        options = {"queue": queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"}
+        return {
+            "task": COMMIT_TASK,
+            "args": [sign_run("commit", commit, sealing.key, sealing.installation, Carrier(commit_id))],
+            "kwargs": {},
+            "options": {**options, "headers": dict(headers)} if headers else options,
+            "subtask_type": None,
+            "immutable": True,
+        }
 
 
 def report_rejections(subscriptions: Iterable[Subscription]) -> dict[str, Any]:
@@ -411,19 +409,4 @@ def _span_attributes(dispatch: Dispatch, task_id: str) -> dict[str, Any]:
         "mongo_celery.first": run.first,
         "mongo_celery.last": run.last,
         "mongo_celery.attempt": dispatch.partition.attempt,
-    }
-
-
-def _commit_link(run: Run, task_id: str, queue: str, sealing: Sealing, headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return the commit task after a run."""
-    commit_id = f"{task_id}.commit"
-    commit = Run(run.bridge, run.subscription, run.partitioning, run.index, run.term, run.first, run.last)
-    options = {"queue": queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"}
-    return {
-        "task": COMMIT_TASK,
-        "args": [sign_run("commit", commit, sealing.key, sealing.installation, Carrier(commit_id))],
-        "kwargs": {},
-        "options": {**options, "headers": dict(headers)} if headers else options,
-        "subtask_type": None,
-        "immutable": True,
     }

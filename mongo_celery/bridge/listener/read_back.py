@@ -20,7 +20,6 @@ from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.backlog import StoredChange
-from mongo_celery.bridge.state.claims import name_place
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -110,7 +109,7 @@ class ReadBack:
             "collection backlog of the state database from a backup. Without one these changes are lost. Then stop all "
             "listeners, run `db.partitions.updateOne({_id: %s}, {$unset: {stored: 1}})` in that database, and start a "
             "listener. Repair the effects of the lost changes manually",
-            name_place(partition.partition_id),
+            partition.place,
             image.data or "(none)",
             backlog.to,
             json.dumps(partition.partition_id),

@@ -80,13 +80,13 @@ class Removal:
         with self._lock:
             return self._measured + self._added
 
-    def note(self, partition_id: str, place: str, size: int = 0) -> None:
+    def note(self, partition_id: str, data: str, size: int = 0) -> None:
         """
-        Note that a partition has or may have stored changes up to a place, and the bytes that this term
+        Note that a partition has or may have stored changes up to a token or place, and the bytes that this term
         has added.
         """
         with self._lock:
-            self._last[partition_id] = max(self._last.get(partition_id, ""), place)
+            self._last[partition_id] = max(self._last.get(partition_id, ""), token_place(data))
             self._added += size
 
     def ask(self, images: Mapping[str, Image], watermarks: Mapping[str, str]) -> bool:

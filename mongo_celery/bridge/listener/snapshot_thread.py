@@ -43,7 +43,8 @@ from mongo_celery.mongo.verdicts import ErrorContext, error_text, explain_error,
 if TYPE_CHECKING:
     from bson import Timestamp
 
-    from mongo_celery.bridge.listener.subscription import Subscription, TermFacts
+    from mongo_celery.bridge.listener.subscription import Subscription
+    from mongo_celery.bridge.listener.term_facts import TermFacts
     from mongo_celery.bridge.state.snapshots import Snapshot
     from mongo_celery.bridge.wiring import Wiring
 

@@ -43,18 +43,15 @@ from pymongo.client_session import ClientSession
 from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import token_data
-from mongo_celery.bridge.existing import token_place
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.pacing import LogThrottle, RetryGate
-from mongo_celery.bridge.listener.partition import NotStored, Partition
+from mongo_celery.bridge.listener.partition import DELAYED, NotStored, Partition
 from mongo_celery.bridge.listener.pressure import Pressure
 from mongo_celery.bridge.listener.read_back import ReadBack
 from mongo_celery.bridge.listener.removal import Removal
 from mongo_celery.bridge.listener.storing_report import StoringReport
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.backlog import StoredChange
-from mongo_celery.bridge.state.claims import name_place
-from mongo_celery.bridge.state.partitions import visible_state
 from mongo_celery.errors import LeaseLostError
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import brief, explain_error, raise_if_final, storable
@@ -66,7 +63,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("mongo_celery.listener")
 
 AGAIN, UNDELIVERABLE, TOO_LARGE, OPLOG, FULL = "stored again", "undeliverable", "too large", "oplog", "buffer full"
-DELAYED = "delayed"
 """Reasons for storing changes, in addition to the states of a blocked partition."""
 
 _NEEDED = (AGAIN, UNDELIVERABLE, TOO_LARGE)
@@ -213,7 +209,7 @@ class Storing:
         size = sum(change.weight for change in changes)  # before they are done: then the window frees their bytes
         stored = [StoredChange(each.data, each.raw, each.hash, each.refusal, each.token) for each in changes]
         to = changes[-1].data
-        self._removal.note(partition.partition_id, token_place(to), 0 if reason == AGAIN else size)
+        self._removal.note(partition.partition_id, to, 0 if reason == AGAIN else size)
         self._state.backlog.insert(partition.partition_id, stored, self._version, self.session)
         if not self._state.partitions.mark_stored(partition.partition_id, self._version, to, reason, self.session):
             raise LeaseLostError
@@ -258,9 +254,7 @@ class Storing:
                         return
                     reason = self._reason(subscription, partition, now)
             except (PyMongoError, BSONError) as error:
-                self._note_failure(
-                    f"storing changes of partition {name_place(partition.partition_id)}", error, partition
-                )
+                self._note_failure(f"storing changes of partition {partition.place}", error, partition)
                 if not _concerns_one_partition(error):
                     return
                 continue
@@ -304,7 +298,7 @@ class Storing:
 
     def _lasting_block_reason(self, subscription: Subscription, partition: Partition, now: float) -> str | None:
         """Return the reason of a block that has lasted for `spill_after`. Later changes are stored once a second."""
-        why = block_reason(partition)
+        why = partition.block_reason
         if why is None:
             return None
         if partition.blocked_since[0] != partition.image.committed:
@@ -337,7 +331,7 @@ class Storing:
         watermarks = {each.name: each.stored.data for each in self._led.values() if each.stored is not None}
         for partition in partitions:
             if partition.image.head is not None:  # the halted execution may have stored its change
-                self._removal.note(partition.partition_id, token_place(token_data(partition.image.head["resumeToken"])))
+                self._removal.note(partition.partition_id, token_data(partition.image.head["resumeToken"]))
         if self._removal.ask({each.partition_id: each.image for each in partitions}, watermarks):
             self._removing.wake()
         self._clear_marks(partitions)
@@ -373,18 +367,6 @@ class Storing:
             )
         if partition is None or not _concerns_one_partition(error):
             self._gate.note_failure()
-
-
-def block_reason(partition: Partition) -> str | None:
-    """Return the reason why a partition does not continue now. None if it waits for a worker."""
-    state = visible_state(partition.image)
-    if state != "flowing":
-        return state
-    if partition.rejection is not None:
-        return "rejected"
-    if partition.image.claim is not None:
-        return "running"
-    return DELAYED if partition.delayed_until else None
 
 
 def _concerns_one_partition(error: Exception) -> bool:

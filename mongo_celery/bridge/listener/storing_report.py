@@ -42,7 +42,7 @@ class StoringReport:
         if partition.partition_id in self._begun or partition.image.stored is not None:
             return
         self._begun.add(partition.partition_id)
-        where, extra = name_place(partition.partition_id), {"partition": partition.partition_id, "reason": reason}
+        where, extra = partition.place, {"partition": partition.partition_id, "reason": reason}
         sentence = (
             "from now on, changes of partition %s are stored in the state database (%s). Other partitions continue"
         )
@@ -79,7 +79,7 @@ class StoringReport:
         first = partition.queue.first
         wanted = first.weight if first is not None else 0
         sentence = (
-            f"the next {wanted} bytes of changes of partition {name_place(partition.partition_id)} cannot be stored: "
+            f"the next {wanted} bytes of changes of partition {partition.place} cannot be stored: "
             f"{size} bytes are stored, and spill_bytes allows {self._bound}. When the listener's memory is full, it "
             f"stops reading. {self._freeing}"
         )

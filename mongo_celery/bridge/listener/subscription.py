@@ -13,46 +13,22 @@ from typing import Any
 from bson import Timestamp
 
 from mongo_celery.bridge.change import describe
-from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.listener.admission import Admission
 from mongo_celery.bridge.listener.delay import Delay
 from mongo_celery.bridge.listener.feedback import Feedback
 from mongo_celery.bridge.listener.limit import Limit
 from mongo_celery.bridge.listener.partition import GracePeriods, Partition, Step
 from mongo_celery.bridge.listener.stored_range import StoredRange
+from mongo_celery.bridge.listener.term_facts import TermFacts
 from mongo_celery.bridge.options import BridgeOptions
-from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.partitions import Image, Partitions
-from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.bridge.stream.items import ChangeEvent
-from mongo_celery.bridge.stream.source import Selector
 from mongo_celery.bridge.window import Mark, PendingChange, Window
 from mongo_celery.bridge.worker.envelope import Run
 
 _raw, _hash, _data = map(attrgetter, ("raw", "hash", "data"))
-
-
-@dataclass(frozen=True, slots=True)
-class TermFacts:
-    """
-    The facts about a subscription that are fixed in a term.
-
-    Attributes:
-        undeliverable: partitions of stored undeliverable changes that are read again, by place.
-        token_seconds: seconds that a worker waits between two messages under their rate limit. 0 without one.
-    """
-
-    handler: Handler
-    selector: Selector
-    partitioner: Partitioner
-    layout: Layout
-    version: int
-    start: Timestamp
-    watermark: Mark | None
-    undeliverable: Mapping[str, int] = field(default_factory=dict)
-    token_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

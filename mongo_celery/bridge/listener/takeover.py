@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 from mongo_celery.bridge.handlers import Handler, token_seconds
 from mongo_celery.bridge.listener.renewal import Renewal
 from mongo_celery.bridge.listener.starts import Start, find_starts
-from mongo_celery.bridge.listener.subscription import Subscription, TermFacts, make_partitions
+from mongo_celery.bridge.listener.subscription import Subscription, make_partitions
+from mongo_celery.bridge.listener.term_facts import TermFacts
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.partitioning import Partitioner
 from mongo_celery.bridge.state.partitions import Image

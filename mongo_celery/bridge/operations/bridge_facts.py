@@ -30,7 +30,6 @@ from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.bridge.worker.limits import time_limit
 from mongo_celery.errors import ConfigurationError
-from mongo_celery.mongo.opening import open_session
 from mongo_celery.mongo.oplog import Oplog, operation_time, oplog_fill, oplog_or_none
 
 if TYPE_CHECKING:
@@ -244,7 +243,7 @@ def _is_bare(wiring: Wiring, partition_id: str) -> bool:
     again, because committed changes may have been removed meanwhile.
     """
     store = wiring.store
-    with open_session(wiring.client, causal_consistency=True) as session:
+    with store.open_session() as session:
         seen = set()
         for _ in range(2):
             images = store.partitions.look([partition_id], session)

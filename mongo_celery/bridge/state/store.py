@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from bson.codec_options import CodecOptions, DatetimeConversion
@@ -21,7 +22,7 @@ from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.signing import SigningKeys
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import Subscriptions
-from mongo_celery.mongo.opening import start_session, with_majority
+from mongo_celery.mongo.opening import open_session, start_session, with_majority
 
 _TYPES: CodecOptions[dict[str, Any]] = CodecOptions(
     unicode_decode_error_handler="replace",
@@ -58,3 +59,7 @@ class Store:
     def start_session(self) -> ClientSession:
         """Return a causally consistent session, which never reads older data than it has read or written before."""
         return start_session(self._client, causal_consistency=True)
+
+    def open_session(self) -> AbstractContextManager[ClientSession]:
+        """Open such a session for a block. An error in the block may renew the connections."""
+        return open_session(self._client, causal_consistency=True)

@@ -15,12 +15,6 @@ from mongo_celery.testing import BridgeRunner
 from tests.acceptance.documentation.shop import open_shop
 from tests.fixtures.tasks import register_tasks
 
-_DELIVERY_SECONDS_MAX = 120.0
-
-
-def _nothing(_order_id: int) -> None:
-    """A task: only its message matters."""
-
 
 @contextmanager
 def beat(mongo_url: str, redis_url: str) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,4 @@ add_handler("copied", _copy, failure_policy="dead_letter", autoretry_for=(Connec
 add_handler(
     "retried", _copy, failure_policy="dead_letter", autoretry_for=(WantedError,), retry_kwargs={"countdown": 0.1}
 )
-add_handler("halted", _copy, failure_policy="halt")
 add_handler("copied_once", _copy, failure_policy="dead_letter", transactional=True)
-add_handler("parked", _copy, failure_policy="park_key")

@@ -17,7 +17,6 @@ from tests.rig.scripted.application import DATA, app, bridge
 from tests.rig.scripted.handlers import Fact, add_handler
 
 POLICIES = ("halt", "dead_letter", "skip")
-KINDS = ("plain", "fenced", "retrying", "transactional")
 
 if "OUTAGE_PATIENCE" in os.environ:
     vars(tasks)["ANSWER_SECONDS"] = float(os.environ["OUTAGE_PATIENCE"])
@@ -52,12 +51,6 @@ def _wait_for_itself(change: Change, fact: Fact) -> None:
     _write_plainly(change, fact)  # without the session
 
 
-def _conflict_with_itself(change: Change, fact: Fact) -> None:
-    bridge.client[DATA]["sink"].find_one({}, session=change.session)
-    _write_plainly(change, {**fact, "start": fact["fence"]})
-    _write_together(change, fact)
-
-
 def _write_translated(change: Change, fact: Fact) -> None:
     try:
         _write_plainly(change, fact)
@@ -89,7 +82,6 @@ for _policy in POLICIES:
     )
     add_handler(f"transactional_{_policy}", _write_together, failure_policy=_policy, transactional=True)
 add_handler("waiting_for_itself", _wait_for_itself, failure_policy="dead_letter", transactional=True)
-add_handler("conflicting_with_itself", _conflict_with_itself, failure_policy="dead_letter", transactional=True)
 add_handler("translating", _write_translated, failure_policy="skip")
 add_handler("starting", _start_a_task, failure_policy="dead_letter")
 add_handler("duplicating", _write_a_duplicate, failure_policy="dead_letter")

@@ -30,7 +30,6 @@ class RefusingTask(Task):  # type: ignore[type-arg] # generic for type checkers 
     """A base class whose preparation fails."""
 
     def before_start(self, *_arguments: Any) -> None:
-        """Fail, as a connection that cannot be opened would."""
         record("prepared", handler=self.name)
         raise RuntimeError("not prepared")
 
@@ -48,21 +47,17 @@ class HookedTask(Task):  # type: ignore[type-arg] # generic for type checkers on
     """A base class whose hooks record what Celery says of the task; those behind its outcome fail."""
 
     def before_start(self, *_arguments: Any) -> None:
-        """Say so."""
         record("hook", name="before_start")
 
     def on_success(self, *_arguments: Any) -> NoReturn:
-        """Say so, and fail."""
         record("hook", name="on_success")
         raise RuntimeError("on_success")
 
     def on_failure(self, *_arguments: Any) -> NoReturn:
-        """Say so, and fail."""
         record("hook", name="on_failure")
         raise RuntimeError("on_failure")
 
     def after_return(self, *_arguments: Any) -> NoReturn:
-        """Fail."""
         raise RuntimeError("after_return")
 
 

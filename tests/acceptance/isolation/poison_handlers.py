@@ -43,7 +43,6 @@ MATCHES: Mapping[str, Mapping[str, Any] | None] = {
 
 
 _add("odd", "odd", failure_policy="dead_letter")
-_add("fielded", "fielded", failure_policy="dead_letter", fields={"n"})
 for each in ("halt", "dead_letter", "skip"):
     _add(each, each, operations={"insert"}, partition_by=customer, failure_policy=each)
     for kind, match in MATCHES.items():

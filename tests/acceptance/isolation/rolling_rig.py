@@ -57,8 +57,6 @@ class Rolling(Deployment):
 
     @property
     def oldest(self) -> Timestamp:
-        """Time of the oldest oplog entry."""
-
         def found() -> Timestamp | None:
             with suppress(OperationFailure):  # it was removed between its finding and its reading
                 return (self.client["local"]["oplog.rs"].find_one(sort=[("$natural", 1)]) or {}).get("ts")
@@ -67,7 +65,6 @@ class Rolling(Deployment):
         return wait_for(found, message="the oldest entry of the oplog")
 
     def subscription(self, name: str) -> Document:
-        """The stored document of a subscription."""
         return sparse(self.state["handlers"]).find_one({"_id": f"chain/{name}"}) or {}
 
     def watermark(self, name: str) -> Timestamp:
@@ -89,20 +86,16 @@ class Rolling(Deployment):
         )
 
     def halt(self, key: str = "bad", **do: Any) -> Due:
-        """Write a change that halts its partition, and wait for the halt."""
         item = self.stand(self.write("halting", key, 1, act="raise", **{"times": 99, **do}))
         self.wait_state(item, lambda state: state["state"] == "halted")
         return item
 
     def key_beside(self, item: Due) -> str:
-        """Give a key of another partition."""
         partition = (self.partition_of(item.handler, item.key) + 1) % self.partitions
         return next(self.keys(item.handler, partition))
 
     def command(self, *arguments: str) -> Done:
-        """Run one of the commands on changes to its end."""
         return self.run("changes", *arguments)
 
     def shown(self) -> dict[str, str]:
-        """What `status` shows of each subscription."""
         return {each["name"]: each["state"] for each in self.changes("status")["handlers"]}

@@ -11,7 +11,7 @@ import pytest
 
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX
 from mongo_celery.bridge.worker.replay_subject import OUTDATED
-from tests.fixtures.process import PATIENCE_SECONDS, ProjectProcess, wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 from tests.rig.deployment import Deployment, Make, MakeDeployment
 from tests.rig.history import Due
 
@@ -22,7 +22,6 @@ HANDLERS = "tests.acceptance.isolation.dead_letter_handlers"
 
 @pytest.fixture
 def make_chain(deployment: MakeDeployment) -> Make:
-    """Give a function that makes a bridge with some of the handlers, each with one partition."""
     return lambda *handlers, **options: deployment(*handlers, include=HANDLERS, options={"partitions": 1, **options})
 
 
@@ -39,7 +38,6 @@ def _fail(chain: Deployment, handler: str, key: str, *numbers: int, **do: Any) -
 
 
 def _wait_gone(chain: Deployment, handler: str, left: int = 0) -> None:
-    """Wait until so many letters are left, and nothing is to be replayed."""
     wait_for(
         lambda: len(chain.letters(handler)) == left and not any("replay" in each for each in chain.letters(handler)),
         PATIENCE_SECONDS,
@@ -61,7 +59,6 @@ def _copy_of(chain: Deployment, handler: str, key: str) -> int | None:
 
 
 def _replayed(chain: Deployment) -> Sequence[tuple[str, int]]:
-    """Key and number of each replay that has ended well, in their order."""
     return [(each["key"], each["n"]) for each in chain.facts["end"].find({"replayed": True}).sort("at")]
 
 
@@ -103,7 +100,7 @@ def test_letters_are_replayed_in_the_order_of_their_keys_beside_live_changes(mak
 def test_older_data_never_goes_over_newer_unless_it_is_asked_for(make_chain: Make) -> None:
     """P3: the fence sees it: the letter stays, and says what can be done."""
     chain = make_chain("copied")
-    listener, _ = chain.both()
+    chain.both()
     _fail(chain, "copied", "key", 1)
     chain.write("copied", "key", 2)
     chain.wait_done()
@@ -118,22 +115,6 @@ def test_older_data_never_goes_over_newer_unless_it_is_asked_for(make_chain: Mak
     assert _copy_of(chain, "copied", "key") == 1
     chain.write("copied", "key", 3)
     wait_for(lambda: _copy_of(chain, "copied", "key") == 3)
-    _ask_without_a_listener(chain, listener)
-
-
-def _ask_without_a_listener(chain: Deployment, listener: ProjectProcess) -> None:
-    """P1, P16: it waits for one, and the command says so. Who asks for the same once more is told."""
-    _fail(chain, "copied", "asked", 1, 2)
-    listener.terminate()
-    wait_for(lambda: not _letters(chain, "list")["leads"])
-    first = _letters(chain, "replay", "copied", "--yes")
-    second = _letters(chain, "replay", "copied", "--yes")
-    assert (first["done"], first["leads"]) == (2, False)
-    assert (second["done"], {each["result"] for each in second["parts"]}) == (0, {"unchanged"})
-    assert {each["replay"] for each in _letters(chain, "list")["dead_letters"]} == {"requested"}
-    chain.listener("next")
-    _wait_gone(chain, "copied")
-    assert _replayed(chain)[-2:] == [("asked", 1), ("asked", 2)]
 
 
 def test_a_worker_that_dies_in_a_replay_loses_nothing_and_charges_no_change(make_chain: Make) -> None:
@@ -170,21 +151,6 @@ def test_a_worker_that_dies_in_a_replay_loses_nothing_and_charges_no_change(make
     assert fences == sorted(set(fences))
 
 
-@pytest.mark.slow
-def test_a_letter_that_kills_its_workers_stays_a_letter(make_chain: Make) -> None:
-    """P9: after `max_crashes` deaths its replay has failed; the partition goes on."""
-    chain = make_chain("copied")
-    chain.both()
-    (item,) = _fail(chain, "copied", "key", 1)
-    letters = chain.state["dead_letters"]
-    letters.update_one({"handler": "copied"}, {"$set": {"change.fullDocument.do": {"act": "die", "times": 9}}})
-    _letters(chain, "replay", "copied", "--yes")
-    wait_for(lambda: any(each["error"].startswith("HandlerCrashedError") for each in chain.letters("copied")))
-    assert len(chain.starts(item)) == 3, "one of its own, and two of its replay"
-    chain.write("copied", "good", 1)
-    wait_for(lambda: _copy_of(chain, "copied", "good") == 1)
-
-
 def test_a_listener_that_dies_in_a_replay_leaves_it_to_the_next(make_chain: Make) -> None:
     """P1, P7: behind the dispatch; in order all the same."""
     chain = make_chain("copied")
@@ -207,27 +173,6 @@ def test_a_listener_that_dies_in_a_replay_leaves_it_to_the_next(make_chain: Make
     assert len(chain.starts(held)) == 2, "its handler has ended once, and was not started again"
 
 
-def test_what_has_halted_is_set_aside_and_replayed(make_chain: Make) -> None:
-    """P13: never thrown away; the partition goes on, and the letter is ordered before what follows."""
-    chain = make_chain("halted")
-    chain.both()
-    bad = chain.write("halted", "bad", 1, act="raise", times=1)
-    behind = chain.write("halted", "behind", 1)
-    chain.wait_state(bad, lambda state: state["state"] == "halted")
-    seen = chain.changes("skip", "halted", "--dry-run")
-    assert (seen["done"], [each["partition"] for each in seen["halted"]]) == (0, [0])
-    done = chain.changes("skip", "halted", "--yes")
-    assert (done["done"], done["refused"]) == (1, [])
-    wait_for(lambda: _copy_of(chain, "halted", "behind") == 1)
-    (letter,) = chain.letters("halted")
-    assert (letter["cause"], letter["error"], letter["attempts"]) == ("skipped", "WantedError: as asked", 1)
-    assert letter["change"]["fullDocument"]["n"] == 1
-    assert chain.starts(behind)[0].fence > letter["fencingToken"] + REPLAYS_MAX
-    _letters(chain, "replay", "--id", letter["resumeToken"]["_data"][:40], "--yes")
-    _wait_gone(chain, "halted")
-    assert _copy_of(chain, "halted", "bad") == 1
-
-
 @pytest.mark.slow
 def test_letters_of_an_older_layout_are_replayed_where_their_keys_are_now(make_chain: Make) -> None:
     """P2: in the partition of their key, and at the place that they had."""
@@ -247,40 +192,3 @@ def test_letters_of_an_older_layout_are_replayed_where_their_keys_are_now(make_c
     assert _copy_of(chain, "copied", "key") == 1
     assert _copy_of(chain, "copied", "newer") == 2
     assert chain.letters("copied")[0]["error"] == f"StaleFencingTokenError: {OUTDATED}"
-
-
-def test_a_parked_key_waits_in_order_while_others_flow_until_it_is_released(make_chain: Make) -> None:
-    """P2, P12: in runs of several changes, and with changes of the key that come in while it is released."""
-    chain = make_chain("parked", run_size=50)
-    chain.both()
-    bad = chain.write("parked", "bad", 1, act="raise", times=1)
-    wait_for(lambda: len(chain.letters("parked")) == 1)
-    others = []
-    for n in range(2, 8):
-        chain.write("parked", "bad", n, late_gate="hold" if n == 3 else None)
-        others.append(chain.write("parked", f"good{n}", n))
-    wait_for(lambda: len(chain.letters("parked")) == 7, message=lambda: str(chain.letters("parked")))
-    wait_for(lambda: _copy_of(chain, "parked", "good7") == 7)
-    assert [len(chain.starts(item)) for item in others] == [1] * 6
-    assert _copy_of(chain, "parked", "bad") is None
-    assert [each["cause"] for each in chain.letters("parked")] == ["parked", *["parked_behind"] * 6]
-    listed = _letters(chain, "list")["dead_letters"]
-    assert (listed[0]["waiting"], {each["behind"] for each in listed[1:]}) == (6, {listed[0]["id"]})
-    verdict = chain.changes("status")
-    assert sum(each["parked_keys"] for each in verdict["handlers"]) == 1
-    assert "dead_letters" in {each["code"] for each in verdict["findings"]}
-
-    asked = _letters(chain, "replay", "parked", "--id", listed[4]["id"], "--yes")
-    assert (asked["done"], sum(each["follow"] for each in asked["parts"])) == (2, 5)
-    wait_for(lambda: ("bad", 2) in _replayed(chain))
-    for n in range(8, 11):
-        chain.write("parked", "bad", n)
-    chain.open_gate("hold")
-    _wait_gone(chain, "parked")
-    chain.write("parked", "bad", 11)
-    wait_for(lambda: chain.facts["end"].find_one({"key": "bad", "n": 11}))  # which follows the copy
-    assert _copy_of(chain, "parked", "bad") == 11
-    ends = [each["n"] for each in chain.facts["end"].find({"key": "bad"}).sort("at")]
-    assert ends == list(range(1, 12))
-    assert len(chain.starts(bad)) == 2
-    assert all(not each.get("parkedKeys") for each in chain.state["partitions"].find())

@@ -103,29 +103,3 @@ def test_those_who_lost_their_history_stand_still_and_the_others_go_on(make_roll
     chain.wait_state(bad, lambda state: state["state"] == "halted")
     assert again.running
     chain.judge()
-
-
-def test_what_is_buffered_outlives_the_oplog_and_a_listener_warns_before(make_rolling: Callable[..., Rolling]) -> None:
-    """
-    I2: a listener names the partition and the command, which still finds the change and what came behind it.
-
-    That is so where the state database has no room for what stands; else it is stored, and nothing is at risk.
-    """
-    chain = make_rolling("plain", "halting")
-    listener, _ = chain.both()
-    keys = chain.keys("halting", 0)
-    bad = chain.write("halting", next(keys), 1, act="raise", times=2)
-    chain.allow(bad, 2)
-    chain.wait_state(bad, lambda state: state["state"] == "halted")
-    behind = chain.write("halting", next(keys), 1)
-    chain.wait_read(2)
-    chain.roll(beside="plain")
-
-    listener.wait_for_output(r"handler halting .*partition 0.*halted.*changes retry halting 0")
-    assert chain.command("retry", "halting", "0").returncode == 0
-    chain.wait_state(bad, lambda state: state["state"] == "halted" and state["retry"])
-    assert chain.command("retry", "halting", "0").returncode == 0
-
-    chain.wait_done()
-    assert len(chain.starts(behind)) == 1
-    chain.judge()

@@ -56,22 +56,20 @@ def _seconds_after_an_absence(chain: Deployment, seconds: float) -> float:
     return _seconds_until_all_started(chain, back, items)
 
 
-def test_workers_and_broker_that_were_away_together_find_work_when_they_return(deployment: MakeDeployment) -> None:
-    """I14: what was sent is lost, and no grace is waited for once more, neither the first nor a doubled one."""
-    chain = deployment("plain", "other", options=PATIENT)
-    chain.listener()
-    assert _seconds_after_an_absence(chain, 0) < GRACE_SECONDS / 2
-
-
-@pytest.mark.slow
-def test_after_five_minutes_without_workers_and_broker_changes_run_within_five_seconds(
-    deployment: MakeDeployment,
+@pytest.mark.parametrize(
+    ("grace", "seconds", "bound"),
+    [
+        (GRACE_SECONDS, 0, GRACE_SECONDS / 2),
+        pytest.param(None, 300, 5, marks=pytest.mark.slow, id="the published bound, on a machine of its own"),
+    ],
+)
+def test_workers_and_broker_that_were_away_together_find_work_when_they_return(
+    deployment: MakeDeployment, grace: float | None, seconds: float, bound: float
 ) -> None:
-    """I14, the published bound; on a machine of its own."""
-    options = {"claim_ttl": 10, "dispatch_grace": None}
-    chain = deployment("plain", "other", options=options)
+    """I14: what was sent is lost, and no grace is waited for once more, neither the first nor a doubled one."""
+    chain = deployment("plain", "other", options={**PATIENT, "dispatch_grace": grace})
     chain.listener()
-    assert _seconds_after_an_absence(chain, 300) < 5
+    assert _seconds_after_an_absence(chain, seconds) < bound
 
 
 @pytest.mark.slow

@@ -21,8 +21,6 @@ def chain(deployment: MakeDeployment) -> Deployment:
 
 
 def _wait_served(chain: Deployment, *handlers: str) -> Document:
-    """Wait until somebody leads who serves exactly these handlers."""
-
     def served() -> Document | None:
         lease = chain.lease
         fits = lease["listenerId"] and sorted(lease["identity"]["handlers"]) == sorted(handlers)
@@ -92,17 +90,8 @@ def test_a_second_environment_is_refused_and_nothing_of_the_first_is_lost(chain:
     chain.wait_done()
     chain.judge()
 
-    moved = chain.start(
-        "listener",
-        "-l",
-        "INFO",
-        "--take-over",
-        "--reason",
-        "the broker moved",
-        name="moved",
-        SCRIPTED_APP="billing",
-        **OLD,
-    )
+    take_over = ("listener", "-l", "INFO", "--take-over", "--reason", "the broker moved")
+    moved = chain.start(*take_over, name="moved", SCRIPTED_APP="billing", **OLD)
     moved.wait_for_output("standing by")
     assert first.terminate() == 0
     moved.wait_for_output("reading from")

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import bson
 import pytest
 
-from mongo_celery.bridge.state.backlog import unpack_event
 from tests.fixtures.process import wait_for
 from tests.rig.deployment import Deployment, MakeDeployment
 from tests.rig.history import Due
@@ -37,13 +35,6 @@ def _letter(chain: Deployment, item: Due) -> Document:
     return wait_for(there, message=lambda: str(chain.of(item)))
 
 
-def _nested(depth: int) -> Document:
-    document: Document = {"end": 1}
-    for _ in range(depth):
-        document = {"a": document}
-    return document
-
-
 def test_a_failure_that_cannot_be_told_reaches_its_policy(chain: Deployment) -> None:
     """
     An exception whose `__str__` and `__repr__` raise, for each policy; the handler ran once.
@@ -64,16 +55,6 @@ def test_a_failure_that_cannot_be_told_reaches_its_policy(chain: Deployment) -> 
 
     odd = _write(chain, "letter_words", "odd", ends="oddly")
     assert _letter(chain, odd)["error"] == "OddlyWordedError: nul \0 surrogate ? dollar $x"
-
-
-def test_a_dead_letter_that_is_too_deep_keeps_its_change_as_bytes(chain: Deployment) -> None:
-    """A document that is nested as deep as the server takes one does not fit into another; nothing of it is lost."""
-    deep = _nested(177)
-    item = _write(chain, "letter_words", "deep", ends="oddly", deep=deep)
-    letter = _letter(chain, item)
-    assert letter["change"]["ns"] == {"db": chain.data.name, "coll": "letter_words"}
-    assert bson.decode(unpack_event(letter))["fullDocument"]["deep"] == deep
-    assert len(chain.starts(item)) == 1
 
 
 def test_a_handler_that_changes_its_event_moves_no_position(chain: Deployment) -> None:

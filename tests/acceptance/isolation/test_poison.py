@@ -13,7 +13,7 @@ from typing import Any
 
 import bson
 import pytest
-from bson import Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
+from bson import Decimal128, MinKey
 from bson.binary import Binary
 from bson.code import Code
 from bson.datetime_ms import DatetimeMS
@@ -33,30 +33,22 @@ _UUIDS = "uuidRepresentation=standard"
 
 
 class Rig(Deployment):
-    """A bridge of the handlers in `poison_handlers.py`."""
-
     def insert(self, collection: str, _id: Any, **fields: Any) -> None:
-        """Insert one document."""
         self.data[collection].insert_one({"_id": _id, **fields})
 
     def handled(self, handler: str) -> list[Document]:
-        """What a handler has had, in the order of time."""
         return list(self.facts["handled"].find({"handler": handler}).sort("at"))
 
     def ids(self, handler: str) -> list[Any]:
-        """The keys that a handler has had."""
         return [bson.decode(each["key"])[""] for each in self.handled(handler)]
 
     def wait_ids(self, handler: str, expected: set[Any]) -> None:
-        """Wait until a handler has had these keys."""
         wait_for(
             lambda: expected <= set(self.ids(handler)),
             message=lambda: f"{handler}: {expected - set(self.ids(handler))} missing",
         )
 
     def wait_halted(self, handler: str, indexes: set[int]) -> None:
-        """Wait until exactly these partitions of a handler are halted."""
-
         def halted() -> set[int]:
             found = self.state["partitions"].find({"handler": handler, "state": "halted"})
             return {each["partition"] for each in found}
@@ -83,7 +75,6 @@ def make_rig(deployment: MakeDeployment, url: str, **options: Any) -> tuple[Rig,
 
 @pytest.fixture(scope="module")
 def rig(shared_deployment: MakeDeployment, mongo_url: str) -> Iterator[Rig]:
-    """Give a bridge with a listener and a worker that are never started again."""
     made, listener, worker = make_rig(shared_deployment, mongo_url)
     yield made
     assert listener.running
@@ -97,41 +88,21 @@ def broken(document: Mapping[str, Any]) -> RawBSONDocument:
 
 ODD_KEYS: dict[str, Any] = {
     "a uuid": Binary(uuid.UUID(int=7).bytes, 4),
-    "an old uuid": Binary(uuid.UUID(int=7).bytes, 3),
     "a damaged uuid": Binary(b"short", 4),
     "a date beyond the year 9999": DatetimeMS(253_402_300_800_000 + 5),
     "the last date": DatetimeMS((1 << 63) - 1),
-    "the first date": DatetimeMS(-(1 << 63)),
     "NaN": float("nan"),
-    "infinity": float("-inf"),
-    "minus zero": -0.0,
     "a decimal NaN": {"d": Decimal128("-NaN")},
-    "a decimal infinity": Decimal128("Infinity"),
-    "a subnormal decimal": Decimal128("1E-6176"),
-    "a large decimal": Decimal128("9.999999999999999999999999999999999E+6144"),
     "MinKey": MinKey(),
-    "MaxKey": MaxKey(),
     "code with scope": Code("x", {"y": 1.0}),
     "a nested regex": {"r": bson.Regex("a+", "i")},
     "nested arrays": {"a": [[1, [2.0, {"b": None}]], []]},
-    "a deep one": bson.decode(b"\x05\x00\x00\x00\x00"),
     "a long string": "x" * 200_000,
     "one of 3 MB": "x" * 3_000_000,
     "null": None,
-    "true": True,
-    "a timestamp": Timestamp(1, 1),
-    "an object id": ObjectId(),
-    "a large integer": Int64(-(1 << 63)),
     "text that is no UTF-8": "bad ????",
     "a name that is no UTF-8": {"????": {"n": 1.0}},
 }
-
-
-def _deep(depth: int) -> Document:
-    return {"a": _deep(depth - 1)} if depth else {}
-
-
-ODD_KEYS["a deep one"] = _deep(150)
 
 
 def test_every_odd_key_reaches_its_handler_in_order_or_the_policy(rig: Rig) -> None:
@@ -182,25 +153,13 @@ def test_a_document_with_a_giant_id_becomes_a_dead_letter_and_its_handler_goes_o
     assert rig.changes("status")["oversized"] is None
 
 
-def test_the_name_of_an_updated_field_that_is_no_utf8_is_judged_like_others(rig: Rig) -> None:
-    """I4: `fields` looks at names that users choose."""
-    rig.insert("fielded", 1)
-    rig.data["fielded"].update_one({"_id": 1}, [{"$replaceWith": {"$mergeObjects": ["$$ROOT", broken({"????": 1})]}}])
-    rig.data["fielded"].update_one({"_id": 1}, [{"$set": {"n": 2}}])
-    rig.insert("fielded", "last")
-    rig.wait_ids("fielded", {1, "last"})
-    assert [fact["n"] for fact in rig.handled("fielded")].count(None) == 2  # the broken name is not one of `fields`
-
-
 def _customer(index: int) -> int:
-    """A customer of this partition."""
     return next(number for number in range(100) if partition_hash(number) % PARTITIONS == index)
 
 
 # -- every poison, with every policy -----------------------------------------------------------------
 
 KINDS = ("any", "sound", "picky", "aloof")
-POLICIES = ("halt", "dead_letter", "skip")
 WIDE = 8
 MATRIX_OPTIONS = {"partitions": WIDE, "full_document": "updateLookup", "full_document_before_change": "required"}
 MEGABYTE = 2**20
@@ -299,8 +258,6 @@ def test_every_poison_meets_the_policy_of_those_whom_it_concerns_and_no_other_ch
 
 
 def _key_in(rig: Rig, index: int, words: str) -> str:
-    """A key of this partition."""
-
     def event(key: str) -> Mapping[str, Any]:
         document = {"ns": {"db": rig.data.name, "coll": "updated"}, "documentKey": {"_id": key}}
         return wrap_event(bytes(broken(document).raw))

@@ -17,12 +17,10 @@ _HOST_UNREACHABLE = 6
 
 @pytest.fixture
 def chain(deployment: MakeDeployment) -> Deployment:
-    """Give one bridge with one handler."""
     return deployment("plain")
 
 
 def wait_status(chain: Deployment, condition: Callable[[Document], object]) -> Document:
-    """Wait until the status fulfils a condition, and return it."""
     seen: Document = {}
 
     def found() -> Document | None:
@@ -60,19 +58,3 @@ def test_a_dead_stream_is_not_called_caught_up(chain: Deployment, failpoint: Fai
     halted = wait_status(chain, lambda status: status["handlers"][0]["state"] == "halted")
     assert not halted["caught_up"]
     chain.judge()
-
-
-@pytest.mark.slow
-def test_an_exception_that_nobody_foresaw_is_kept_in_the_lease(chain: Deployment) -> None:
-    """A listener that ends with it does not leave a bridge behind that looks idle."""
-    first = chain.listener("first")
-    first.terminate()
-    first.wait()
-    chain.state["handlers"].update_many({}, {"$set": {"partitioning.partitions": "7"}})
-    second = chain.listener("second", awaited="")
-    assert second.wait() != 0
-    status = chain.changes("status")
-    assert status["state"] == "failed"
-    assert "TypeError" in status["error"]
-    found = {each["code"]: each for each in chain.changes("check")["findings"]}
-    assert "TypeError" in found["no_listener"]["sentence"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mongo_celery import Change, Changes
+from mongo_celery import Change
 from mongo_celery.bridge.worker.execution import current
 from mongo_celery.errors import StaleFencingTokenError
 from mongo_celery.mongo.steps import Steps, run_async, run_sync
@@ -101,27 +101,8 @@ def _handle(task: Any, name: str, change: Change, effect: Effect | None = None) 
     record("end", **fact, replayed=change.replayed)
 
 
-def _list_handler(name: str, *, tells: bool, **options: Any) -> None:
-    """A handler of lists, each of whose changes is handled like those of the others; it may say which has failed."""
-    if _CHOSEN and name not in _CHOSEN:
-        return
-
-    def handle(task: Any, changes: Changes) -> Steps[None]:
-        record("list", handler=name, count=len(changes), retries=task.request.retries)
-        for change in changes:
-            try:
-                yield from _handle(task, name, change)
-            except WantedError as error:
-                if tells:
-                    raise changes.failed_at(change) from error
-                raise
-
-    _register(name, bridge.on_changes(f"{DATA}.{name}", name=name, bind=True, batch_size=8, **options), handle)
-
-
 add_handler("plain")
 add_handler("other")
-add_handler("grouped", group=os.environ.get("SCRIPTED_GROUP") or None)
 add_handler("limited", rate_limit="4/s")
 add_handler("few", max_running=3)
 add_handler("rated", rate="5/s")
@@ -134,21 +115,3 @@ add_handler("discarding", failure_policy="discard")
 add_handler("soft", soft_time_limit=3, failure_policy="dead_letter")
 add_handler("hard", time_limit=3, failure_policy="dead_letter")
 add_handler("together", transactional=True, failure_policy="dead_letter")
-add_handler(
-    "together_auto",
-    transactional=True,
-    autoretry_for=(Exception,),
-    retry_kwargs={"countdown": 0.1},
-    max_retries=3,
-)
-_list_handler(
-    "listed",
-    tells=True,
-    failure_policy="dead_letter",
-    autoretry_for=(WantedError,),
-    retry_kwargs={"countdown": 0.1},
-    max_retries=1,
-)
-_list_handler("listed_together", tells=False, transactional=True, failure_policy="dead_letter")
-for _number in range(int(os.environ.get("SCRIPTED_MANY", "0"))):
-    add_handler(f"many_{_number}")

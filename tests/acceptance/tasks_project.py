@@ -1,4 +1,4 @@
-"""Tasks under `once` in a worker: a step that dies after it has run, parts of a chord, and runs that are frozen."""
+"""Tasks in a worker: under `once`, with a step that dies after it has run, and with a lock in a transaction."""
 
 from __future__ import annotations
 
@@ -13,31 +13,29 @@ from pymongo import MongoClient
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery import once
+from mongo_celery import once, select_for_update, transactional
 from tests.fixtures.process import wait_for
 
-NAMES = os.environ.get("PROJECT_NAMES", "once")
-URL = os.environ.get("PROJECT_MONGO", "mongodb://localhost/")
-BROKER = os.environ.get("PROJECT_BROKER", "memory://")
+BROKER = os.environ["PROJECT_BROKER"]
 
-app = Celery("once_project", broker=BROKER, backend=None if BROKER == "memory://" else BROKER)
+app = Celery("tasks", broker=BROKER, backend=BROKER)
 app.conf.update(
     task_acks_late=True,
     task_reject_on_worker_lost=True,
     worker_prefetch_multiplier=1,
-    worker_soft_shutdown_timeout=0.5,
+    worker_hijack_root_logger=False,
+    broker_connection_retry_on_startup=True,
 )
 
 
 @functools.cache
 def _client(pid: int) -> MongoClient[dict[str, Any]]:
     del pid  # one client a process
-    return MongoClient(URL)
+    return MongoClient(os.environ["PROJECT_MONGO"])
 
 
 def collection(name: str) -> Collection[dict[str, Any]]:
-    """A collection of this test."""
-    return _client(os.getpid())[f"{NAMES}_data"][name]
+    return _client(os.getpid())[f"{os.environ['PROJECT_NAMES']}_data"][name]
 
 
 def note(**what: object) -> None:
@@ -64,7 +62,6 @@ def dies_the_first_time(function: Callable[..., Any]) -> Callable[..., Any]:
 @dies_the_first_time
 @once(lambda: collection("done"))
 def charge(order: int) -> dict[str, int]:
-    """The first step of a chain."""
     note(step="charge", order=order)
     return {"charge": order * 10}
 
@@ -73,7 +70,6 @@ def charge(order: int) -> dict[str, int]:
 @dies_the_first_time
 @once(lambda: collection("done"))
 def charge_in_transaction(order: int, *, session: ClientSession) -> dict[str, int]:
-    """The same, with its effect and its mark in one transaction."""
     collection("notes").insert_one({"step": "charge", "order": order, "retries": 0}, session=session)
     return {"charge": order * 10}
 
@@ -81,14 +77,12 @@ def charge_in_transaction(order: int, *, session: ClientSession) -> dict[str, in
 @app.task
 @once(lambda: collection("done"))
 def book(charged: dict[str, int], order: int) -> None:
-    """The second step, which needs the first one's result."""
     note(step="book", order=order, charged=charged)
 
 
 @app.task
 @once(lambda: collection("done"), claim_ttl=1)
 def wait_for_the_dead() -> None:
-    """Claimed by a run that no longer exists."""
     note(step="waited")
 
 
@@ -103,24 +97,22 @@ def part(name: str) -> str:
 
 
 @app.task
-@once(lambda: collection("done"), claim_ttl=1)
-def stand_still() -> None:
-    """A run that is frozen, until it is told to end."""
-    note(step="stand_still", pid=os.getpid())
-    wait_for(lambda: collection("signs").find_one({}))
-
-
-@app.task
-@once(lambda: collection("done"), claim_ttl=1)
-def stand_still_in_transaction(*, session: ClientSession) -> None:
-    """The same, with its effect and its mark in one transaction."""
-    collection("notes").insert_one({"step": "stand_still_in_transaction"}, session=session)
-    collection("standing").insert_one({"pid": os.getpid()})
-    wait_for(lambda: collection("signs").find_one({}))
-
-
-@app.task
 @once(lambda: collection("done"))
 def total(parts: list[str]) -> None:
-    """The body of the chord."""
     note(step="total", parts=parts)
+
+
+@app.task(bind=True, ignore_result=True, autoretry_for=(Exception,), max_retries=5, default_retry_delay=0)
+@transactional(lambda: _client(os.getpid()))
+def add(self: Any, text: str, *, failures: int = 0, linger: bool = False, session: ClientSession) -> None:
+    """Lock the account, add to it, and fail so many times; or stay for ever, the first time."""
+    runs, accounts = collection("runs"), collection("accounts")
+    runs.insert_one({"text": text, "retries": self.request.retries, "pid": os.getpid()})
+    account = select_for_update(accounts, {"_id": 1}, session=session)
+    accounts.update_one({"_id": 1}, {"$set": {"entries": [*account["entries"], text]}}, session=session)
+    if linger and runs.count_documents({"text": text}) == 1:
+        runs.update_one({"text": text}, {"$set": {"lingers": True}})
+        while True:
+            runs.database.command("ping")
+    if self.request.retries < failures:
+        raise ValueError(text)
