@@ -15,7 +15,6 @@ from urllib.parse import parse_qs, urlsplit
 
 from celery import Celery
 from kombu import Connection
-from kombu.serialization import dumps
 
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.mongo.redaction import short
@@ -71,14 +70,9 @@ def bounded_connection(app: Celery, seconds: int, *, confirm: bool = False, as_t
     bounds: dict[str, Any] = {name: seconds for name in _BOUNDS.get(kind, ()) if name not in given}
     if confirm and kind == "amqp":
         bounds.setdefault("confirm_publish", given.get("confirm_publish", True))
-    if as_text and kind == "redis" and "body_encoding" not in given and _is_text(app):
+    if as_text and kind == "redis" and "body_encoding" not in given and not app.conf.task_compression:
         bounds["body_encoding"] = None
     return write_connection(app, connect_timeout=seconds, transport_options=bounds)
-
-
-def _is_text(app: Celery) -> bool:
-    """Return True if a body is text: Celery's own serializer makes it, without compression."""
-    return not app.conf.task_compression and isinstance(dumps([], serializer="json")[2], str)
 
 
 def demand_answer(connection: Connection, seconds: int) -> None:

@@ -13,7 +13,7 @@ from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery import Change, Fence
-from mongo_celery.bridge.change import describe, token_data
+from mongo_celery.bridge.change import Unread, describe, token_data
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from tests.fixtures.samples import event
 
@@ -59,7 +59,7 @@ def test_a_change_is_decoded_when_it_is_looked_at_and_once() -> None:
         looked.append(1)
         return full_event()
 
-    change = Change.unread(read, partition=3, seq=9, fencing_token=12)
+    change = Change(Unread(read), partition=3, seq=9, fencing_token=12)
     assert (change.partition, change.seq, change.fencing_token, looked) == (3, 9, 12, [])
     assert not hasattr(change, "raws")
     with pytest.raises(FrozenInstanceError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from dataclasses import replace
+from random import Random
 
 import bson
 import pytest
@@ -43,6 +44,17 @@ def test_what_was_sealed_is_unsealed(run: Run, kind: str, key: bytes) -> None:
     sealed = sign_run(kind, run, key)
     assert verify_run(kind, sealed, key) == run
     assert Envelope(sealed).bridge == run.bridge
+
+
+@pytest.mark.parametrize("other_bytes", [0, 300])
+def test_a_long_run_is_compressed_if_its_changes_are_alike(other_bytes: int) -> None:
+    """Either way its changes come out as they went in."""
+    draw = Random(1).randbytes
+    changes = tuple(bson.encode(event(fullDocument={"n": n, "data": draw(other_bytes)})) for n in range(200))
+    run = replace(RUN, changes=changes)
+    sealed = sign_run("run", run, KEY)
+    assert verify_run("run", sealed, KEY) == run
+    assert (len(base64.b64decode(sealed)) < sum(map(len, changes)) / 2) is (other_bytes == 0)
 
 
 def test_a_run_commits_itself_where_it_is_signed_that_nothing_follows() -> None:

@@ -241,7 +241,7 @@ class BulkWrite:
         raw: Any = result.raw_result or {}
         if isinstance(result, DeleteResult):
             self._details["nRemoved"] += result.deleted_count
-        elif result.did_upsert:
+        elif "upserted" in raw:
             self._details["nUpserted"] += 1
             self._details["upserted"].append({"index": step.place, "_id": raw["upserted"]})
         else:

@@ -30,6 +30,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from kombu import Connection
+from kombu.serialization import registry  # type: ignore[attr-defined]
+from kombu.utils.json import dumps
 
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.partition import Rejection
@@ -64,6 +66,7 @@ full.
 _REPEATS_A_RECORD = 20
 _REPORTED_MAX = 10
 _REASON_CHARS = 300
+_SERIALIZER = "mongo_celery"
 _SECRET_BYTES = 8
 """Random bytes of a task id: remote control revokes by id, so it must not be guessable."""
 
@@ -346,7 +349,7 @@ class RunPublisher:
             dispatch.task_name,
             message,
             queue=amqp.queues[dispatch.queue],
-            serializer="json",
+            serializer=_SERIALIZER,
             declare=[],
             retry=False,
             headers=headers,
@@ -365,6 +368,16 @@ class RunPublisher:
             "subtask_type": None,
             "immutable": True,
         }
+
+
+def _encode_body(body: Any) -> str:
+    """Return a message's body as JSON. Its argument is base64, without any character to escape."""
+    (argument,), options, embedded = body
+    return f'[["{argument}"], {dumps(options)}, {dumps(embedded)}]'
+
+
+registry.register(_SERIALIZER, _encode_body, None, "application/json", "utf-8")
+registry.type_to_name["application/json"] = "json"  # for all other messages of the process
 
 
 def report_rejections(subscriptions: Iterable[Subscription]) -> dict[str, Any]:

@@ -4,7 +4,8 @@ The signed BSON envelope in which a run travels through the broker.
 The only argument of the handler task and of the commit task is one base64 string: 32 bytes of HMAC-SHA256 under the
 bridge's signing key, then one BSON document. The signed part contains the kind of message, so a commit cannot be
 replayed as a run. Changes travel as the bytes that the server sent, so every BSON type arrives unchanged, whatever
-serializer the broker uses.
+serializer the broker uses. Many similar changes are compressed: Redis and a worker's parent process handle each byte
+several times.
 
 An undeliverable change travels alone, with its reason and its token. A run of stored changes travels by reference: the
 message contains their tokens, and the worker reads their bytes under its claim. A replay contains the id of its dead
@@ -28,6 +29,7 @@ import hashlib
 import hmac
 import json
 import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +43,14 @@ from mongo_celery.bridge.window import Refusal
 from mongo_celery.errors import InvalidEnvelopeError
 
 _SIGNATURE_BYTES = 32
-_FORMAT = 1
+_PLAIN, _PACKED = 1, 2
+_PACKED_MIN = 16 << 10
+_SAMPLE_BYTES = 4 << 10
+_RATIO = 4
+"""
+A run is compressed if a sample shrinks to one of so many parts. If it shrinks less, listener and pool pay more than all
+others save.
+"""
 _HASHES = 1 << 64
 _HASH_BYTES = 8
 _LINKS = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str)
@@ -135,8 +144,9 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
     """
     carrier = carrier or run.carrier
     assert carrier is not None, "a message is signed with its id"
+    form, changes = _pack(run.changes)
     document: dict[str, Any] = {
-        "f": _FORMAT,
+        "f": form,
         "k": kind,
         "b": run.bridge,
         "s": run.subscription,
@@ -144,7 +154,7 @@ def sign_run(kind: str, run: Run, key: bytes, installation: str = "", carrier: C
         "i": run.index,
         "v": Int64(run.term),
         "n": [Int64(run.first), Int64(run.last)],
-        "c": b"".join(run.changes),  # `Binary` would give the same after two copies
+        "c": changes,  # `Binary` would give the same after two copies
         "o": installation,
         "t": carrier.task_id,
         "l": carrier.links,
@@ -224,9 +234,12 @@ class Envelope:
 
 
 def _read_run(kind: str, document: Mapping[str, Any]) -> Run:
-    if document.get("f") != _FORMAT or document["k"] != kind:
+    form = document.get("f")
+    if form not in (_PLAIN, _PACKED) or document["k"] != kind:
         raise InvalidEnvelopeError
     is_refused, changes, hashes = "r" in document, bytes(document["c"]), bytes(document.get("w", b""))
+    if form == _PACKED:
+        changes = zlib.decompress(changes)
     first, last = document["n"]
     return Run(
         document["b"],
@@ -247,6 +260,15 @@ def _read_run(kind: str, document: Mapping[str, Any]) -> Run:
         struct.unpack(f">{len(hashes) // _HASH_BYTES}Q", hashes),
         document.get("x"),
     )
+
+
+def _pack(changes: Sequence[bytes]) -> tuple[int, bytes]:
+    """Return the changes of a run as one string of bytes, and its form: compressed if they are much alike."""
+    joined = b"".join(changes)
+    is_long = len(changes) > 1 and len(joined) >= _PACKED_MIN
+    if is_long and len(zlib.compress(joined[:_SAMPLE_BYTES], 1)) <= _SAMPLE_BYTES // _RATIO:
+        return _PACKED, zlib.compress(joined, 1)
+    return _PLAIN, joined
 
 
 def _split(data: bytes) -> tuple[bytes, ...]:

@@ -380,6 +380,7 @@ class Execution:
         """Call the handler with these changes. Return the number of finished ones, which is smaller after a pause."""
         started, retries, subject = time.monotonic(), self.claim.retries, self.subject
         takes_list = self.handler.batch_size is not None
+        changes = subject.iterate_changes(self.claim, given)
         parts: Iterable[Sequence[int]] = [given] if takes_list else zip(given, strict=True)
         for place, offsets in enumerate(parts):
             if place and self._must_pause(started):
@@ -388,9 +389,9 @@ class Execution:
             self._calls += 1
             try:
                 if takes_list:
-                    call(Changes(subject.change(self.claim, offset) for offset in offsets), retries)
+                    call(Changes(changes), retries)
                 else:
-                    call(subject.change(self.claim, offsets[0]), 0 if place else retries)
+                    call(next(changes), 0 if place else retries)
             except Ignore as ignored:
                 if isinstance(ignored, SupersededError):
                     raise
@@ -552,9 +553,9 @@ class Execution:
         """Return the place of the first change that cannot be decoded, if it caused the error."""
         if not isinstance(error, BSONError):
             return None
-        for place, offset in enumerate(given):
+        for place, change in enumerate(self.subject.iterate_changes(self.claim, given)):
             try:
-                self.subject.change(self.claim, offset).raw.get("_id")
+                change.raw.get("_id")
             except BSONError:
                 return place
         return None

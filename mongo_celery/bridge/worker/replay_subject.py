@@ -133,12 +133,12 @@ class ReplaySubject(Subject):
         """Return the token reserved for this start. To overwrite newer data, return the claim's, which is newest."""
         return claim.fencing_token if self._request.over_newer else self._place.fencing_token + self._request.starts
 
-    def fence(self, offset: int, rewound: int, change: Change) -> Fence:
+    def fence(self, rewound: int, change: Change) -> Fence:
         """Return the fence at the place of the change. To overwrite newer data, return the fence of the claim."""
         key, run, place = f"{self.run.bridge}/{self.run.subscription}", self.run, self._place
         if self._request.over_newer:
             return Fence(key, run.partitioning, run.index, change.fencing_token)
-        return Fence(key, place.term, place.partition, change.fencing_token, self._origin(offset, rewound))
+        return Fence(key, place.term, place.partition, change.fencing_token, self._origin(0, rewound))
 
     # -- outcomes ----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import pymongo
 from celery.exceptions import Ignore, SoftTimeLimitExceeded
 from pymongo.errors import PyMongoError
 
-from mongo_celery.bridge.change import Change, describe, read_token, token_data
+from mongo_celery.bridge.change import Change, Unread, describe, read_token, token_data
 from mongo_celery.bridge.existing import dead_letter_name, is_existing, is_unread
 from mongo_celery.bridge.fenced.fence import Fence, Origin
 from mongo_celery.bridge.partitioning import make_origin
@@ -55,10 +55,11 @@ from mongo_celery.mongo.verdicts import error_text, storable, traceback_text
 from mongo_celery.signals import change_dead_lettered, change_halted, send_signal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from datetime import datetime
 
     from bson.binary import Binary
+    from bson.codec_options import CodecOptions
     from celery.exceptions import Retry
 
     from mongo_celery.bridge.handlers import Handler
@@ -125,19 +126,14 @@ class Subject(ABC):
     def load(self, claim: Claim) -> Decision:
         """Read the changes. Return an outcome if the handler must not get the first one, or None if it may start."""
 
-    def change(self, claim: Claim, offset: int) -> Change:
-        """Return a change for the handler. It is decoded at first use."""
-        raw, codec, run = self.run.changes[offset], self._codec, self.run
-        return Change.unread(
-            lambda: strip_flags(bson.decode(raw, codec)),
-            partition=run.index,
-            seq=self.sequence_number(offset),
-            fencing_token=self.token(claim),
-            replayed=self.replays,
-            _fence=partial(self.fence, offset, claim.rewound),
-            _named=self._wiring.collection,
-            _view=self._view,
-        )
+    def iterate_changes(self, claim: Claim, offsets: Iterable[int]) -> Iterator[Change]:
+        """Yield changes for the handler, each decoded at first use. What a list's hundreds share is computed once."""
+        run, codec, token, replays, view = self.run, self._codec, self.token(claim), self.replays, self._view
+        fence, named = partial(self.fence, claim.rewound), self._wiring.collection
+        for offset in offsets:
+            event = Unread(partial(_decode, run.changes[offset], codec))
+            seq = self.sequence_number(offset)
+            yield Change(event, run.index, seq, token, None, replays, fence, named, view)
 
     def describe(self, offset: int) -> str:
         """Return the name of a change in logs."""
@@ -158,11 +154,11 @@ class Subject(ABC):
         """Return the fencing token that targets see."""
         return claim.fencing_token
 
-    def fence(self, offset: int, rewound: int, change: Change) -> Fence:
+    def fence(self, rewound: int, change: Change) -> Fence:
         """Return the fence for targets: the token, and the change's place if other partitions may write the target."""
         run = self.run
-        key = f"{run.bridge}/{run.subscription}"
-        return Fence(key, run.partitioning, run.index, change.fencing_token, self._origin(offset, rewound))
+        key, origin = f"{run.bridge}/{run.subscription}", self._origin(change.seq - run.first, rewound)
+        return Fence(key, run.partitioning, run.index, change.fencing_token, origin)
 
     def _origin(self, offset: int, rewound: int) -> Origin | None:
         """Return the change's origin. None if all changes of a document are in this partition."""
@@ -515,6 +511,10 @@ class RunSubject(Subject):
             letter = dead_letter_name(token_data(self.read_token(offset)), raw)
             command = line.changes("dead-letters", "list", "--id", letter)
             send_signal(change_dead_lettered, run.bridge, **found, reason=cause, dead_letter=letter, command=command)
+
+
+def _decode(raw: bytes, codec: CodecOptions[Any]) -> Mapping[str, Any]:
+    return strip_flags(bson.decode(raw, codec))
 
 
 def count_attempts(claim: Claim, error: BaseException) -> int:

@@ -179,18 +179,19 @@ class ChangeTask(SignedTask):
                 f"{self.name} takes a {'list of Change' if takes_list else 'Change'}. In a unit test, make one with "
                 f"{'[' * takes_list}Change.build('insert', ns=...){']' * takes_list}.",
             )
-        runtime = self.wiring.of_process(WorkerRuntime)
-        run = runtime.open("run", args[0] if args else None, self.handler.name, self.request)
+        request, runtime = self.request, self.wiring.of_process(WorkerRuntime)
+        run = runtime.open("run", args[0] if args else None, self.handler.name, request)
         if run is None:
             raise Ignore
-        run_seconds = self.request.get(RUN_SECONDS)
-        is_limited = any(self.request.timelimit or ()) or run_seconds == 0
+        run_seconds = request.get(RUN_SECONDS)
+        is_limited = any(request.timelimit or ()) or run_seconds == 0
         execution = Execution(
             self.wiring, self.handler, run, self._patience(), run_seconds, is_limited=is_limited, since=since
         )
+        execution.request = request
         try:
-            if is_heard(self.request):
-                with continue_trace(self.request):
+            if is_heard(request):
+                with continue_trace(request):
                     execution.execute(functools.partial(self._trace_call, run))
             else:
                 execution.execute(self._call_handler)
@@ -209,9 +210,10 @@ class ChangeTask(SignedTask):
         return min(ANSWER_SECONDS, hard / 4) if hard else ANSWER_SECONDS
 
     def _call_handler(self, given: Change | Changes, retries: int) -> None:
-        request, execution = self.request, current.get()
+        execution = current.get()
         assert execution is not None, "a handler runs under a claim"
-        request.retries, execution.request = retries, request
+        request = execution.request
+        request.retries = retries
         if not execution.begun:
             self._begin(request.id, request.args, request.kwargs)
             execution.begun = True
