@@ -11,6 +11,7 @@ from bson import Timestamp
 
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.preflight import check
+from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.subscriptions import parse_name
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.plan import Plan
@@ -178,6 +179,21 @@ def test_a_command_that_does_not_fit_is_refused(led: LedBridge, command: Callabl
 def test_a_bridge_that_was_never_led_has_nothing_to_command(make_bridge: MakeBridge) -> None:
     with pytest.raises(CommandRefusedError):
         make_bridge().operations.pause().run()
+
+
+def test_a_lost_race_is_decided_by_a_second_reading(led: LedBridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first reading saw is gone: the command reads again. Of a command on all the others are done."""
+    led.halt(0)
+    led.halt(1)
+    stale = led.images()
+    led.operations.retry("summarise", 0).run()
+    monkeypatch.setattr(Partitions, "of", lambda *_: stale)
+    with pytest.raises(CommandRefusedError):
+        led.operations.retry("summarise", 0).run()
+    led.operations.pause("summarise", 2).run()
+    assert results_of(led.operations.pause("summarise", 2)) == ["unchanged"]
+    led.halt(0)
+    assert results_of(led.operations.retry()) == ["refused", "done", "unfit"]
 
 
 def test_commands_work_on_a_partition_with_stored_changes(storing: LedBridge) -> None:

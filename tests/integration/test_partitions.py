@@ -49,6 +49,17 @@ def test_a_take_over_keeps_the_state_and_shuts_out_the_messages_of_older_terms(r
     assert (rig.try_claim(term=LATER) is not None) is (state == "flowing")
 
 
+def test_a_take_over_commits_what_is_handled_and_leaves_a_larger_term_alone(rig: PartitionRig) -> None:
+    """P4, P6: what is handled cannot be started again. What a later term has is not won."""
+    assert rig.claims.handle(rig.claim(1, 5), 4, token(4))
+    image = rig.take_over(LATER)
+    assert (image.committed, image.token, image.claim, image.handled) == (4, token(4), None, None)
+    assert rig.claims.handle(rig.claim(5, term=LATER), 5, token(5))
+    before = rig.document
+    assert rig.take_over(TERM).term == LATER
+    assert rig.document == before
+
+
 def test_a_take_over_leaves_a_live_claim_alone(rig: PartitionRig) -> None:
     rig.claim()
     rig.lapse()

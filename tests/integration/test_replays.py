@@ -155,15 +155,17 @@ def test_a_replay_that_lapses_charges_no_change_and_a_change_that_lapses_is_char
 
 
 def test_a_failure_leaves_the_letter_with_error_and_counts(rig: Aside) -> None:
-    letter = rig.set_aside(1)
-    rig.request(letter)
+    """P2: later requests of its key are withdrawn with its own, and none of another key."""
+    letter, behind, other = rig.set_aside(1), rig.set_aside(2), rig.set_aside(3, hash_=8)
+    for each in (letter, behind, other):
+        rig.request(each)
     claim, replay = rig.start(letter)
     assert rig.store.replays.fail(claim, replay, "TypeError: worse", "trace", 1)
-    (left,) = rig.found()
+    left = rig.found()[0]
     assert (left.error, left.traceback, left.attempts, left.replays) == ("TypeError: worse", "trace", 2, 1)
-    assert rig.store.replays.read() == []
+    assert [each.letter for each in rig.store.replays.read()] == [other.document_id]
     assert rig.request(left) == "done", "a person may ask again at once"
-    assert [each.starts for each in rig.store.replays.read()] == [1]
+    assert [each.starts for each in rig.store.replays.read()] == [1, 0]
 
 
 def test_a_replay_that_waits_counts_no_retry(rig: Aside) -> None:
@@ -353,6 +355,17 @@ def test_what_cannot_be_replayed_is_refused_alone(bridge: Bridge, term: TermRig,
         dead_letter_commands.plain(letter)
         dead_letter_commands.change_of(bridge.wiring, letter)
     assert bridge.operations.discard_dead_letters().run().fields["done"] == 2
+
+
+def test_a_replay_that_is_asked_for_without_a_listener_waits_for_one(bridge: Bridge, term: TermRig) -> None:
+    """P1, P16: the command says so, and to whoever asks for the same once more."""
+    _stored(term.database, 1)
+    assert term.store.leases.release(term.renewal.term)
+    plan = bridge.operations.replay_dead_letters()
+    assert (plan.fields["leads"], plan.run().fields["done"]) == (False, 1)
+    second = bridge.operations.replay_dead_letters().run().fields
+    assert (second["done"], [each["result"] for each in second["parts"]]) == (0, ["unchanged"])
+    assert [each.state for each in term.store.replays.read()] == ["requested"]
 
 
 @pytest.mark.parametrize("fill", [bytes, os.urandom], ids=["compressed", "as it is"])

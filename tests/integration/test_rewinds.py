@@ -26,6 +26,7 @@ from mongo_celery.mongo.oplog import earliest_token, read_oplog
 from tests.fixtures.samples import IDENTITY
 from tests.rig.changes import Document, letter_of
 from tests.rig.positions import HANDLER, NAME, PositionsRig, bridge_on, data_of, place_of, staged
+from tests.rig.term import KilledError, around
 
 REQUEST: Document = {"id": ObjectId(), "state": "requested", "partition": 0, "hash": 0, "overNewer": False}
 """A stored request for a replay, without its layout."""
@@ -197,6 +198,19 @@ def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: Po
     assert plan.fields["dead_letters"] == 1
     assert not stage.store.replays.succeed(claim, letter["_id"])
     assert (stage.store.replays.read(), stage.state["dead_letters"].count_documents({})) == ([], 1)
+
+
+def test_killed_in_the_middle_nothing_is_changed(stage: PositionsRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1, P4: one transaction, so all of it happens, or nothing."""
+    before = stage.everything()
+
+    def die() -> None:
+        raise KilledError
+
+    around(monkeypatch, (Positions, "_move_partitions"), die, behind=True)
+    with pytest.raises(KilledError):
+        stage.reset("oldest")
+    assert stage.everything() == before
 
 
 @pytest.mark.parametrize(

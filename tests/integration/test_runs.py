@@ -402,6 +402,29 @@ def test_single_changes_are_coalesced_within_a_run(begin: Begin) -> None:
     assert lists.calls[2:] == [[7], [8]]
 
 
+@pytest.mark.parametrize("seconds", [-1.0, 60.0], ids=["recorded", "not yet"])
+def test_a_crash_of_a_coalesced_run_repeats_what_could_not_be_recorded_alone(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """P2, P6: the position follows as far as no document is left behind it."""
+    monkeypatch.setattr(execution, "_PROGRESS_SECONDS", seconds)
+    lists = begin(coalesce=True)
+    seen: list[int] = []
+
+    def handle(changes: Changes) -> None:
+        seen.append(lists.rig.image.committed)
+        if number_of(changes[0]) == 6:
+            raise SystemExit
+
+    lists.handle = handle
+    with pytest.raises(SystemExit):
+        lists.run(1, *"abacdefd")
+    assert lists.calls == [[2], [3], [4], [6]]
+    assert seen == ([0, 0, 3, 4] if seconds < 0 else [0] * 4)
+    image = lists.rig.image
+    assert (image.committed, image.claim, image.crashes, image.one_by_one_until) == (4, None, 1, 8)
+
+
 # -- runs of stored changes -----------------------------------------------------------------------------
 
 
@@ -587,3 +610,25 @@ def test_a_change_halts_all_the_same_where_it_cannot_be_stored(
     assert worker.rig.document["state"] == "halted"
     assert documents.count_documents({}) == 0
     assert "halted_change_not_stored" in events(caplog)
+
+
+def test_a_dead_letter_that_kills_its_workers_stays_a_dead_letter(begin: Begin) -> None:
+    """P9: after `max_crashes` deaths its replay has failed without another call; the partition goes on."""
+    worker = begin()
+    worker.bad = {"a"}
+    worker.flow("a")
+    worker.ask()
+    (request,) = worker.requests
+    for starts in range(worker.bridge.options.max_crashes + 1):
+        claim = worker.rig.claims.take_for_replay(worker.rig.where, request.letter, owner=f"dead {starts}", term=TERM)
+        assert claim is not None
+        assert worker.rig.store.replays.start(claim, request.letter, starts) is not None
+        worker.rig.lapse()
+    worker.bad = set()
+    with pytest.raises(HandlerCrashedError):
+        worker.replay()
+    worker.flow("b")
+    (letter,) = worker.find().letters
+    assert letter.error.startswith("HandlerCrashedError")
+    assert worker.requests == []
+    assert worker.got == [("b", 2)]

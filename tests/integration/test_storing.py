@@ -295,6 +295,22 @@ def test_changes_that_a_crash_has_left_without_a_mark_are_found_and_removed(begi
     new.turn_until(lambda: not new.stored())
 
 
+def test_a_rewind_stores_again_what_was_removed(begin: Begin) -> None:
+    """P13: the mark stays, what is read again is stored again, and everything from the place runs once more."""
+    old = begin()
+    halted(old, *range(1, 8))
+    old.store()
+    old.retry()
+    assert old.work(until=4) == [1, 2, 3, 4]
+    old.turn_until(lambda: old.stored() == [5, 6, 7])
+    back = {"_data": token_data(1)}
+    old.rig.partitions.update_one({"_id": old.partition_id()}, {"$set": {"resumeToken": back}})
+    old.rig.database["handlers"].update_one({"_id": "shop/record"}, {"$set": {"resumeToken": back}})
+    new = begin()
+    new.read(*range(2, 9))
+    assert new.work(until=8) == [2, 3, 4, 5, 6, 7, 8]
+
+
 def test_at_the_bound_nothing_more_is_stored_and_it_says_what_waits(
     begin: Begin, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -345,17 +361,31 @@ def test_what_must_be_stored_again_is_stored_also_at_the_bound(begin: Begin) -> 
 def test_a_large_change_that_cannot_be_stored_waits_alone_and_runs_by_reference_afterwards(
     begin: Begin, failpoint: Failpoint
 ) -> None:
-    """P9, P12: nothing turns for it in vain, and no message has room for it."""
-    term = begin(max_message_bytes=2000)
-    term.read(1, padding=3000)
-    term.read(2, index=1)
-    assert [(run.index, run.stored) for run in term.dispatch()] == [(1, ())]
+    """P9, P12: nothing turns for it in vain, and no message has room for it. It is stored also at the bound."""
+    term = begin(max_message_bytes=2000, run_size=10, spill_bytes=1)
+    term.read(1)
+    term.read(2, 3, padding=3000)
+    term.read(4)
+    term.read(5, index=1)
+    sent: list[tuple[list[int], bool]] = []
+
+    def run_all() -> bool:
+        for run in term.dispatch():
+            sent.append((numbers(run), bool(run.stored)))
+            term.run(run)
+        return len(term.ran) == 5
+
     with failpoint(failCommands=["insert"], errorCode=14031, appName=APP):
+        run_all()
+        term.look()
+        assert (run_all(), sent) == (False, [([1], False), ([5], False)])
         term.turn()
         assert term.dispatch() == []
         assert term.storing.next_turn_time() > time.monotonic()
-    run = next_run(term)
-    assert (number_of(run.changes[0]), len(run.stored)) == (1, 1)
+    term.turn_until(run_all)
+    assert sent[2:] == [([2, 3], True), ([4], False)]
+    term.flush()
+    term.turn_until(lambda: not term.marked() and not term.stored())
 
 
 def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
@@ -421,6 +451,24 @@ def test_what_is_stored_takes_no_memory(begin: Begin) -> None:
         for run in term.dispatch():
             term.run(run)
     assert term.ran == list(range(1, last + 1))
+
+
+def test_what_flows_is_stored_only_while_a_full_memory_keeps_another_partition_idle(begin: Begin) -> None:
+    """P12: the stream waits for room with a backlog of all alike, and the state database is not paid for it."""
+    bound, last = 20_000, 40
+    term = begin(buffer_bytes=bound, run_size=1)
+    term.read(1, 2, index=1)
+    term.run(next_run(term))
+    term.turn()
+    (waiting,) = term.dispatch()
+    term.read(*range(3, last + 1), padding=1000)
+    for _ in range(3):
+        term.turn(_BEGUN)
+    assert (term.storing.is_full, term.documents.count_documents({})) == (True, 0)
+    term.run(waiting)
+    term.turn_until(term.stored)
+    assert term.storing.size < bound / 2
+    assert term.work(until=last) == list(range(1, last + 1))
 
 
 def keyless(event: Mapping[str, Any]) -> Any:

@@ -26,8 +26,8 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.rig.commands import CommandRecorder
-from tests.rig.repartitioning import Document
-from tests.rig.term import BRIDGE, TermRig, begin_term, mark_at
+from tests.rig.repartitioning import NAME, Document, TermsOfShop
+from tests.rig.term import BRIDGE, TTL, TermRig, begin_term, mark_at
 
 _FEW, _MANY = 2, 60
 SLOW = "slow"
@@ -62,7 +62,7 @@ def trackers_of(takeover: Takeover) -> dict[str, Partition]:
 def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
     make_client: MakeClient, state_database: str
 ) -> None:
-    """P12: a take-over and watermarks cost as many round trips for 60 handlers as for 2."""
+    """P7, P12: a take-over, watermarks and the end of a term cost as many round trips for 60 handlers as for 2."""
 
     def count(handlers: int) -> list[int]:
         commands = CommandRecorder()
@@ -75,9 +75,15 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
         sent.append(len(commands.names))
         for subscription in led:
             subscription.window.pass_over(_PLACE)
-        Watermarks(second.store, second.renewal, "f", dict).store(led, 0.0)
+        watermarks = Watermarks(second.store, second.renewal, "f", dict)
+        watermarks.store(led, 0.0)
         sent.append(len(commands.names))
         assert second.database["handlers"].count_documents({"resumeToken": _PLACE.token}) == handlers
+        for subscription in led:
+            subscription.window.pass_over(_LATER)
+        watermarks.store_last(led, TTL)
+        assert second.store.leases.release(second.renewal.term)
+        sent.append(len(commands.names))
         begin_term(client, database, 8, names[: handlers // 2]).take_over()
         sent.append(len(commands.names))
         client.drop_database(database)
@@ -209,3 +215,17 @@ def test_what_an_older_term_commits_in_a_locked_partition_counts(begin: Callable
     assert (image.term, image.committed, image.data, image.handled) == (rig.version, 1, _PLACE.data, None)
     partition.observe(image, time.monotonic())
     assert partition.next_sequence == 2
+
+
+def test_repartitioning_waits_for_a_locked_partition(mongo_client: MongoClient[Document], state_database: str) -> None:
+    """P2, P16: what an older term may still commit there lies before the place at which the new partitions begin."""
+    shop = TermsOfShop(mongo_client, state_database)
+    before = shop.begin(_PARTITIONS)
+    with open_transaction(mongo_client, state_database, before.rig.partition_id(NAME, 0)):
+        term = shop.begin(_PARTITIONS + 1)
+        for _ in range(3):
+            term.turn()
+        assert term.waits.keys() == {NAME}
+    assert term.rig.store.partitions.win([before.rig.partition_id(NAME, 0)], term.rig.version)
+    term.finish()
+    assert shop.in_force(term).partitions == _PARTITIONS + 1

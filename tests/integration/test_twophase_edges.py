@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
 from mongo_celery.twophase.twophase import get_engine
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
-from tests.integration.twophase_rig import Db, Document, balances, make_accounts
+from tests.integration.twophase_rig import Db, Document, Gate, balances, coordinator, make_accounts
 
 
 def test_what_another_application_queues_meanwhile_is_not_canceled(
@@ -89,6 +90,28 @@ def test_what_a_server_refuses_too_long_is_finished_by_a_call_or_by_recovery(
     assert impatient.read(1).state == "pending"
     assert [each.after for each in impatient.recover(0)] == ["done"]
     assert balances(database) == {"A": 891, "B": 1110}
+
+
+def test_two_that_compensate_at_once_get_the_same_id(
+    database: Db, mongo_client: MongoClient[Document], mongo_url: str
+) -> None:
+    """P18."""
+    make_accounts(database, A=1000, B=1000)
+    bank = coordinator(mongo_client, database.name)
+    done = bank.transfer("A", "B", 100)
+    gate = Gate(hold_before=2)  # it has read the transaction, and is about to store the opposite one
+    got: list[Any] = []
+    with MongoClient[Document](mongo_url, event_listeners=[gate]) as client:
+        slow = coordinator(client, database.name)
+        thread = threading.Thread(target=lambda: got.append(slow.compensate(done)), daemon=True)
+        thread.start()
+        assert gate.held.wait(60)
+        got.append(bank.compensate(done))
+        gate.released.set()
+        thread.join(20)
+    assert got[0] == got[1]
+    assert database["transactions"].count_documents({}) == 2
+    assert balances(database) == {"A": 1000, "B": 1000}
 
 
 @pytest.mark.parametrize("step", ["note_compensated", "queue"])

@@ -18,6 +18,7 @@ from mongo_celery import TwoPhaseCommit
 from mongo_celery.errors import TransactionCanceledError, TransactionStateError
 from mongo_celery.twophase import documents
 from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Part
+from mongo_celery.twophase.twophase import get_engine
 from tests.fixtures.process import wait_for
 from tests.integration.twophase_rig import (
     Db,
@@ -122,6 +123,26 @@ def test_a_participant_that_has_lost_its_version_is_not_changed(accounts: Db) ->
     assert seen.exists
     assert not documents.apply(accounts["accounts"], part, "late", seen.participant_version)
     assert balances(accounts) == {"A": 1000, "B": 1000}
+    assert markers(accounts) == []
+
+
+def test_changes_that_arrive_twice_and_late_count_once(rescuer: TwoPhaseCommit, accounts: Db) -> None:
+    """P18: two transfers share a participant. The network repeats each change, also after both have ended."""
+    make_accounts(accounts, C=1000)
+    seen = [advance(rescuer, rescuer.transfer(*sides, run=False)) for sides in (("A", "B", 100), ("B", "C", 30))]
+    collection, log = accounts["accounts"], get_engine(rescuer).log
+    changes = [(each, part, documents.look(collection, part, each.id)) for each in seen for part in each.parts]
+
+    def deliver() -> list[bool]:
+        return [documents.apply(collection, part, each.id, view.participant_version) for each, part, view in changes]
+
+    for each in seen:
+        log.prove(each)
+    assert deliver() == [True] * 4
+    assert deliver() == [False] * 4
+    assert [each.after for each in rescuer.recover(0)] == ["done"] * 2
+    assert deliver() == [False] * 4
+    assert balances(accounts) == {"A": 900, "B": 1070, "C": 1030}
     assert markers(accounts) == []
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from bson import Timestamp
 from celery import Celery
+from kombu import Queue
 
 from mongo_celery import Bridge, Change
 from mongo_celery.bridge.operations import broker_check, mongodb_check
@@ -140,6 +141,29 @@ def test_a_source_that_does_not_exist_is_told(sources: list[Source], level: str)
 def test_plain_text_to_another_machine_is_seen_in_a_url(url: str, hosts: list[str]) -> None:
     """Loopback and sockets stay on this machine. Only transports that are known to be plain are judged."""
     assert mongodb_check.find_plain_hosts(url) == hosts
+
+
+QUORUM = {"x-queue-type": "quorum"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "queues"),
+    [
+        ({"task_queues": [Queue("shop.0", queue_arguments={"x-queue-type": "classic"}), Queue("shop.1")]}, []),
+        ({"task_default_queue_type": "quorum"}, ["celery"]),
+        (
+            {"task_queues": [Queue("mails", queue_arguments=QUORUM)], "task_create_missing_queue_type": "quorum"},
+            [*QUEUES, "mails"],
+        ),
+    ],
+)
+def test_quorum_queues_are_seen_in_the_settings(settings: dict[str, Any], queues: list[str]) -> None:
+    """The bridge's, named or made by Celery itself, then the others; and no queue is made known by looking."""
+    app = Celery("shop", broker="amqp://rabbit.example//", set_as_current=False)
+    app.conf.update(settings)
+    known = set(app.amqp.queues)
+    assert broker_check.quorum_queues(app, QUEUES) == queues
+    assert set(app.amqp.queues) == known
 
 
 BOUNDED = {"confirm_publish": True, "read_timeout": 5, "write_timeout": 5}
