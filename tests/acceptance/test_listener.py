@@ -23,6 +23,7 @@ from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from mongo_celery.embedded.server import free_port
 from mongo_celery.mongo.oplog import operation_time
 from tests.fixtures.failpoint import Failpoint
+from tests.fixtures.mongo import MakeClient, MakeReplicaSet
 from tests.fixtures.process import ProjectProcess, wait_for
 from tests.fixtures.proxy import Proxy
 from tests.fixtures.rights import DATA, STATE, UrlOf, with_a_wrong_password
@@ -228,6 +229,23 @@ def test_a_dropped_state_database_is_made_anew_and_no_version_is_reused(scene: S
     history = scene.read_oplog()
     for check in (shared_versions, going_back, stale, weak_tokens):
         assert check(history) == []
+
+
+def test_a_stepdown_of_the_primary_under_load_loses_nothing(
+    deployment: MakeDeployment, make_replica_set: MakeReplicaSet, make_client: MakeClient
+) -> None:
+    """P1, P2: listener, workers and load all wait for the new primary, and go on."""
+    servers = make_replica_set()
+    client = make_client(servers.url)
+    scene = deployment(HANDLER, kind=Scene, client=client, url=servers.url)
+    scene.pair()
+    with scene.load():
+        scene.flow()
+        client.admin.command({"replSetStepDown": 2, "secondaryCatchUpPeriodSecs": 1, "force": True})
+        since = time.monotonic_ns()
+        scene.flow()
+        logger.info("step-down of the primary: gap %.2f s", scene.longest_gap(since))
+    scene.settle(faults=2)
 
 
 def test_a_term_that_fails_at_once_is_not_begun_again_at_once(scene: Scene, failpoint: Failpoint) -> None:

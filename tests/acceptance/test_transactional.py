@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.rig.deployment import Deployment, MakeDeployment
 from tests.rig.history import Due
@@ -44,6 +45,17 @@ def test_effects_are_exactly_once_when_the_worker_dies_inside(chain: Deployment,
     chain.judge()
     assert _effects(chain) == {item: 1, successor: 1}
     assert any("that an earlier worker left open" in text for text in chain.logs.values())
+
+
+def test_a_lost_answer_of_the_commit_repeats_no_effect(chain: Deployment, failpoint: Failpoint) -> None:
+    """The transaction is committed, the answer is cut off; the driver asks again."""
+    chain.both()
+    cut = {"failCommands": ["commitTransaction"], "appName": chain.app_name("worker"), "closeConnection": True}
+    with failpoint(mode={"times": 1}, **cut):
+        item = chain.write("together", "d", 1)
+        chain.wait_done()
+    assert _effects(chain) == {item: 1}
+    assert chain.letters("together") == []
 
 
 def test_a_transaction_that_was_taken_over_cannot_commit(chain: Deployment) -> None:

@@ -141,13 +141,18 @@ def test_sigkill_before_the_commit_write_starts_no_handler_again(chain: Deployme
 
 
 def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Deployment) -> None:
-    """P3: its write, its success, its retry and its halt are refused; the newer effect stands, in any of these."""
+    """
+    P3: its write, its success, its retry and its halt are refused; the newer effect stands, in any of these.
+
+    In the end the whole worker stops, with messages prefetched; another one replaces it, and it wakes much later.
+    """
     _, worker = chain.both()
     rounds: dict[str, Document] = {
         "write": {"gate": "write"},
         "handled": {"late_gate": "handled"},
         "retry": {"gate": "retry", "act": "retry", "options": {"countdown": 60}},
         "halt": {"gate": "halt", "act": "raise"},
+        "group": {"gate": "group"},
     }
     for number, (outcome, do) in enumerate(rounds.items()):
         item = chain.allow(chain.write("plain", "hit", 2 * number + 1, **do))
@@ -155,16 +160,19 @@ def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Deploym
         zombie = chain.wait_started(item)
         if outcome == "handled":
             wait_for(lambda item=item: item in {effect.due for effect in chain.effects()})  # type: ignore[misc]
-        with frozen(worker, zombie.pid):
+        with frozen(worker, None if outcome == "group" else zombie.pid):
+            if outcome == "group":
+                chain.worker(name="second")
             chain.wait_started(item, 2)
             chain.open_gate(outcome)
             chain.wait_started(successor)
             chain.wait_done()
-        if outcome == "write":
-            refused = wait_for(lambda: chain.facts["refused"].find_one({"key": "hit", "n": 1}))
-            assert refused["fence"] == zombie.fence
+        if outcome in {"write", "group"}:
+            wait_for(lambda fence=zombie.fence: chain.facts["refused"].find_one({"fence": fence}))  # type: ignore[misc]
         else:
             worker.wait_for_output(rf"'{outcome}' of partition plain/0 \(fencing token {zombie.fence}\) was refused")
+    chain.write("plain", "hit", 99)
+    chain.wait_done()
     chain.judge()
     assert chain.partition("plain", 0)["state"] == "flowing"
     assert "failed permanently" not in worker.text

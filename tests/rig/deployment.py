@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, Protocol, Self, TypeVar, overload
@@ -366,14 +367,15 @@ def shared_deployment(
 
 
 @contextmanager
-def frozen(process: ProjectProcess, pid: int) -> Iterator[None]:
-    """Keep one child of a process stopped; it goes on afterwards."""
-    assert pid in process.children(), f"{pid} is no child of {process.name}"
-    os.kill(pid, signal.SIGSTOP)
+def frozen(process: ProjectProcess, pid: int | None = None) -> Iterator[None]:
+    """Keep one child of a process stopped, or the process with all of them; it goes on afterwards."""
+    assert pid is None or pid in process.children(), f"{pid} is no child of {process.name}"
+    send = process.send_group if pid is None else partial(os.kill, pid)
+    send(signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        send(signal.SIGCONT)
 
 
 def _queues() -> dict[str, Any]:

@@ -65,6 +65,11 @@ def test_a_run_commits_itself_where_it_is_signed_that_nothing_follows() -> None:
     assert not replace(RUN, carrier=alone, changes=(), dead_letter="a letter").is_inline
 
 
+def test_a_message_of_the_old_key_is_accepted_beside_the_new_one() -> None:
+    for keys in ([OTHER_KEY, KEY], [KEY, OTHER_KEY]):
+        assert Envelope(SEALED).verify("run", keys) == RUN
+
+
 @given(st.integers(0, len(base64.b64decode(SEALED)) - 1), st.integers(1, 255), st.binary(max_size=200))
 def test_any_changed_byte_is_refused(position: int, difference: int, other: bytes) -> None:
     """P11: in the signature, in a number or in a change. The bridge's name is read before the signature is checked."""

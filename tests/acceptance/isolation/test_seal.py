@@ -7,11 +7,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import pytest
 from celery import Celery
 
+from mongo_celery import Bridge
+from mongo_celery.bridge.operations.operations import Operations
+from mongo_celery.bridge.state import signing
+from mongo_celery.errors import CommandRefusedError
 from tests.fixtures.messages import body_of, with_body
 from tests.fixtures.process import wait_for
 from tests.rig.deployment import Deployment, MakeDeployment
+from tests.rig.history import Due
 
 Document = dict[str, Any]
 
@@ -140,3 +146,42 @@ def test_revokes_by_guessed_ids_hit_nothing(deployment: MakeDeployment) -> None:
     chain.wait_done()
     chain.judge(spare=0)
     assert "Discarding revoked task" not in worker.text
+
+
+@pytest.mark.slow
+def test_a_key_is_exchanged_under_load_without_a_drop(
+    deployment: MakeDeployment, mongo_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of the old key and of the new one are in the queues at once; none is dropped, and none waits."""
+    chain = deployment("plain")
+    listener = chain.listener()
+    worker = chain.worker()
+    keys = [f"k{number}" for number in range(8)]
+    sent: list[Due] = chain.write_many("plain", keys, 1)
+    before = chain.state["bridge_keys"].find_one({"_id": "chain"})
+    assert before is not None
+    monkeypatch.setattr(signing, "ANNOUNCED_SECONDS", signing.KEY_SECONDS + 1)
+    operator = Bridge(Celery("chain"), mongo_url, name="chain", database=chain.state.name, autodiscover=False)
+    Operations(operator.wiring).rotate_key(overlap=600).run()
+    with pytest.raises(CommandRefusedError, match="already has a new key"):
+        Operations(operator.wiring).rotate_key(overlap=60).run()
+    operator.client.close()
+
+    def exchanged() -> bool:
+        if chain.facts["end"].count_documents({}) > len(sent) - 5 * len(keys):  # a backlog, and no endless one
+            n = len(sent) // len(keys) + 1
+            sent.extend(chain.write("plain", key, n) for key in keys)
+        found = chain.state["bridge_keys"].find_one({"_id": "chain"})
+        assert found is not None
+        return bool(found["key"] != before["key"])
+
+    wait_for(exchanged)
+    listener.wait_for_output("signs messages with the new key")
+    chain.write_many("plain", [f"after{number}" for number in range(8)], 3)
+    chain.wait_done()
+    chain.judge(spare=0)
+    assert not _dropped(chain)
+    assert "dropped" not in worker.text
+    found = chain.state["bridge_keys"].find_one({"_id": "chain"})
+    assert found is not None
+    assert [bytes(each["key"]) for each in found["previous"]] == [bytes(before["key"])]
