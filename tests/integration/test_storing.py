@@ -150,6 +150,24 @@ def test_a_change_that_was_tried_does_not_wait_for_later_ones_of_its_burst(begin
     assert [numbers(run) for run in term.dispatch()] == [[1]]
 
 
+def test_a_change_that_waits_behind_stored_ones_of_its_burst_is_stored_too(begin: Begin) -> None:
+    """P2: a run has stored changes or buffered ones. It must have the last change of the key."""
+    term = begin(run_size=5)
+    term.led.delay = Delay(60, coalesces=True)
+    term.led.delay.observe(1010 - time.monotonic(), math.inf)
+    term.read(1)
+    assert term.dispatch() == []
+    term.turn()
+    term.turn(_SECOND)
+    assert term.stored() == [1]
+    term.led.ingest_item(replace(change(2), mark=mark_at(Timestamp(1020, 2))))
+    term.turn(_SECOND)
+    assert term.stored() == [1, 2], "although it is younger than `spill_after`"
+    term.led.delay.observe(1100 - time.monotonic(), math.inf)
+    term.led.partitions[0].delayed_until = 0.0
+    assert numbers(next_run(term)) == [1, 2]
+
+
 @pytest.mark.parametrize("run_size", [1, 100])
 def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
     begin: Begin, run_size: int, caplog: pytest.LogCaptureFixture
