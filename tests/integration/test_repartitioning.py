@@ -190,7 +190,12 @@ def test_what_comes_between_a_drain_and_the_next_reading_is_not_passed_over(shop
     shop.check()
 
 
-def test_one_handler_makes_no_other_wait_and_one_that_is_gone_keeps_its_partitions(shop: TermsOfShop) -> None:
+@pytest.mark.parametrize("turn_seconds", [0.1, -1.0])
+def test_one_handler_makes_no_other_wait_and_one_that_is_gone_keeps_its_partitions(
+    shop: TermsOfShop, monkeypatch: pytest.MonkeyPatch, turn_seconds: float
+) -> None:
+    """P12: also if each look at a handler takes the whole turn."""
+    monkeypatch.setattr(repartitioning, "_TURN_SECONDS", turn_seconds)
     shop.begin(OLD, NAME, "audit", "gone")
     release = _halt(shop.begin(OLD))
     term = shop.begin(NEW, NAME, "audit")

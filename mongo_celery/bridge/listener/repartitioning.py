@@ -173,9 +173,10 @@ class Repartitioning:
         if now < self.due_at:
             return []
         self.postpone(now)
-        until, moved = time.monotonic() + _TURN_SECONDS, []
+        until, moved, names, turns = time.monotonic() + _TURN_SECONDS, [], list(self._moves), 0
         try:
-            for name in list(self._moves):
+            for name in names:
+                turns += 1
                 new = self._advance(self._led[name], self._moves[name], now)
                 if new is not None:
                     moved.append(new)
@@ -184,6 +185,8 @@ class Repartitioning:
                     break
         except PyMongoError as error:
             self.note_failure(error)
+        order = [name for name in (*names[turns:], *names[:turns]) if name in self._moves]
+        self._moves = {name: self._moves[name] for name in order}  # handlers without a turn are first in the next one
         self._complain()
         return moved
 
