@@ -28,6 +28,8 @@ from tests.rig.changes import token
 from tests.rig.partition import make_partition
 
 Document = dict[str, Any]
+_WRITES = 150
+"""Of each writer: more than it can write until an election begins."""
 
 
 @pytest.fixture
@@ -59,13 +61,13 @@ def test_outbox_writers_and_relays_bear_elections_that_take_writes_back(
     with Tap(redis_url) as tap:
         for turn in (1, 2):
             before = len(tap.published)
-            writers = [shop.program("load", f"{turn}.{name}", 60, *keys) for name in ("first", "second")]
+            writers = [shop.program("load", f"{turn}.{name}", _WRITES, *keys) for name in ("first", "second")]
             wait_for(lambda before=before: len(tap.published) > before + 30)  # type: ignore[misc]
             elections.under_load(shop.data.name)
             assert [writer.wait() for writer in writers] == [0, 0], "\n".join(writer.text for writer in writers)
         shop.sweep_all()
 
-        assert {key: len(ns) for key, ns in shop.committed().items()} == dict.fromkeys(keys, 240)
+        assert {key: len(ns) for key, ns in shop.committed().items()} == dict.fromkeys(keys, 4 * _WRITES)
         shop.agree(tap)
 
 

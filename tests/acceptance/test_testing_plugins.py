@@ -24,6 +24,7 @@ SECRET_KEY = "-"
 INSTALLED_APPS = ["stock"]
 DATABASES = {
     "default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"},
+    "mongodb": {"ENGINE": "django_mongodb_backend", "HOST": "mongodb://localhost:1", "NAME": "shop"},
 }
 """
 
@@ -32,6 +33,9 @@ from django.db import models
 
 class Seen(models.Model):
     key = models.IntegerField()
+
+class Sale(models.Model):
+    amount = models.IntegerField()
 """
 
 _CHANGES = """
@@ -46,6 +50,13 @@ def note(change):
     from stock.models import Seen
 
     Seen.objects.create(key=change.document_key["_id"])
+
+@bridge.on_change("*", operations={"insert"})
+def count(change):
+    from stock.models import Sale, Seen
+
+    if change.ns["coll"] == Sale._meta.db_table:
+        Seen.objects.create(key=change.full_document["amount"])
 """
 
 _DJANGO_TESTS = """
@@ -58,6 +69,18 @@ def test_a_handler_writes_in_the_tests_own_transaction(key, mongo_celery_client,
     mongo_celery_client.shop.orders.replace_one({"_id": key}, {"n": 1}, upsert=True)
     bridge_runner.deliver()
     assert [seen.key for seen in Seen.objects.all()] == [key]
+"""
+
+_STORED_TESTS = """
+import pytest
+from stock.models import Sale, Seen
+
+@pytest.mark.django_db(transaction=True, databases=["default", "mongodb"])
+@pytest.mark.parametrize("amount", [5, 6])
+def test_a_model_in_mongodb_has_changes(amount, bridge_runner):
+    Sale.objects.using("mongodb").create(amount=amount)
+    bridge_runner.deliver()
+    assert [seen.key for seen in Seen.objects.all()] == [amount]
 """
 
 _FLASK_TESTS = """
@@ -117,6 +140,7 @@ FILES = {
     "stock/changes.py": _CHANGES,
     "tests/conftest.py": _CONFTEST,
     "tests/test_with_django.py": _DJANGO_TESTS,
+    "tests/test_with_a_model_in_mongodb.py": _STORED_TESTS,
     "tests/test_with_flask.py": _FLASK_TESTS,
 }
 
@@ -125,7 +149,7 @@ FILES = {
 @pytest.mark.parametrize("processes_of_xdist", ["0", "2"])
 def test_it_works_beside_other_plugins(processes: Processes, tmp_path: Path, processes_of_xdist: str) -> None:
     """Django's test database, Flask's context for each app that a factory makes, and servers for each process."""
-    for plugin in ("pytest_django", "pytest_flask", "xdist"):
+    for plugin in ("pytest_django", "pytest_flask", "xdist", "django_mongodb_backend"):
         pytest.importorskip(plugin)
     require_server("mongod")
     for path, text in FILES.items():
@@ -136,4 +160,4 @@ def test_it_works_beside_other_plugins(processes: Processes, tmp_path: Path, pro
     done = processes.python("pytest", "-m", "pytest", "tests", *arguments, directory=tmp_path)
 
     assert done.wait(_SECONDS_MAX) == 0, done.text
-    assert len([*ET.parse(tmp_path / "found.xml").iter("testcase")]) == 6
+    assert len([*ET.parse(tmp_path / "found.xml").iter("testcase")]) == 8

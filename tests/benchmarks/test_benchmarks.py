@@ -18,7 +18,7 @@ _TINY = {
     "outbox": ("writes=3", "held=100"),
     "transactions": ("transfers=4", "processes=2"),
     "backlog": ("owed=4000",),
-    "handlers": ("reached=2400",),
+    "handlers": ("reached=9600",),
     "latency": ("live=3", "lease_ttl=1"),
 }
 _EXPECTED = {
