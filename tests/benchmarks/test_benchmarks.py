@@ -28,7 +28,7 @@ _EXPECTED = {
     },
     "transactions": {"Transfers per second among 2 accounts, 2 processes together": {"two_phase", "locked", "across"}},
     "backlog": {"A change of a backlog of 4,000": {"listener", "worker", "listener at its highest"}},
-    "handlers": {"A change of 4 for one handler, chains of all, 60 handlers": {"listener", "worker", "oplog"}},
+    "handlers": {"A change of 16 for one handler, chains of all, 60 handlers": {"listener", "worker", "oplog"}},
     "latency": {"From a write to the start of its handler": {"bridge_chain_p50", "bridge_inline_p99"}},
 }
 
