@@ -35,6 +35,12 @@ OPTIONS: Document = {
 }
 SECONDS_MAX = PATIENCE_SECONDS
 _LACKING = re.compile(r"missing right is|lacks|the actions? (?:changeStream|serverStatus)")
+_NAMED = re.compile(r"(?:missing right is|lacks) ([\w, ]+?) on ([\w.]+)")
+_SENTENCES = {
+    ("changeStream", f"{DATA}."): "the actions changeStream and find",
+    ("find", f"{DATA}."): "the actions changeStream and find",
+    ("serverStatus", "None."): "the action serverStatus on the cluster",
+}
 _OPTIONAL = "could not create the indexes"
 
 
@@ -177,9 +183,13 @@ def lacks(text: str) -> list[str]:
 
 
 def names(text: str, action: str, right: Right) -> bool:
-    """Return True if a line says that this action on this resource is missing."""
-    where = right.collection or right.database or "cluster"
-    return any(action in line and where in line for line in text.splitlines() if _LACKING.search(line))
+    """Return True if a line says that exactly this action on exactly this resource is missing."""
+    where = f"{right.database}.{right.collection}"
+    for actions, resource in _NAMED.findall(text):
+        if action in re.split(r", | or ", actions) and resource.rstrip(".") == where.rstrip("."):
+            return True
+    sentence = _SENTENCES.get((action, where))
+    return sentence is not None and sentence in text
 
 
 def stored(database: Any) -> Mapping[str, list[Document]]:

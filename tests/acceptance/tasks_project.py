@@ -97,6 +97,22 @@ def part(name: str) -> str:
 
 
 @app.task
+@once(lambda: collection("done"), claim_ttl=1)
+def stand_still() -> None:
+    """A run that is frozen, until it is told to end."""
+    note(step="stand_still", pid=os.getpid())
+    wait_for(lambda: collection("signs").find_one({}))
+
+
+@app.task
+@once(lambda: collection("done"), claim_ttl=1)
+def stand_still_in_transaction(*, session: ClientSession) -> None:
+    collection("notes").insert_one({"step": "stand_still_in_transaction"}, session=session)
+    collection("standing").insert_one({"pid": os.getpid()})
+    wait_for(lambda: collection("signs").find_one({}))
+
+
+@app.task
 @once(lambda: collection("done"))
 def total(parts: list[str]) -> None:
     note(step="total", parts=parts)

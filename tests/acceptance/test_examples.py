@@ -87,8 +87,12 @@ def test_the_drill_loses_nothing_and_books_nothing_twice() -> None:
 
 def test_the_seat_reservation_comes_out_even() -> None:
     """Its exit status says that no seat was sold twice and no money is missing."""
-    requests, _, _, verdict = run_example("seat_reservation")
+    requests, seats, money, verdict = run_example("seat_reservation")
     assert requests.startswith("90 requests: ")
+    sold, taken = map(int, re.findall(r"\b(\d+) of 40 seats sold for (\d+)$", seats)[0])
+    before, left, till = map(int, re.findall(r"before: (\d+); after: (\d+) \+ (\d+) in the till$", money)[0])
+    assert (sold <= 40, till) == (True, taken)
+    assert left + till == before
     assert verdict == "each seat was sold at most once, and all the money is there"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from bson import ObjectId
 from celery import Celery, chain, chord
 from pymongo import MongoClient
+from pymongo.database import Database
 
 from mongo_celery import Outbox
 from tests.fixtures.process import Processes, ProjectProcess, wait_for
@@ -93,3 +96,34 @@ def test_a_chord_whose_parts_are_delivered_twice_gets_each_part_once(project: Sh
     wait_for(lambda: project.notes("total"))
     assert [sorted(each["parts"]) for each in project.notes("total")] == [["quick", "slow"]]
     assert len(project.notes("part")) == 2
+
+
+@pytest.mark.slow
+def test_two_runs_of_a_frozen_process_are_excluded_by_a_session_alone(project: Shop, worker: ProjectProcess) -> None:
+    """A claim lapses beside a process that stands still; a transaction has one winner, whoever wakes when."""
+    database = project.data
+    database.create_collection("standing")
+    project.task("stand_still", task_id="t1").apply_async()
+    (frozen,) = wait_for(lambda: project.notes("stand_still"))
+    os.kill(frozen["pid"], signal.SIGSTOP)
+    project.task("stand_still", task_id="t1").apply_async()
+    wait_for(lambda: len(project.notes("stand_still")) == 2)
+    os.kill(frozen["pid"], signal.SIGCONT)
+
+    project.task("stand_still_in_transaction", task_id="t2").apply_async()
+    standing = wait_for(lambda: database["standing"].find_one({}))
+    os.kill(standing["pid"], signal.SIGSTOP)
+    aborted = _aborted_transactions(database)
+    database["signs"].insert_one({})  # the first two can go as well
+    worker.wait_for_output("'t1' may have run twice")
+    project.task("stand_still_in_transaction", task_id="t2").apply_async()
+    wait_for(lambda: _aborted_transactions(database) > aborted + 2)
+    os.kill(standing["pid"], signal.SIGCONT)
+
+    wait_for(lambda: len(re.findall(r"stand_still_in_transaction\[t2\] succeeded", worker.text)) == 2)
+    assert len(project.notes("stand_still_in_transaction")) == 1
+
+
+def _aborted_transactions(database: Database[Document]) -> int:
+    aborted: int = database.client.admin.command("serverStatus")["transactions"]["totalAborted"]
+    return aborted

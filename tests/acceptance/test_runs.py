@@ -20,15 +20,18 @@ LINGERING = {"act": "linger", "linger": 0.4}
 @pytest.fixture(scope="module")
 def chain(shared_deployment: MakeDeployment) -> Deployment:
     """Give a listener that leads, with runs that end by nothing but what a test is about; the worker is to be begun."""
-    return shared_deployment("plain", "letters", "limited", "soft", "hard", options=LARGE, start="listener")
+    return shared_deployment("plain", "letters", "limited", "soft", "hard", "listed", options=LARGE, start="listener")
 
 
 def test_a_run_obeys_the_limits_of_its_handler_and_each_change_has_all_of_its_time(chain: Deployment) -> None:
-    """P6: a failure at any place is started once, a rate limit counts changes, and a time limit is for one."""
+    """P6: a failure anywhere is started once, also in a list; rate limits count changes, time limits are for one."""
     _, bad = _filled(chain, "letters", act="raise")
     in_time = {name: _filled(chain, name, act="linger", linger=30) for name in ("soft", "hard")}
     chain.allow(in_time["hard"][1])
     limited = [chain.write("limited", "key", n) for n in range(1, 7)]
+    listed = chain.write_many("listed", [f"k{number}" for number in range(8)], 2)
+    guilty = chain.give_up(chain.write("listed", "bad", 1, act="raise", times=9))
+    listed += chain.write_many("listed", [f"m{number}" for number in range(8)], 2)
     chain.worker()
     chain.wait_done()
     chain.judge()
@@ -36,6 +39,10 @@ def test_a_run_obeys_the_limits_of_its_handler_and_each_change_has_all_of_its_ti
     assert len(chain.starts(bad)) == 1, "wherever in a run it stands, and a busy machine may cut one anywhere"
     (letter,) = chain.letters("letters")
     assert (letter["change"]["fullDocument"]["n"], letter["attempts"]) == (bad.n, 1)
+
+    assert len(chain.starts(*listed, guilty)) == len(listed) + 1
+    assert max(each["count"] for each in chain.facts["list"].find()) == 8
+    assert [letter["change"]["documentKey"]["_id"] for letter in chain.letters("listed")] == ["bad"]
 
     errors = {name: [letter["error"] for letter in chain.letters(name)] for name in ("soft", "hard")}
     assert [error.split(":")[0] for error in errors["soft"]] == ["SoftTimeLimitExceeded"]

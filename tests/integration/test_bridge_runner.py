@@ -22,6 +22,7 @@ from uuid import UUID
 import pytest
 from bson import Binary, Code, DBRef, Decimal128, Int64, MaxKey, MinKey, ObjectId, Regex, Timestamp
 from celery import Celery
+from celery.exceptions import Ignore
 from click.testing import CliRunner
 from kombu.exceptions import ContentDisallowed
 from pymongo import MongoClient
@@ -264,6 +265,30 @@ def test_a_handler_that_another_one_calls_is_part_of_that(shop: Shop, outer: str
     assert len(attempts) == 2
     found = sorted(each["kind"] for each in copies.find())
     assert found == (sorted(KINDS) if outer.startswith("transactional") else ["list", "list", "plain", "plain"])
+
+
+def test_a_body_that_ends_otherwise_when_it_is_repeated_counts_as_it_ended(shop: Shop) -> None:
+    """The first body meets a write conflict; the second ignores the change, which is then done."""
+    copies, tokens = shop.orders.database["copies"], list[int]()
+    copies.insert_one({"_id": "locked"})
+
+    @shop.bridge.on_change(shop.orders.full_name, transactional=True)
+    def copy(change: Change) -> None:
+        tokens.append(change.fencing_token)
+        into = shop.bridge.collection(copies.full_name)
+        into.insert_one({"_id": "an effect"}, session=change.session)
+        if len(tokens) > 1:
+            raise Ignore
+        with ThreadPoolExecutor() as others:
+            others.submit(copies.update_one, {"_id": "locked"}, {"$set": {"by": "another"}}).result()
+        into.update_one({"_id": "locked"}, {"$set": {"by": "the handler"}}, session=change.session)
+
+    with shop.run() as runner:
+        shop.orders.insert_one({"_id": 1})
+        assert runner.deliver().standing == ()
+        assert runner.deliver().calls == ()
+    assert tokens == tokens[:1] * 2
+    assert list(copies.find()) == [{"_id": "locked", "by": "another"}]
 
 
 def test_what_a_called_handler_would_retry_is_judged_by_its_callers(shop: Shop) -> None:

@@ -461,6 +461,29 @@ def test_a_dead_letter_is_written_with_its_position_or_not_at_all(
     assert isinstance(found["at"], datetime)
 
 
+@pytest.mark.parametrize(
+    "failing",
+    [
+        {"failCommands": ["findAndModify"], "mode": {"times": 1}},
+        {"failCommands": ["update"], "mode": {"times": 1}},
+        {"failCommands": ["commitTransaction"], "mode": {"times": 1}},
+    ],
+    ids=["position", "letter", "commit"],
+)
+def test_a_skipped_change_is_kept_or_not_passed_at_all(
+    rig: PartitionRig, make_client: MakeClient, failpoint: Failpoint, state_database: str, failing: Any
+) -> None:
+    """P1, P13: the command fails at any of its writes, and is given again."""
+    operator = make_partition(make_client(appname="skip"), state_database)
+    assert rig.claims.halt(rig.claim(), token(1), "key", "e")
+    before, letter = rig.document, {**letter_of(1, rig.image.fencing_token), "cause": "skipped"}
+    with failpoint(errorCode=8000, appName="skip", **failing), pytest.raises(OperationFailure):
+        operator.partitions.set_aside(rig.image, letter, operator.letters)
+    assert (rig.document, rig.letters.count_documents({})) == (before, 0)
+    assert operator.partitions.set_aside(rig.image, letter, operator.letters)
+    assert (rig.image.committed, rig.image.state, rig.letters.count_documents({})) == (1, "flowing", 1)
+
+
 # -- what users can put into the state is bounded when it is written -------------------------------
 
 

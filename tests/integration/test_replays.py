@@ -357,6 +357,17 @@ def test_what_cannot_be_replayed_is_refused_alone(bridge: Bridge, term: TermRig,
     assert bridge.operations.discard_dead_letters().run().fields["done"] == 2
 
 
+def test_a_replay_that_is_asked_for_without_a_listener_waits_for_one(bridge: Bridge, term: TermRig) -> None:
+    """P1, P16: the command says so, and to whoever asks for the same once more."""
+    _stored(term.database, 1)
+    assert term.store.leases.release(term.renewal.term)
+    plan = bridge.operations.replay_dead_letters()
+    assert (plan.fields["leads"], plan.run().fields["done"]) == (False, 1)
+    second = bridge.operations.replay_dead_letters().run().fields
+    assert (second["done"], [each["result"] for each in second["parts"]]) == (0, ["unchanged"])
+    assert [each.state for each in term.store.replays.read()] == ["requested"]
+
+
 @pytest.mark.parametrize("fill", [bytes, os.urandom], ids=["compressed", "as it is"])
 def test_an_event_that_is_too_large_to_be_kept_readable_keeps_its_bytes(
     rig: PartitionRig, fill: Callable[[int], bytes]

@@ -610,3 +610,25 @@ def test_a_change_halts_all_the_same_where_it_cannot_be_stored(
     assert worker.rig.document["state"] == "halted"
     assert documents.count_documents({}) == 0
     assert "halted_change_not_stored" in events(caplog)
+
+
+def test_a_dead_letter_that_kills_its_workers_stays_a_dead_letter(begin: Begin) -> None:
+    """P9: after `max_crashes` deaths its replay has failed without another call; the partition goes on."""
+    worker = begin()
+    worker.bad = {"a"}
+    worker.flow("a")
+    worker.ask()
+    (request,) = worker.requests
+    for starts in range(worker.bridge.options.max_crashes + 1):
+        claim = worker.rig.claims.take_for_replay(worker.rig.where, request.letter, owner=f"dead {starts}", term=TERM)
+        assert claim is not None
+        assert worker.rig.store.replays.start(claim, request.letter, starts) is not None
+        worker.rig.lapse()
+    worker.bad = set()
+    with pytest.raises(HandlerCrashedError):
+        worker.replay()
+    worker.flow("b")
+    (letter,) = worker.find().letters
+    assert letter.error.startswith("HandlerCrashedError")
+    assert worker.requests == []
+    assert worker.got == [("b", 2)]

@@ -648,7 +648,12 @@ def test_a_write_of_a_chunk_counts_once_and_for_its_term_alone(world: SnapshotWo
     assert not store.move(snapshot_id, 5, 2, larger, 1, larger)
     assert [store.move(snapshot_id, 5, 2, larger, 1) for _ in range(2)] == [True, False]
     assert store.mark_read_end(snapshot_id, 4, 2) is None
+    stopped: Any = store.read_one(snapshot_id)
+    assert store.begin(stopped, 5) is not None
     assert store.stop(snapshot_id)
-    store.take_over(6)
+    assert store.take_over(6) == 6, "it may be resumed"
+    assert not store.move(snapshot_id, 5, 3, larger, 1), "the chunk of the term before"
+    assert store.resume(snapshot_id)
     taken: Any = store.read_one(snapshot_id)
-    assert taken.term == 6, "it may be resumed"
+    assert (taken.term, taken.last, taken.done) == (6, stopped.last, stopped.done)
+    assert [store.begin(taken, term) is not None for term in (5, 6)] == [False, True]

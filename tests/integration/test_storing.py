@@ -453,6 +453,24 @@ def test_what_is_stored_takes_no_memory(begin: Begin) -> None:
     assert term.ran == list(range(1, last + 1))
 
 
+def test_what_flows_is_stored_only_while_a_full_memory_keeps_another_partition_idle(begin: Begin) -> None:
+    """P12: the stream waits for room with a backlog of all alike, and the state database is not paid for it."""
+    bound, last = 20_000, 40
+    term = begin(buffer_bytes=bound, run_size=1)
+    term.read(1, 2, index=1)
+    term.run(next_run(term))
+    term.turn()
+    (waiting,) = term.dispatch()
+    term.read(*range(3, last + 1), padding=1000)
+    for _ in range(3):
+        term.turn(_BEGUN)
+    assert (term.storing.is_full, term.documents.count_documents({})) == (True, 0)
+    term.run(waiting)
+    term.turn_until(term.stored)
+    assert term.storing.size < bound / 2
+    assert term.work(until=last) == list(range(1, last + 1))
+
+
 def keyless(event: Mapping[str, Any]) -> Any:
     return event["documentKey"]["nothing"]
 

@@ -26,7 +26,7 @@ from mongo_celery.bridge.stream.verdicts import UNKNOWN_LIMIT
 from mongo_celery.bridge.window import Mark
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.errors import AccessError, HistoryLostError, StreamRefusedError, TopologyError
-from mongo_celery.mongo.oplog import check_topology, read_oplog
+from mongo_celery.mongo.oplog import check_topology, operation_time, read_oplog
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import Code, Verdict
 from tests.fixtures.process import wait_for
@@ -206,6 +206,28 @@ def test_a_marker_comes_only_behind_everything_that_was_read_and_can_be_resumed_
     stream.insert(200)
     with stream.read(position=Position(mark.token, mark.cluster_time)) as again:
         again.wait_for_keys(200)
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_the_place_of_a_quiet_stream_passes_a_neighbours_writes(stream: Stream, when: str) -> None:
+    """P13: what lies before the first read, and what is written meanwhile. Else its place falls off the oplog."""
+    client, position = stream.items.database.client, now(stream.items.database.client)
+
+    def disturb() -> Timestamp:
+        noise = stream.items.database["noise"]
+        for _ in range(10):
+            noise.insert_many([{"text": "x" * 100} for _ in range(1000)], ordered=False)
+        last = operation_time(client)
+        noise.insert_one({})  # a time is passed when something lies behind it
+        return last
+
+    last = disturb() if when == "before" else None
+    with stream.read(position=position) as reading:
+        last = last or disturb()
+        wait_for(lambda: reading.marks and (reading.marks[-1].cluster_time or position.time) >= last)
+        assert reading.events == []
+        stream.insert(1)
+        reading.wait_for_keys(1)
 
 
 def _place(item: Item) -> str:

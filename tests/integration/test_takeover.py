@@ -27,7 +27,7 @@ from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.rig.commands import CommandRecorder
 from tests.rig.repartitioning import NAME, Document, TermsOfShop
-from tests.rig.term import BRIDGE, TermRig, begin_term, mark_at
+from tests.rig.term import BRIDGE, TTL, TermRig, begin_term, mark_at
 
 _FEW, _MANY = 2, 60
 SLOW = "slow"
@@ -62,7 +62,7 @@ def trackers_of(takeover: Takeover) -> dict[str, Partition]:
 def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
     make_client: MakeClient, state_database: str
 ) -> None:
-    """P12: a take-over and watermarks cost as many round trips for 60 handlers as for 2."""
+    """P7, P12: a take-over, watermarks and the end of a term cost as many round trips for 60 handlers as for 2."""
 
     def count(handlers: int) -> list[int]:
         commands = CommandRecorder()
@@ -75,9 +75,15 @@ def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
         sent.append(len(commands.names))
         for subscription in led:
             subscription.window.pass_over(_PLACE)
-        Watermarks(second.store, second.renewal, "f", dict).store(led, 0.0)
+        watermarks = Watermarks(second.store, second.renewal, "f", dict)
+        watermarks.store(led, 0.0)
         sent.append(len(commands.names))
         assert second.database["handlers"].count_documents({"resumeToken": _PLACE.token}) == handlers
+        for subscription in led:
+            subscription.window.pass_over(_LATER)
+        watermarks.store_last(led, TTL)
+        assert second.store.leases.release(second.renewal.term)
+        sent.append(len(commands.names))
         begin_term(client, database, 8, names[: handlers // 2]).take_over()
         sent.append(len(commands.names))
         client.drop_database(database)

@@ -15,12 +15,16 @@ from mongo_celery.errors import (
     TransactionStateError,
     TransactionTimeoutError,
 )
+from mongo_celery.twophase.participants import MARKERS
 from tests.fixtures.process import wait_for
 from tests.integration.clusters_rig import START, Clusters
 from tests.integration.twophase_rig import LONG_AGO, Document, Gate
 
 WAYS = [("own", "east"), ("east", "own"), ("east", "west"), ("west", "own"), ("own", "west", "east")]
 """`east` is another replica set, `west` a standalone server."""
+
+APPLIED = 11
+"""The command of a coordinator of two participants that records that all is applied."""
 
 UNTOUCHED = {"own": START, "east": START, "west": START}
 
@@ -105,6 +109,33 @@ def test_a_cluster_that_is_away_keeps_nothing_that_others_have_paid(clusters: Cl
     with pytest.raises(TransactionCanceledError):
         clusters.bank.run(identity)
     assert clusters.balances() == {"own": 0, "east": START, "west": START}
+
+
+@pytest.mark.parametrize("is_stale", [True, False], ids=["written back from a stale copy", "made anew"])
+def test_a_participant_that_is_replaced_stops_it_until_a_person_has_put_it_right(
+    clusters: Clusters, is_stale: bool
+) -> None:
+    """Before all is recorded as applied. What the person writes says whether its successor has the change."""
+    east, gate = clusters.accounts("east"), Gate(hold_before=APPLIED)
+    identity, stale = clusters.begin("own", "east"), east.find_one()
+    with clusters.held(identity, gate) as errors:
+        assert gate.held.wait(60)
+        assert clusters.balances() == expected(("own", "east"))
+        if is_stale:
+            east.replace_one({"_id": "A"}, stale)
+        else:
+            found = east.find_one_and_delete({"_id": "A"})
+            east.insert_one({"_id": "A", "balance": found["balance"]})
+        left = clusters.balances()
+        assert [(each.id, each.stopped) for each in clusters.bank.recover(0)] == [(identity, True)]
+        assert clusters.balances() == left
+        if is_stale:
+            clusters.log.update_one({"_id": identity}, {"$set": {"incarnations.1": None}})
+        else:
+            east.update_one({"_id": "A"}, {"$push": {MARKERS: identity}})
+        assert [each.after for each in clusters.bank.recover(0)] == ["canceled" if is_stale else "done"]
+    assert [type(error) for error in errors] == [TransactionCanceledError] * is_stale
+    assert clusters.balances() == (UNTOUCHED if is_stale else expected(("own", "east")))
 
 
 def test_one_that_cannot_be_settled_keeps_no_other_from_being_done(clusters: Clusters) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -17,6 +19,8 @@ from tests.mutants.mutants import MUTANTS, PROMISES, Mutant
 
 _COPIED = ("mongo_celery", "tests", "examples", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
 _SECONDS_MAX = 600.0
+_COPIES = 2
+"""Of the checkout: so many mutants are tried at a time."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.MULTILINE)
 
 
@@ -32,15 +36,17 @@ def mutate(only: str | None, *, check: bool) -> None:
         click.echo(f"It is not in the code, or not once, or has no mutant: {rule}", err=True)
     if lost or check:
         sys.exit(bool(lost))
-    with tempfile.TemporaryDirectory(prefix="mongo-celery-mutants-") as directory:
-        copy = Path(directory)
-        for name in _COPIED:
-            _copy(ROOT / name, copy / name)
-        unsound = run_tests(copy, sorted({test for each in chosen for test in each.tests}))
+    with tempfile.TemporaryDirectory(prefix="mongo-celery-mutants-") as directory, ThreadPoolExecutor(_COPIES) as pool:
+        copies: queue.Queue[Path] = queue.Queue()
+        for number in range(_COPIES):
+            copies.put(Path(directory) / str(number))
+            for name in _COPIED:
+                _copy(ROOT / name, Path(directory) / str(number) / name)
+        unsound = run_tests(Path(directory) / "0", sorted({test for each in chosen for test in each.tests}))
         if unsound:
             click.echo(f"These fail without a mutant: {', '.join(unsound)}", err=True)
             sys.exit(1)
-        failures = [_break(copy, each) for each in chosen]
+        failures = list(pool.map(lambda each: _break(copies, each), chosen))
     click.echo("| promise | broken rule | tests that fail |\n|---|---|---|")
     for mutant, failed in zip(chosen, failures, strict=True):
         tests = ", ".join(f"{'' if each in failed else '**not** '}`{each}`" for each in mutant.tests)
@@ -53,15 +59,19 @@ def _copy(source: Path, target: Path) -> None:
     if source.is_dir():
         shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     else:
+        target.parent.mkdir(exist_ok=True)
         shutil.copy(source, target)
 
 
-def _break(copy: Path, mutant: Mutant) -> set[str]:
+def _break(copies: queue.Queue[Path], mutant: Mutant) -> set[str]:
+    """Break a copy that nobody has now, and return the tests that fail."""
+    copy = copies.get()
     file = copy / "mongo_celery" / mutant.file
     text = file.read_text()
     file.write_text(text.replace(mutant.old, mutant.new))
     failed = run_tests(copy, mutant.tests)
     file.write_text(text)
+    copies.put(copy)
     survived = not failed.issuperset(mutant.tests)
     click.echo(f"{mutant.promises}: {mutant.rule}: {'survived' if survived else 'caught'}", err=True)
     return failed

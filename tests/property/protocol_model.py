@@ -77,11 +77,19 @@ class Fault(StrEnum):
     LAPSE = "a claim lapses while its handler runs"
     CRASH = "a worker dies, or the answer to its claim is lost"
     RETRY = "a handler asks for a retry"
-    FAILURE = "a handler fails for good: its partition halts"
+    FAILURE = "a handler fails for good: the failure policy applies"
     ROLLBACK = "a failover loses what no majority has: the mark `handled`, or a position"
     LOSS = "the broker loses a message"
     REOPEN = "the stream breaks and is opened again at the watermark"
     LOCK = "a transaction that nobody ends keeps a partition from being won by a take-over"
+
+
+class Policy(StrEnum):
+    """What happens to a change whose handler failed for good."""
+
+    HALT = "halt"
+    SKIP = "skip"
+    DEAD_LETTER = "dead_letter"
 
 
 class Commit(StrEnum):
@@ -103,6 +111,7 @@ class World(NamedTuple):
         terms: How many terms may begin without need, each while the one before believes itself the holder.
         budget: How many faults may happen altogether.
         faults: Which kinds.
+        policy: The failure policy.
         commit: Who writes the positions.
         rewind: Whether the operator may rewind to the start, once; numbers go on.
         matches: Per configuration the positions its handler matches; empty: everything, always.
@@ -115,6 +124,7 @@ class World(NamedTuple):
     terms: int
     budget: int = 0
     faults: frozenset[Fault] = frozenset()
+    policy: Policy = Policy.HALT
     commit: Commit = Commit.CHAIN
     rewind: bool = False
     matches: tuple[frozenset[int], ...] = ()
@@ -642,13 +652,20 @@ def misfortune_of_runs(world: World, state: State, run: Run) -> Steps:
         retried = with_partition(others, run.partition, partition._replace(claim=None))
         yield Step("retry", run, fair=False), answered(retried, run)
     if guarded and can(world, state, Fault.FAILURE):
-        halted = with_partition(others, run.partition, partition._replace(claim=None, halted=True))
-        yield Step("halt", run, fair=False), answered(halted, run)
+        yield Step(world.policy, run, fair=False), answered(given_up(world, others, run), run)
 
 
 def answered(state: State, run: Run) -> State:
     """Return the state with one fault less to come, which is that of one change alone."""
     return spent(state)._replace(asked=counted(state.asked, run.token - 1))
+
+
+def given_up(world: World, state: State, run: Run) -> State:
+    """Return the state after the failure policy was applied to a run."""
+    if world.policy is Policy.HALT:
+        halted = state.partitions[run.partition]._replace(claim=None, halted=True)
+        return with_partition(state, run.partition, halted)
+    return moved(world, state, run.partition, Handled(run.first, run.token, run.config), run.token)
 
 
 def misfortune_of_stores(world: World, state: State) -> Steps:
@@ -742,7 +759,7 @@ def sent_back(world: World, state: State, epoch: int | None) -> tuple[Partition,
 Move = exploration.Move[World, State]
 
 
-OUTCOMES = frozenset({"handled", "position", "progress", "retry", "halt"})
+OUTCOMES = frozenset({"handled", "position", "progress", "retry", *Policy})
 """The kinds of steps by which an execution records how it ended, or how far it is."""
 
 

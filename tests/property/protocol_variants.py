@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.property.protocol_model import MARK, PROTOCOL_MODEL, Broken, Commit, Fault, World
+from tests.property.protocol_model import MARK, PROTOCOL_MODEL, Broken, Commit, Fault, Policy, World
 from tests.property.scenarios import NARROWER, WIDER, Scenarios, caught, sound
 
 LOCKS = frozenset({Fault.LOCK, Fault.LAPSE})
@@ -20,6 +20,8 @@ SOUND = (
     sound(19_000, FAULTY, "one change, three terms, one fault", stream=(0,), terms=3),
     sound(100_000, FAULTY, "two partitions, three changes, two faults", stream=(0, 1, 0), budget=2),
     sound(33_000, LAPSING, "two changes, three terms", terms=3, budget=0),
+    sound(18_000, FAULTY, "a dead letter", terms=2, policy=Policy.DEAD_LETTER),
+    sound(3_500, FAULTY, "a skipped change, two faults", budget=2, policy=Policy.SKIP),
     sound(85_000, FAULTY, "a later term matches more", stream=(0, 0, 0), terms=2, matches=WIDER),
     sound(80_000, FAULTY, "a later term matches less", stream=(0, 0, 0), terms=2, matches=NARROWER),
     sound(23_000, LAPSING, "a rewind", rewind=True),
@@ -33,9 +35,12 @@ SOUND = (
     sound(1_300, FAULTY, "inline, a rewind", budget=0, commit=Commit.INLINE, rewind=True),
     sound(30_000, FAULTY, "inline, a rewind, a fault", commit=Commit.INLINE, rewind=True),
     sound(2_000, LAPSING, "a rewind, no fault", budget=0, rewind=True),
+    sound(2_000, FAULTY, "inline, a dead letter, two faults", budget=2, policy=Policy.DEAD_LETTER,
+        commit=Commit.INLINE),
     sound(17_000, FAULTY, "inline or chain, two terms, a fault", terms=2, commit=Commit.EITHER),
     sound(7_500, LOCKING, "inline, a locked partition", commit=Commit.INLINE),
     sound(40_000, LAPSING, "a run of two changes, two terms, a lapse", terms=2, runs=True),
+    sound(1_500, FAULTY, "a dead letter in a run of two", policy=Policy.DEAD_LETTER, runs=True),
     sound(13_000, FAULTY, "inline, runs of two of three changes, a fault", stream=(0, 0, 0), commit=Commit.INLINE,
         runs=True),
     sound(1_700, FAULTY, "inline or chain, a run of two changes, a fault", commit=Commit.EITHER, runs=True),
@@ -58,6 +63,9 @@ COMMIT_TAKEN_BACK = TAKEN_BACK._replace(name="a chain, a failover", commit=Commi
 MATCHES_MORE = World("a later term matches more", (0, 0, 0), terms=2, matches=WIDER)
 RUNS = World("a run of two changes, a lapse", (0, 0), terms=1, budget=1, faults=LAPSE, runs=True)
 FAILING_RUN = RUNS._replace(name="a run of two changes, a retry", faults=frozenset({Fault.RETRY}))
+FAILURE = frozenset({Fault.FAILURE})
+DEAD_LETTER_RUN = RUNS._replace(name="a dead letter in a run of two", faults=FAILURE, policy=Policy.DEAD_LETTER)
+SKIPPING = World("a skip and a lapse", (0, 0), terms=1, budget=2, faults=FAILURE | LAPSE, policy=Policy.SKIP)
 
 CAUGHT = (
     caught(Broken.FENCE_IS_LEASE_VERSION, LAPSING, "P3"),
@@ -83,6 +91,9 @@ CAUGHT = (
     caught(Broken.PROGRESS_ENDS_CLAIM, RUNS, "P6"),
     caught(Broken.PROGRESS_BEFORE_SUCCESS, RUNS, "P1"),
     caught(Broken.FAILURE_BEFORE_PROGRESS, FAILING_RUN, "P6"),
+    caught(Broken.FAILURE_BEFORE_PROGRESS, DEAD_LETTER_RUN, "P1"),
+    caught(Broken.FAILURE_BEFORE_PROGRESS, DEAD_LETTER_RUN._replace(commit=Commit.INLINE), "P1"),
+    caught(Broken.OUTCOME_WITHOUT_FENCE, SKIPPING, "P3"),
     caught(Broken.REWIND_IN_TWO_WRITES, REWOUND, "P1", watched="P1"),
     caught(Broken.REWIND_COUNTS_ALONE, TWO_TERMS._replace(rewind=True), "P1"),
 )

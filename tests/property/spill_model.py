@@ -76,6 +76,7 @@ class Fault(StrEnum):
     LAPSE = "a claim lapses while its handler runs"
     HALT = "a handler fails for good: its partition halts"
     ROLLBACK = "a failover loses `handled`, which was written with w:1"
+    REOPEN = "the stream breaks and is opened again at the watermark"
 
 
 class Late(StrEnum):
@@ -107,6 +108,7 @@ class World(NamedTuple):
         decision: What the operator decides on lost history; without one the subscription stands still.
         rewind: The place to which the operator may rewind, once.
         operator: Whether somebody retries or skips what is halted.
+        storing: Whether a halting execution stores its change, unmarked.
         buffer: How many changes a listener keeps in memory; 0: any number.
         bound: How many documents may be stored; 0: any number.
         broken: The rule left out.
@@ -125,6 +127,7 @@ class World(NamedTuple):
     decision: Decision | None = None
     rewind: int | None = None
     operator: bool = False
+    storing: bool = False
     buffer: int = 0
     bound: int = 0
     broken: StrEnum = stores.Broken.NOTHING
@@ -535,11 +538,28 @@ def execute(world: World, state: State, index: int) -> Steps:
         lapsed = stores.with_claim(state, index, live=False)
         yield Step("lapse", claim, fair=False), spent(justify(lapsed, token))
     if can(world, state, Fault.HALT):
-        yield Step("halt", claim, fair=False), stores.halted(spent(state), index, claim.item)
+        yield from halt(world, stores.halted(spent(state), index, claim.item), claim, index)
+
+
+def halt(world: World, halted: State, claim: Claim, index: int) -> Steps:
+    """The partition halts at a change, which its execution may have stored before, unmarked."""
+    one = Write(stores.Late.INSERT, claim.term, halted.generation, index, item=Change(claim.item.token))
+    yield Step("halt", claim, fair=False), landed(world, halted, one) if world.storing else halted
+    if world.storing and stores.Late.INSERT in world.late and halted.delays:
+        sent = halted._replace(delays=halted.delays - 1, writes=halted.writes | {one})
+        yield Step("halt, late", claim, fair=False), sent
 
 
 def justify(state: State, token: int) -> State:
     return state._replace(justified=counted(state.justified, token - 1))
+
+
+def reopen(world: World, state: State, listener: Listener) -> Steps:
+    """The stream breaks: the listener opens it again at the watermark and forgets what it had read and stored."""
+    if listener.cursor > state.watermark and can(world, state, Fault.REOPEN):
+        place = state.watermark
+        again = listener._replace(opened=place, cursor=place, stored=(place,) * len(listener.stored))
+        yield Step("reopen", again, fair=False), spent(with_listener(state, listener, again))
 
 
 # --- the oplog and the operator -----------------------------------------------------------------------------
@@ -753,6 +773,7 @@ def led(world: World, state: State, listener: Listener) -> Steps:
     if state.epoch == listener.term:
         yield from store_watermark(world, state, listener)
         yield from decide(world, state, listener)
+        yield from reopen(world, state, listener)
     for index, partition in enumerate(state.partitions):
         if partition.epoch == listener.term:
             yield from insert(world, state, listener, index)

@@ -34,6 +34,7 @@ FULL_BACK = World("a full store and a rewind", (0, 0, 0), terms=1, buffer=1, bou
 LATE_MARK = World("a late mark", (0, 0), terms=1, late=frozenset({stores.Late.MARK}), delays=1)
 LATE_CLEAR = World("a late clear", (0, 0), terms=1, late=frozenset({stores.Late.CLEAR}), delays=1)
 ROLLBACK = World("a rollback of handled", (0, 0), terms=1, faults=frozenset({Fault.ROLLBACK}), budget=1)
+BREAKING = World("a stream that breaks", (0, 0), terms=1, faults=frozenset({Fault.REOPEN}), budget=1)
 FULL_HALT = World(
     "a full store and a halt", (0, 1, 0, 1), terms=2, partitions=(2,), buffer=1, bound=1, faults=HALT, budget=1,
     operator=True
@@ -63,14 +64,16 @@ SOUND = (
     sound(1_000, FULL_BACK),
     sound(6_000, FULL_HALT, terms=1),
     sound(20_000, HALTING, "two partitions, a halt", keys=(0, 1, 0), partitions=(2,)),
+    sound(15_000, HALTING, "a halt that stores its change, late", terms=2, storing=True, late=LATE_INSERT, delays=1),
     sound(5_000, ROLLBACK, terms=2),
+    sound(2_000, BREAKING, terms=2),
     sound(5_000, MERGED),
     sound(1_000, MERGED, "one change, two partitions become one, any late write", keys=(1,), late=ANY_WRITE, delays=1),
     sound(2_500, SPLIT),
     sound(8_000, MERGED, "two partitions become one, a rewind", rewind=0),
     sound(10_000, MERGED_LOST, "two partitions become one, lost history", decision=Decision.OLDEST),
     sound(7_000, SPLIT, "one partition becomes two, halts, and a later term matches less", faults=HALT, budget=1,
-        operator=True, matches=(frozenset({1, 2}), frozenset({2}))),
+        operator=True, storing=True, matches=(frozenset({1, 2}), frozenset({2}))),
     sound(14_000, MERGED_FULL),
     sound(60_000, TWO_TERMS, "two changes, two terms, two late writes", late=ANY_WRITE, delays=2),
     sound(40_000, MATCHES_MORE, "a later term matches more, a late write", late=ANY_WRITE, delays=1),
@@ -94,6 +97,7 @@ CAUGHT = (
     caught(Broken.COLLECTION_AT_ONCE, MATCHES_MORE, "P5"),
     caught(Broken.COLLECTION_AT_ONCE, LAPSE_BACK, "P2", watched="P2"),
     caught(Broken.BUFFER_FIRST, TWO_TERMS, "P12"),
+    caught(Broken.BUFFER_FIRST, BREAKING, "P1 P5"),
     caught(Broken.RUNS_BEFORE_STORED_AGAIN, MATCHES_MORE, "P1"),
     caught(Broken.RUNS_BEFORE_STORED_AGAIN, BACK_LATE, "P13", watched="P13"),
     caught(stores.Broken.DUPLICATE_DOES_NOTHING, BACK_LATE, "P5"),

@@ -55,9 +55,11 @@ PATTERNS = [
     r"\bfor good\b|\bby itself\b|\bby themselves\b|\bat once\b",
 ]
 RETIRED = re.compile(
-    r"\b(?:set aside|whoever|cures?|charged|doomed|by hand|slip of the pen|relayout|go-on|outstanding)\b", re.IGNORECASE
+    r"\b(?:set aside|whoever|cures?|charged|doomed|by hand|slip of the pen|relayout|go-on|outstanding)\b"
+    r"|^(?:<{7}|>{7}) ",
+    re.IGNORECASE | re.MULTILINE,
 )
-"""Words that pages no longer use."""
+"""Words that pages no longer use, and the marks of a merge conflict."""
 
 PARTICIPLE = re.compile(
     r"told|said|known|given|held|taken|kept|begun|left|met|written|made|shown|found|gone|seen|chosen|drawn|brought|"

@@ -1,7 +1,7 @@
 """
 The core of the tests with every version that is promised: `python -m tests.versions`.
 
-One setting is the daily suite's: everything newest, and MongoDB 6.0.5. Each cell differs from it in one version.
+Each version is in a cell at least. A cell changes everything at once, from the oldest that is promised to the newest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SHORT = [
     )),
     *(f"tests/acceptance/test_{name}.py" for name in ("chain", "retries")),
 ]  # fmt: skip
-"""One file for each thing that a version could break: for the two cells that `.ci/run` has, with all at once."""
+"""One file for each thing that a version could break: what `.ci/run` has for the oldest and the newest."""
 _CORE = [
     *_SHORT,
     *(f"tests/integration/test_{name}.py" for name in (
@@ -78,22 +78,21 @@ class Cell(NamedTuple):
     tests: list[str] = _CORE
 
 
-_OLD_PINS = ("celery==5.5.0", "kombu==5.5.*", "pymongo==4.9", "redis==4.5.2", "click==8.1.3")
 CELLS = {
-    "oldest": Cell(mongod="mongod-4.4", pins=_OLD_PINS, tests=_SHORT),
-    "newest": Cell(("3.14", "3.13", "3.12", "3.11"), "mongod-6.0.27", "redis-8.0", tests=_SHORT),
-    **{f"mongodb-{each}": Cell(mongod=f"mongod-{each}") for each in ("4.4", "5.0", "6.0.27")},
-    **{f"celery-{each}": Cell(pins=(f"celery=={each}.*", f"kombu=={each}.*")) for each in ("5.5", "5.6")},
-    **{f"pymongo-{each}": Cell(pins=(f"pymongo=={each}.*",)) for each in ("4.9", "4.13")},
-    **{each: Cell(redis=each) for each in ("redis-7.0", "redis-8.0", "valkey-9")},
-    **{f"python-{each}": Cell(python=(each,)) for each in ("3.12", "3.13", "3.14")},
+    "oldest": Cell(
+        mongod="mongod-4.4",
+        pins=("celery==5.5.0", "kombu==5.5.*", "pymongo==4.9", "redis==4.5.2", "click==8.1.3"),
+    ),
+    "older": Cell(("3.12",), "mongod-5.0", "redis-7.0", ("celery==5.6.*", "kombu==5.6.*", "pymongo==4.13.*")),
+    "newer": Cell(("3.13",), redis="valkey-9"),
+    "newest": Cell(("3.14", "3.13", "3.12", "3.11"), "mongod-6.0.27", "redis-8.0"),
     **{f"rabbitmq-{each}": Cell(queues=each, tests=_BROKER) for each in ("classic", "quorum")},
 }
 
 
 @click.command()
 @click.argument("cells", nargs=-1, type=click.Choice(list(CELLS)))
-@click.option("--short", is_flag=True, help="The oldest and the newest of everything, and a few files of tests.")
+@click.option("--short", is_flag=True, help="A few files of tests. Without CELLS: of the oldest and the newest.")
 @click.option(
     "--folder",
     type=click.Path(file_okay=False, path_type=Path),
@@ -115,7 +114,7 @@ def versions(cells: tuple[str, ...], *, short: bool, folder: Path, processes: st
     is_red = False
     for name in cells or (("oldest", "newest") if short else CELLS):
         try:
-            row = run_cell(name, folder, processes)
+            row = run_cell(name, _SHORT if short else CELLS[name].tests, folder, processes)
             is_red |= row[-1] != "0"
         except MissingError as error:
             row = [f"`{name}`", f"{datetime.now(UTC):%Y-%m-%d}", f"not run: {error}", *[""] * (len(COLUMNS) - 3)]
@@ -126,7 +125,7 @@ def versions(cells: tuple[str, ...], *, short: bool, folder: Path, processes: st
     raise SystemExit(is_red)
 
 
-def run_cell(name: str, folder: Path, processes: str) -> list[str]:
+def run_cell(name: str, tests: list[str], folder: Path, processes: str) -> list[str]:
     """Run a cell's tests, with the output of pytest in `FOLDER/NAME.txt`, and return its row of the table."""
     cell, venv = CELLS[name], folder / f"venv-{name}"
     mongod, redis = unpack(cell.mongod, folder), unpack(cell.redis, folder)
@@ -145,7 +144,7 @@ def run_cell(name: str, folder: Path, processes: str) -> list[str]:
     log = folder / f"{name}.txt"
     with log.open("wb") as output, rabbitmq(cell.queues, folder) as (more, node):
         done = subprocess.run(
-            [venv / "bin" / "python", "-m", "pytest", *options, *cell.tests],
+            [venv / "bin" / "python", "-m", "pytest", *options, *tests],
             cwd=PROJECT, env={**variables, **more}, stdout=output, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
     last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import bson
 import pytest
-from bson import Decimal128, MinKey
+from bson import Decimal128, Int64, MaxKey, MinKey, ObjectId, Timestamp
 from bson.binary import Binary
 from bson.code import Code
 from bson.datetime_ms import DatetimeMS
@@ -99,6 +100,11 @@ ODD_KEYS: dict[str, Any] = {
     "nested arrays": {"a": [[1, [2.0, {"b": None}]], []]},
     "a long string": "x" * 200_000,
     "one of 3 MB": "x" * 3_000_000,
+    "other numbers": {
+        "n": [float("-inf"), -0.0, Int64(-(1 << 63)), *map(Decimal128, ("Infinity", "1E-6176", "9E+6144"))]
+    },
+    "other types": {"t": [MaxKey(), True, Timestamp(1, 1), ObjectId(), DatetimeMS(-(1 << 63)), Binary(b"7" * 16, 3)]},
+    "a deep one": reduce(lambda inner, _: {"a": inner}, range(150), Document()),
     "null": None,
     "text that is no UTF-8": "bad ????",
     "a name that is no UTF-8": {"????": {"n": 1.0}},

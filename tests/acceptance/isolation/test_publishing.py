@@ -42,6 +42,23 @@ def wait_rejected(chain: Deployment, count: int) -> list[Document]:
     return wait_for(found, message=lambda: str(chain.lease))[:-1]
 
 
+def test_documents_above_the_brokers_limit_reach_their_handlers_in_order(deployment: MakeDeployment) -> None:
+    """P12: by reference, of 2 and 12 MB, also in a transaction, and the broker never holds them."""
+    # A message that waits for a worker that starts slowly is not sent, and its changes not stored, once more.
+    options = {"dispatch_grace": 60}
+    chain = deployment("plain", "together", options=options, redis=("--proto-max-bulk-len", "1mb"))
+    listener, _ = chain.both()
+    for handler, index, megabytes in (("plain", 0, 2), ("plain", 1, 12), ("together", 0, 2)):
+        key = next(chain.keys(handler, index))
+        for n, size in enumerate((0, megabytes, 0), 1):
+            chain.write(handler, key, n, text="x" * size * _MEGABYTE)
+    chain.wait_done()
+    chain.judge()
+    assert "rejects the message" not in listener.text
+    with chain.broker as broker:
+        assert broker.info("memory")["used_memory_peak"] < 10 * _MEGABYTE
+
+
 def test_messages_that_the_broker_rejects_hold_their_own_partitions_only(deployment: MakeDeployment) -> None:
     """
     P12, P16: two changes of 2 and 12 MB among small ones; once the limit is lifted all is done, each key in order.

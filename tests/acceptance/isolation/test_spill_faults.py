@@ -24,6 +24,7 @@ Document = dict[str, Any]
 
 STORING: Document = {"at": "Partitions.mark_stored"}
 RUNNING: Document = {"at": "Backlog._remove_some", "behind": True, "pieces": 3}
+SWITCHING: Document = {"at": "Partitions.replace"}
 ROUNDS = 5
 
 signals = pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.slow)])
@@ -112,4 +113,23 @@ def test_a_listener_ends_or_sleeps_while_what_it_has_stored_runs(chain: Standing
     gone = chain.pointed(RUNNING, signal)
     chain.wait_gone(gone)
     chain.listener()
+    chain.finish(gone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("behind", [False, True], ids=["before", "after"])
+def test_a_listener_ends_or_sleeps_while_it_repartitions(chain: Standing, signal: str, behind: bool) -> None:
+    """P2, P6, P13: old or new partitions are in force; after the retry what was stored is handled, then they change."""
+    old = chain.listener("old")
+    chain.halt_first()
+    chain.wait_stored()
+    assert old.terminate() == 0
+    chain.partitions, chain.options = 3, {**chain.options, "partitions": 3}
+    chain.retry()
+    gone = chain.pointed({**SWITCHING, "behind": behind}, signal)
+    chain.wait_gone(gone)
+    chain.listener()
+    wait_for(lambda: chain.subscription("halting")["partitioning"]["partitions"] == 3)
+    chain.write_around(2, first=2 + ROUNDS)
     chain.finish(gone)

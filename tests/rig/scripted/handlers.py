@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from mongo_celery import Change
+from mongo_celery import Change, Changes
 from mongo_celery.bridge.worker.execution import current
 from mongo_celery.errors import StaleFencingTokenError
 from mongo_celery.mongo.steps import Steps, run_async, run_sync
@@ -101,6 +101,19 @@ def _handle(task: Any, name: str, change: Change, effect: Effect | None = None) 
     record("end", **fact, replayed=change.replayed)
 
 
+def _handle_list(task: Any, changes: Changes) -> Steps[None]:
+    """Handle each change of a list like those of the others, and say which has failed."""
+    record("list", count=len(changes))
+    for change in changes:
+        try:
+            yield from _handle(task, "listed", change)
+        except WantedError as error:
+            raise changes.failed_at(change) from error
+
+
+if not _CHOSEN or "listed" in _CHOSEN:
+    _options: dict[str, Any] = {"name": "listed", "batch_size": 8, "failure_policy": "dead_letter"}
+    _register("listed", bridge.on_changes(f"{DATA}.listed", bind=True, **_options), _handle_list)
 add_handler("plain")
 add_handler("other")
 add_handler("limited", rate_limit="4/s")
