@@ -53,6 +53,23 @@ def test_a_document_of_a_crashed_relay_is_free_again_by_the_servers_clock(rig: R
     assert sorted(rig.sent()) == [[2, 0], [3, 0]]
 
 
+def test_a_relay_that_sleeps_past_its_claim_repeats_one_entry_and_overtakes_none(rig: Rig) -> None:
+    writer, sleeper = rig.outbox(at_once=False), rig.outbox(name="sleeper", claim_ttl=3.0, at_once=False)
+    writer.insert_one({"_id": 1}, tasks=[rig.add.s(1, step) for step in range(3)])
+
+    asleep = iter([True])
+
+    def sleep(publish: Publish, _entry: Entry) -> None:
+        if next(asleep, False):
+            wait_for(lambda: writer.runtime.relay.deliver(1).dispatched == 3, 30)
+        publish()
+
+    with publishing(sleeper, sleep):
+        sleeper.runtime.relay.deliver(1)
+    assert [step for _, step in rig.sent()] == [0, 1, 2, 0]
+    assert rig.pending(1)["count"] == 0
+
+
 def test_a_poison_entry_holds_back_its_own_document_and_becomes_a_dead_letter_in_the_end(rig: Rig) -> None:
     outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, step) for step in range(3)])

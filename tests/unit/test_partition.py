@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mongo_celery.bridge.listener.partition import LONGEST_GRACE, GracePeriods, Partition, Rejection, Step
-from mongo_celery.bridge.state.partitions import Image
+from mongo_celery.bridge.state.partitions import Image, Seen
 from tests.fixtures.samples import image
 
 VERSION = 1
@@ -39,6 +39,27 @@ def dispatched(seen: Image = FLOWING, now: float = START) -> Partition:
 
 def is_ready(partition: Partition, now: float) -> bool:
     return partition.in_flight is None and partition.ready_at <= now
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        ([], Seen(FLOWING.fencing_token, claimed=False)),
+        ([CLAIMED], Seen(CLAIMED.fencing_token, claimed=True)),
+        ([CLAIMED, COMMITTED], Seen(COMMITTED.fencing_token, claimed=False)),
+        ([LAPSED], None),
+        ([DONE], None),
+    ],
+    ids=["sent", "claimed", "sent again", "lapsed", "handled"],
+)
+def test_a_poll_leaves_out_a_partition_that_only_a_write_can_change(read: list[Image], expected: Seen | None) -> None:
+    """Where a time alone can change what is to be done, it is read each time."""
+    partition = dispatched()
+    for seen in read:
+        partition.observe(seen, START + 1)
+    if partition.in_flight is None:
+        partition.note_sent(START + 2)
+    assert partition.seen == expected
 
 
 def state_of(partition: Partition, now: float) -> str:
