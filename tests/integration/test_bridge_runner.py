@@ -307,6 +307,29 @@ def test_what_a_called_handler_would_retry_is_judged_by_its_callers(shop: Shop) 
     assert (shop.seen, delivered.standing) == ([("insert", 1)], ())
 
 
+def test_an_outage_counts_where_the_handler_asks_for_a_retry_itself_and_not_where_autoretry_does(shop: Shop) -> None:
+    """P14: `autoretry_for=(Exception,)` does not name the outage, so the change waits for its end."""
+    retries: dict[str, list[int]] = {"auto": [], "own": []}
+    register = partial(shop.bridge.on_change, shop.orders.full_name, bind=True, max_retries=3, default_retry_delay=0)
+
+    @register(autoretry_for=(Exception,))
+    def auto(task: Any, _change: Change) -> None:
+        retries["auto"].append(task.request.retries)
+        if len(retries["auto"]) == 1:
+            raise AutoReconnect("away")
+
+    @register()
+    def own(task: Any, _change: Change) -> None:
+        retries["own"].append(task.request.retries)
+        if len(retries["own"]) == 1:
+            raise task.retry(exc=AutoReconnect("away"))
+
+    with shop.run() as runner:
+        shop.orders.insert_one({"_id": 1})
+        assert runner.deliver().standing == ()
+    assert retries == {"auto": [0, 0], "own": [0, 1]}
+
+
 def test_sent_tasks_can_be_looked_at_and_run(shop: Shop) -> None:
     """What a handler sends, what an outbox sends, and what these send; a task's own error is raised."""
     ran: list[Any] = []

@@ -95,7 +95,9 @@ def test_what_goes_together_is_what_celery_sends(rig: Rig, broker: Any) -> None:
     assert together == taken(broker)
 
 
-def test_who_listens_to_what_was_published_is_told_of_what_the_broker_has(publisher: Publisher) -> None:
+def test_who_listens_to_what_was_published_is_told_of_what_the_broker_has(
+    rig: Rig, publisher: Publisher, broker: Any
+) -> None:
     """So with a listener messages go one by one, and so they do where the transport cannot send several."""
 
     def hear(**_: Any) -> None: ...
@@ -106,6 +108,17 @@ def test_who_listens_to_what_was_published_is_told_of_what_the_broker_has(publis
             together(publisher, [])
     finally:
         signals.after_task_publish.disconnect(hear)
+    heard, unheard = entries(rig, [rig.pickled.s(1), rig.add.s(1, 2)])
+    signals.after_task_publish.connect(hear, sender=heard.name)
+    try:
+        with publisher.together() as send:
+            publisher.publish(unheard)
+            with pytest.raises(BatchAbandonedError):
+                publisher.publish(heard)
+            send()
+    finally:
+        signals.after_task_publish.disconnect(hear, sender=heard.name)
+    assert len(taken(broker)["celery"]) == 1
     with Celery("other", broker="memory://", set_as_current=False) as app, pytest.raises(BatchAbandonedError):
         together(Publisher(app), [])
 

@@ -18,6 +18,7 @@ from pymongo import MongoClient
 from pymongo.errors import AutoReconnect
 
 from mongo_celery.bridge.handlers import make_handler
+from mongo_celery.bridge.listener import repartitioning
 from mongo_celery.bridge.listener.repartitioning import DRAIN_SECONDS
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.partitions import Partitions
@@ -198,6 +199,19 @@ def test_one_handler_makes_no_other_wait_and_one_that_is_gone_keeps_its_partitio
     assert shop.in_force(term).partitions == shop.in_force(term, "gone").partitions == OLD
     assert release()
     term.finish()
+    shop.check()
+    shop.check("audit")
+
+
+def test_a_turn_has_a_bound_however_many_handlers_are_replaced(
+    shop: TermsOfShop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: what is left is done in the next turn, which is due immediately."""
+    shop.begin(OLD, NAME, "audit")
+    monkeypatch.setattr(repartitioning, "_TURN_SECONDS", -1.0)
+    term = shop.begin(NEW, NAME, "audit")
+    term.finish()
+    assert shop.in_force(term).partitions == shop.in_force(term, "audit").partitions == NEW
     shop.check()
     shop.check("audit")
 

@@ -151,6 +151,30 @@ def test_a_receiver_that_blocks_delays_no_change(
         gate.set()
 
 
+def test_signals_behind_a_receiver_that_never_ends_are_logged_at_the_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none of them is sent afterwards, if the process continues."""
+    monkeypatch.setattr(signals, "_ENDING_SECONDS", 0.0)
+    queue, entered, gate, received = signals.SignalQueue(), threading.Event(), threading.Event(), list[object]()
+
+    def block(number: int, **_: Any) -> None:
+        received.append(number)
+        entered.set()
+        gate.wait()
+
+    with receiving(change_halted, block):
+        for number in (1, 2, 3):
+            queue.add(change_halted, "shop", {"number": number})
+        wait_for(entered.is_set)
+        queue.close()
+        dropped = [each for each in caplog.records if vars(each).get("event") == "signal_dropped"]
+        gate.set()
+        wait_for(lambda: not any(each.name == "mongo_celery-signals" for each in threading.enumerate()))
+    assert len(dropped) == 2
+    assert received == [1]
+
+
 def test_a_leader_names_the_one_before_it(mongo_url: str, state_database: str, redis_url: str) -> None:
     app = Celery("shop", broker=redis_url, set_as_current=False)
     bridge = Bridge(app, mongo_url, name="shop", database=state_database, autodiscover=False)

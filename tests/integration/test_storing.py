@@ -19,6 +19,7 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import read_token
+from mongo_celery.bridge.listener import read_back
 from mongo_celery.bridge.listener.delay import Delay
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.backlog import Backlog, StoredChange
@@ -147,6 +148,24 @@ def test_a_change_that_was_tried_does_not_wait_for_later_ones_of_its_burst(begin
     term.led.delay.observe(1012 - time.monotonic(), math.inf)
     term.led.ingest_item(replace(change(2), mark=mark_at(Timestamp(1009, 2))))
     assert [numbers(run) for run in term.dispatch()] == [[1]]
+
+
+def test_a_change_that_waits_behind_stored_ones_of_its_burst_is_stored_too(begin: Begin) -> None:
+    """P2: a run has stored changes or buffered ones. It must have the last change of the key."""
+    term = begin(run_size=5)
+    term.led.delay = Delay(60, coalesces=True)
+    term.led.delay.observe(1010 - time.monotonic(), math.inf)
+    term.read(1)
+    assert term.dispatch() == []
+    term.turn()
+    term.turn(_SECOND)
+    assert term.stored() == [1]
+    term.led.ingest_item(replace(change(2), mark=mark_at(Timestamp(1020, 2))))
+    term.turn(_SECOND)
+    assert term.stored() == [1, 2], "although it is younger than `spill_after`"
+    term.led.delay.observe(1100 - time.monotonic(), math.inf)
+    term.led.partitions[0].delayed_until = 0.0
+    assert numbers(next_run(term)) == [1, 2]
 
 
 @pytest.mark.parametrize("run_size", [1, 100])
@@ -451,6 +470,41 @@ def test_what_is_stored_takes_no_memory(begin: Begin) -> None:
         for run in term.dispatch():
             term.run(run)
     assert term.ran == list(range(1, last + 1))
+
+
+def test_partitions_take_turns_to_read_what_is_stored(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P12: also where each reading takes all the time of a turn; the listener then reads on without a pause."""
+    term = begin()
+    term.read(1, 2, 3)
+    term.read(4, 5, 6, index=1)
+    assert term.store(0)
+    assert term.store(1)
+    monkeypatch.setattr(read_back, "_TURN_SECONDS", -1.0)
+    term.turn()
+    assert term.storing.next_turn_time() <= time.monotonic()
+
+    def all_ran() -> bool:
+        for run in term.dispatch():
+            term.run(run)
+        term.turn()
+        return len(term.ran) == 6
+
+    wait_for(all_ran)
+    assert [[number for number in term.ran if (number > 3) is later] for later in (False, True)] == [
+        [1, 2, 3],
+        [4, 5, 6],
+    ]
+
+
+def test_no_change_before_the_start_of_a_handler_is_taken_in(begin: Begin) -> None:
+    """P1, P5: the stream may begin before it, for another handler; the watermark passes what lies there."""
+    term = begin()
+    start = change(3).mark.cluster_time
+    assert start is not None
+    term.led.plan = replace(term.led.plan, start=start)
+    term.read(1, 2, 3)
+    assert [numbers(run) for run in term.dispatch()] == [[3]]
+    assert term.watermark == token_data(2)
 
 
 def test_what_flows_is_stored_only_while_a_full_memory_keeps_another_partition_idle(begin: Begin) -> None:

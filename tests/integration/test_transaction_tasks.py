@@ -8,7 +8,7 @@ are in `test_transaction_retries.py`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from pymongo.database import Database
 
 from mongo_celery.errors import ConfigurationError, TransactionError, TransactionRequiredError, TransactionTimeoutError
 from mongo_celery.locking import after_commit, asynchronous, current, select_for_update, transactional
+from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Direction, Proxy
 from tests.integration.locking_rig import GENEROUS, NOTES_APP, SHORT, Document
 from tests.rig.commands import CommandRecorder
@@ -248,6 +249,70 @@ def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(on_loop: 
         proxy.pass_through()
 
     assert cancel_during_the_commit(on_loop, proxy, cancel, timeout=SHORT) == []
+
+
+def test_a_cancel_during_the_abort_waits_for_it(on_loop: Any, texts: Texts, proxy: Proxy) -> None:
+    async def work(notes: AsyncCollection[Document]) -> None:
+        async def body(session: AsyncClientSession) -> None:
+            await notes.insert_one({"text": "a"}, session=session)
+            proxy.hold(b"abortTransaction")
+            raise ZeroDivisionError
+
+        await notes.database.command("ping")
+        running = asyncio.create_task(run(notes.database.client, body, as_block=True))
+        await asyncio.to_thread(proxy.wait_until_held)
+        running.cancel()
+        await asyncio.sleep(0)
+        assert not running.done()
+        proxy.release()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await running
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+    on_loop(work, proxy.mongo_url)
+    assert texts() == []
+
+
+SUSPENDED = object()
+
+
+class Suspended:
+    """What no event loop resumes."""
+
+    def __await__(self) -> Generator[object]:
+        yield SUSPENDED
+
+
+class Driven:
+    """Awaits a coroutine until it is suspended so."""
+
+    def __init__(self, coroutine: Coroutine[Any, None, None]) -> None:
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[object]:
+        while (waited := self._coroutine.send(None)) is not SUSPENDED:
+            yield waited
+
+
+@pytest.mark.parametrize("as_block", [False, True])
+def test_a_coroutine_that_is_thrown_away_awaits_nothing_and_its_locks_are_freed(
+    on_loop: OnLoop, texts: Texts, sent: CommandRecorder, as_block: bool
+) -> None:
+    """By a task of its own; else Python would say that it has ignored its end."""
+
+    async def work(notes: AsyncCollection[Document]) -> None:
+        async def body(session: AsyncClientSession) -> None:
+            await notes.insert_one({"text": "a"}, session=session)
+            await Suspended()
+
+        coroutine = run(notes.database.client, body, as_block=as_block)
+        await Driven(coroutine)
+        coroutine.close()
+        await asyncio.to_thread(wait_for, lambda: sent.named("abortTransaction"))
+        assert current(notes.database.client) is None
+
+    on_loop(work)
+    assert texts() == []
 
 
 def test_each_kind_of_client_has_its_own_forms(on_loop: OnLoop, mongo_client: MongoClient[Document]) -> None:

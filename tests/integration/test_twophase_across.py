@@ -89,6 +89,19 @@ def test_a_revert_that_a_server_refuses_keeps_nobody_else_from_having_its_share_
     assert clusters.balances() == {"own": START, "east": 0, "west": START}
 
 
+def test_a_server_that_refuses_the_first_touch_gives_all_others_back(clusters: Clusters) -> None:
+    """A validator refuses the version that a participant gets before its change."""
+    west = clusters.accounts("west").database
+    west.command("collMod", "accounts", validator={"transactionFence": {"$exists": False}})
+    with pytest.raises(TransactionCanceledError):
+        clusters.begin("own", "east", "west", id="refused", run=True)
+    assert clusters.balances() == UNTOUCHED
+    assert clusters.log.find_one({"_id": "refused"})["state"] == "canceled"
+    west.command("collMod", "accounts", validator={})
+    clusters.begin("own", "east", "west", run=True)
+    assert clusters.balances() == expected(("own", "east", "west"))
+
+
 def test_a_cluster_that_is_away_keeps_nothing_that_others_have_paid(clusters: Clusters) -> None:
     """What was paid in the first cluster is back though the second does not answer."""
     identity = clusters.begin("east", "west", "own")
@@ -136,6 +149,15 @@ def test_a_participant_that_is_replaced_stops_it_until_a_person_has_put_it_right
         assert [each.after for each in clusters.bank.recover(0)] == ["canceled" if is_stale else "done"]
     assert [type(error) for error in errors] == [TransactionCanceledError] * is_stale
     assert clusters.balances() == (UNTOUCHED if is_stale else expected(("own", "east")))
+
+
+def test_a_validator_in_another_cluster_that_refuses_the_version_cancels_it(clusters: Clusters) -> None:
+    """P9: the answer says what the validator has to allow."""
+    accounts = clusters.accounts("east")
+    accounts.database.command("collMod", accounts.name, validator={"transactionFence": {"$exists": False}})
+    with pytest.raises(TransactionCanceledError, match="validator"):
+        clusters.begin("own", "east", run=True)
+    assert clusters.balances() == UNTOUCHED
 
 
 def test_one_that_cannot_be_settled_keeps_no_other_from_being_done(clusters: Clusters) -> None:

@@ -228,7 +228,7 @@ class Target(NamedTuple):
 class State(NamedTuple):
     """Everything: the documents, who is at work, the targets, what may still happen, and the ghosts.
 
-    Ghosts: ``done`` and ``discarded`` changes; ``starts`` of each one's handler, and how many of these are = ()
+    Ghosts: ``done`` and ``discarded`` changes; ``starts`` of each one's handler, and how many of these are
     ``justified``; ``owed``: letters for whose replay a person has asked, and that have not ended.
     """
 

@@ -16,6 +16,8 @@ BEGIN, AHEAD = 1000, 500.0
 
 changes = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=12)
 
+turns = st.sets(st.integers(1, 40))
+
 
 def make_changes(steps: list[tuple[int, int]]) -> tuple[list[float], list[StoredChange]]:
     """Return the times at which the seconds of changes end, and the changes, by the seconds between them and keys."""
@@ -28,20 +30,33 @@ def make_changes(steps: list[tuple[int, int]]) -> tuple[list[float], list[Stored
 
 
 @settings(max_examples=300)
-@given(changes, st.integers(1, 4), st.booleans(), st.integers(1, 6), st.booleans())
-@example([(1, 0)] * 20, 1, True, 20, False)  # never quiet
+@given(changes, st.integers(1, 4), st.booleans(), st.integers(1, 6), st.booleans(), turns, turns)
+@example([(1, 0)] * 20, 1, True, 20, False, set(), set())  # never quiet
 def test_each_change_runs_after_its_delay_and_within_its_bounds(
-    steps: list[tuple[int, int]], seconds: int, coalesces: bool, length: int, is_behind: bool
+    steps: list[tuple[int, int]],
+    seconds: int,
+    coalesces: bool,
+    length: int,
+    is_behind: bool,
+    take_overs: set[int],
+    crashes: set[int],
 ) -> None:
-    """P6, P10, P17: never sooner, not before its key is quiet or has waited for long, and never later than that."""
+    """
+    P6, P10, P17: never sooner, not before its key is quiet or has waited for long, and never later than that.
+
+    Also where a new term reads again from the position, and where a worker dies, so that its run is repeated.
+    """
     times, stream = make_changes(steps)
-    delay, committed, server = Delay(seconds, coalesces=coalesces), 0, float(BEGIN)
+    delay, committed, server, turn = Delay(seconds, coalesces=coalesces), 0, float(BEGIN), 0
     while committed < len(stream):
-        server += 0.5
+        server, turn = server + 0.5, turn + 1
         now = server - AHEAD
         last_read = sum(time <= server for time in times)
         unread = int(is_behind and committed + 1 < last_read < len(stream))
-        read_to = times[last_read - 2] if unread else math.inf
+        if turn in take_overs:
+            delay, unread = Delay(seconds, coalesces=coalesces), max(last_read - committed - 1, 0)
+            assert not delay.count_due(stream, now)[0], "it does not know the server's time"
+        read_to = times[last_read - unread - 1] if unread else math.inf
         known = stream[committed : min(last_read - unread, committed + length)]
         delay.observe(AHEAD, read_to)
         if not known:
@@ -64,4 +79,4 @@ def test_each_change_runs_after_its_delay_and_within_its_bounds(
             assert last[each.hash] < committed + count or waited >= SPLIT_BURST * seconds
         if not coalesces:
             assert count == len(due)
-        committed += count
+        committed += count * (turn not in crashes)

@@ -12,8 +12,8 @@ import pytest
 from bson import Timestamp
 from pymongo import MongoClient
 
-from mongo_celery import Change, Fence
-from mongo_celery.bridge.change import Unread, describe, token_data
+from mongo_celery import Change, Changes, Fence
+from mongo_celery.bridge.change import Unread, describe, describe_change, token_data
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 from tests.fixtures.samples import event
 
@@ -113,3 +113,20 @@ def test_a_description_is_bounded() -> None:
     """A log line of a change with an endless key is still a line. That none fails is a property."""
     for raw in (event("delete", documentKey={"_id": ["x" * 1000]}), event("x" * 1000)):
         assert len(describe(raw)) == len(describe(bson.encode(raw))) < 300
+
+
+def test_a_change_that_cannot_be_read_is_described_all_the_same() -> None:
+    assert describe_change(Change(lambda: bson.decode(b"\xff"), partition=0, seq=1, fencing_token=1))
+
+
+def test_changes_are_one_at_least() -> None:
+    with pytest.raises(HandlerUsageError):
+        Changes([])
+    assert Changes([Change.build("insert", ns="shop.orders")]).session is None
+
+
+def test_a_name_of_a_collection_needs_a_client_and_a_database(unreachable: MongoClient[dict[str, Any]]) -> None:
+    fence = Fence("shop/summarise", 0, 3, 7)
+    for client, name in ((None, "shop.summaries"), (unreachable, "summaries")):
+        with pytest.raises((HandlerUsageError, ConfigurationError)):
+            Change.build("insert", ns="shop.orders", client=client, fence=fence).fenced(name)

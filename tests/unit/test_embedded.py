@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mongo_celery.embedded import RedisServer
+from mongo_celery.embedded import MongoReplicaSet, RedisServer
 from mongo_celery.embedded import server as servers
 from mongo_celery.embedded.processes import start_tied
 from mongo_celery.embedded.server import find_binary
@@ -117,3 +117,8 @@ def test_a_child_is_not_tied_to_the_thread_that_started_it() -> None:
         os.close(handle)
         child.kill()
         assert child.wait() == -signal.SIGKILL
+
+
+def test_a_replica_set_has_one_member_at_least() -> None:
+    with pytest.raises(ValueError, match="members=0"):
+        MongoReplicaSet(0)

@@ -48,6 +48,14 @@ def test_a_servers_error_is_its_name_code_and_sentence() -> None:
     assert brief(AWAY) == "ServerSelectionTimeoutError: db1:27017: timed out"
 
 
+def test_an_error_that_cannot_say_its_words_is_its_name() -> None:
+    class UnspeakableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert error_text(UnspeakableError()).startswith("UnspeakableError (")
+
+
 def test_a_server_outside_the_set_of_the_url_is_named_with_its_fix() -> None:
     """A standalone server, or a set that is not initiated, as on many machines of developers."""
     for end in ('available for replica set name "rs0"', 'match selector "Primary()"'):

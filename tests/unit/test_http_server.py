@@ -213,8 +213,11 @@ def test_the_value_before_is_given_while_a_read_is_under_way() -> None:
     assert recent() > 1
 
 
-def test_an_error_of_a_value_is_one_sentence_without_credentials() -> None:
+@pytest.mark.parametrize(
+    ("kind", "shown"), [(ServerUnavailableError, "mongodb://***@h"), (KeyError, "KeyError: 'mongodb://***@h'.")]
+)
+def test_an_error_of_a_value_is_one_sentence_without_credentials(kind: type[Exception], shown: str) -> None:
     def read() -> str:
-        raise ServerUnavailableError("no answer from mongodb://me:canary@host")
+        raise kind("mongodb://me:canary@h")
 
-    assert Recent(read, str)() == "no answer from mongodb://***@host"
+    assert Recent(read, str)() == shown

@@ -25,7 +25,7 @@ def test_a_call_is_repeated_until_it_is_answered_or_its_deadline(
     outcomes: list[object], deadline: float, calls: int
 ) -> None:
     """A refusal is an answer. A call is made once at least: who comes late may still be answered."""
-    made = list[object]()
+    made, noted = list[object](), list[Exception]()
 
     def call() -> object:
         made.append(outcomes[len(made)])
@@ -34,5 +34,6 @@ def test_a_call_is_repeated_until_it_is_answered_or_its_deadline(
         return made[-1]
 
     with suppress(AutoReconnect, OperationFailure):
-        assert retry_until_answered(call, deadline=deadline, pauses=Pauses(0.0, 0.0)) == "done"
+        assert retry_until_answered(call, deadline=deadline, pauses=Pauses(0.0, 0.0), note=noted.append) == "done"
+    assert noted == made[: calls - 1]
     assert made == outcomes[:calls]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
@@ -33,6 +34,21 @@ def test_a_url_is_the_processes_own_under_xdist() -> None:
     assert plugin.find_url(configured(url), plugin.MONGODB) == "mongodb://db/shop_main"
     with pytest.raises(pytest.UsageError):
         plugin.find_url(configured("mongodb://db/shop", "gw3"), plugin.MONGODB)
+
+
+@pytest.mark.parametrize(
+    "name", ["mongo_celery", "no_such_package.celery:bridge", "mongo_celery.nowhere:bridge", "mongo_celery:Fence"]
+)
+def test_a_bridge_that_is_not_there_is_said_in_a_sentence(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by a traceback out of importlib. A missing dependency of the project is its own error."""
+    with pytest.raises(pytest.UsageError):
+        plugin._bridge_named(name)
+    (tmp_path / "needy_shop.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError):
+        plugin._bridge_named("needy_shop:bridge")
 
 
 def test_a_runner_needs_a_bridge_with_handlers() -> None:
