@@ -16,7 +16,7 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery import Outbox
 from mongo_celery.embedded import RedisServer
-from mongo_celery.outbox.entries import Entry
+from mongo_celery.outbox.entries import Entry, make_task_entries
 from mongo_celery.outbox.publisher import BatchAbandonedError, Publisher
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
@@ -108,7 +108,8 @@ def test_who_listens_to_what_was_published_is_told_of_what_the_broker_has(
             together(publisher, [])
     finally:
         signals.after_task_publish.disconnect(hear)
-    heard, unheard = entries(rig, [rig.pickled.s(1), rig.add.s(1, 2)])
+    tasks, now = (rig.pickled.s(1), rig.add.s(1, 2)), datetime.now(UTC)
+    heard, unheard = (entry for task in tasks for entry in make_task_entries(rig.app, task, now, 1))
     signals.after_task_publish.connect(hear, sender=heard.name)
     try:
         with publisher.together() as send:
