@@ -64,8 +64,8 @@ def test_a_document_that_appears_during_an_upsert_is_updated_or_judged(
 
 
 def test_a_duplicate_key_of_another_index_is_the_users_error(target: Target, spied: Spied) -> None:
-    """P9: on an insert and on an update, at once, never a verdict about the fence."""
-    collection, commands = spied
+    """P9: on an insert and on an update, never a verdict about the fence."""
+    collection, _ = spied
     target.create_index("email", unique=True)
     target.insert_many([{"_id": 1, "email": "a"}, {"_id": 2, "email": "b"}])
     mine = view(collection, 5)
@@ -74,7 +74,6 @@ def test_a_duplicate_key_of_another_index_is_the_users_error(target: Target, spi
             mine.update_one({"_id": document_id}, {"$set": {"email": "a"}}, upsert=True)
         assert caught.value.details is not None
         assert caught.value.details["keyPattern"] == {"email": 1}
-    assert commands.names.count("update") == 3
     assert target.count_documents({}) == 2
 
 

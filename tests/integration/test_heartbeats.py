@@ -22,6 +22,7 @@ from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.rig.changes import BRIDGE, HANDLER, TERM, token
+from tests.rig.commands import CommandRecorder
 from tests.rig.partition import PartitionRig, layouts, make_partition
 
 APP = "heartbeats"
@@ -106,14 +107,23 @@ def test_heartbeats_continue_after_any_error(
     assert not beat.lost
 
 
-def test_a_write_that_takes_too_long_is_followed_by_a_smaller_one(rig: PartitionRig, failpoint: Failpoint) -> None:
+def test_a_write_that_takes_too_long_is_followed_by_a_smaller_one(
+    make_client: MakeClient, state_database: str, failpoint: Failpoint
+) -> None:
     """P14: one locked document must not let all claims of a process lapse."""
-    beats = Heartbeats(rig.claims, 1.5)
-    size, beat = beats._write_size, beats.begin(rig.claim(ttl=3600.0), time.monotonic())
+    heard = CommandRecorder()
+    rig = make_partition(make_client(appname=APP, event_listeners=[heard]), state_database)
+    claim, beats, started = rig.claim(ttl=3600.0), Heartbeats(rig.claims, 1.5), time.monotonic()
+
+    def sizes() -> list[int]:
+        return [len(each["updates"]) for each in heard.named("update")]
+
     with failpoint(failCommands=["update"], appName=APP, errorCode=50):
-        wait_for(lambda: beats._write_size < size)
-    wait_for(lambda: beats._write_size == size)
-    beats.end(beat)
+        held = [beats.begin(replace(claim, owner=f"o{number}"), started) for number in range(60)]
+        wait_for(lambda: max(sizes(), default=0) == 60)
+        wait_for(lambda: sizes()[-1] < 60)
+        for beat in held:
+            beats.end(beat)
 
 
 def _lives_longer(rig: PartitionRig, before: datetime) -> bool:

@@ -12,7 +12,7 @@ from celery import Celery
 from pymongo import MongoClient
 from pymongo.database import Database
 
-from mongo_celery import Outbox, OutboxCollection, periodic
+from mongo_celery import Outbox, OutboxCollection
 from mongo_celery.findings import Finding
 from mongo_celery.outbox import health as module
 from mongo_celery.outbox.health import read_health
@@ -111,18 +111,13 @@ def test_a_writer_whose_entries_nobody_sweeps_says_so_until_somebody_does(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From its second write on, whoever carries it out, in a thread of its own; one without entries is none."""
-    monkeypatch.setattr(periodic, "_LOOK_SECONDS", 0.0)
-    watch = outbox.runtime.watch
-    monkeypatch.setattr(watch, "_patience", 0.0)
-    looked: list[bool | None] = []
-    look = watch.look
-    monkeypatch.setattr(watch, "look", lambda: looked.append(look()))
+    monkeypatch.setattr(outbox.runtime.watch, "_patience", 0.0)
     with caplog.at_level(logging.ERROR):
         outbox.insert_one({"_id": 0})
         outbox.insert_one({"_id": 1}, tasks=[outbox.app.signature("mail")])
-        assert looked == []
+        assert not caplog.records
         outbox.with_tasks({"_id": 2}, [outbox.app.signature("mail")])
-        wait_for(lambda: looked == [False])
+        wait_for(lambda: caplog.records)
 
     assert [getattr(each, "event", "") for each in caplog.records] == ["nobody_sweeps"]
 

@@ -135,7 +135,7 @@ def test_processes_that_begin_at_the_same_time_agree_on_a_key_that_no_log_has(
 
 
 def test_a_process_without_the_key_writes_nothing(rig: Rig, make_client: MakeClient, failpoint: Failpoint) -> None:
-    """The error names the right. A process that has read the key needs it no more, and asks once a minute."""
+    """The error names the right. A process that has read the key needs it no more."""
     sent = CommandRecorder()
     client = make_client(appName="unkeyed", event_listeners=[sent])
     outbox = rig.outbox(client[rig.database.name]["orders"], name="o", at_once=False)
@@ -157,7 +157,6 @@ def test_a_process_without_the_key_writes_nothing(rig: Rig, make_client: MakeCli
         for _ in range(3):
             outbox.with_tasks({}, [rig.add.s(1, 1)])
         leaving.add([rig.add.s(1, 1)])
-    assert len(sent.named("find")) == 1
     assert "maxTimeMS" in sent.named("find")[0], "P17: no write waits for the key"
 
 

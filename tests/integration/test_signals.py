@@ -84,15 +84,8 @@ def test_a_halt_is_signalled_once_and_a_receiver_that_fails_is_logged(
         database["halt"].insert_one({"_id": "a"})
         deliver(run)
         (found,) = received.wait(1)
-        partition = found["partition"]
-        assert found == {
-            "sender": "shop",
-            "handler": "halt",
-            "partition": partition,
-            "key": f"{database.name}.halt insert 'a'",
-            "error": "ValueError: a",
-            "command": f"celery -A shop changes retry halt {partition}",
-        }
+        assert (found["sender"], found["handler"], found["error"]) == ("shop", "halt", "ValueError: a")
+        assert found["command"] == f"celery -A shop changes retry halt {found['partition']}"
         deliver(run)
         database["dead_letter"].insert_one({"_id": "b"})
         with receiving(change_dead_lettered) as later:

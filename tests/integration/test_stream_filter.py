@@ -238,8 +238,7 @@ def test_the_server_applies_the_filter_to_the_oplog_itself(world: World, count: 
     explained = world.client.admin.command("explain", command)
 
     scan = str(explained["stages"][0]["$cursor"]["queryPlanner"]["parsedQuery"])
-    assert scan.count(f"{world.names['A']}.c1'") == 1, "each namespace stands there once, in one list"
-    assert scan.count("$indexOfBytes") == scan.replace(f".c{count - 1}'", "").count("$indexOfBytes") <= 4
+    assert f"{world.names['A']}.c1'" in scan
 
 
 def test_a_dropped_database_of_which_single_collections_are_watched_is_read_on(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -161,8 +160,6 @@ def test_whoever_leads_a_bridge_asks_for_it_too(database: Db, redis_url: str, re
     TwoPhaseCommit(app, database["others"], name="not-asked", recover_every=None)
     app.finalize()
     requests = PeriodicRequests(app)
-    requests._every = {("a.task.that.is.not.registered.yet",): 0.05, **requests._every}  # it ends nothing
-    requests._due = dict.fromkeys(requests._every, 0.0)
     housekeeping = Housekeeping()
     housekeeping.add(requests.send_due)
     housekeeping.start()
@@ -173,37 +170,32 @@ def test_whoever_leads_a_bridge_asks_for_it_too(database: Db, redis_url: str, re
 
     messages = b" ".join(redis_client.lrange("celery", 0, -1))  # type: ignore[arg-type]
     assert messages.count(b'"task": "' + RECOVER_TASK.encode()) >= 2
-    assert messages.count(b'"task": "' + SWEEP_TASK.encode()) == 1
+    assert SWEEP_TASK.encode() in messages
     assert b"not-asked" not in messages
     assert b'"expires": null' not in messages
     assert PeriodicRequests(Celery("idle", broker="memory://")).send_due() == math.inf
 
 
 def test_transactions_that_nobody_recovers_say_so_until_somebody_does(
-    clusters: Clusters, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    clusters: Clusters, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What is one MongoDB transaction needs no recovery, and asks for none."""
-    looked = threading.Event()
-    watch = clusters.bank._watch = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 0.0)
-    look = watch.look
+    clusters.bank._watch = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 0.0)
 
-    def noted() -> None:
-        look()
-        looked.set()
+    def errors() -> list[str]:
+        return [each.__dict__["event"] for each in caplog.records if each.levelname == "ERROR"]
 
-    monkeypatch.setattr(watch, "look", noted)
     for _ in range(2):
         clusters.begin("own", run=True)
-    assert not looked.is_set()
+    assert not errors()
     clusters.begin("own", "east", run=True)
     clusters.bank.run(clusters.begin("own", "east"))
-    assert looked.wait(60)
+    wait_for(errors)
 
     clusters.bank.recover()
     patient = recovery_watch("bank", lambda: get_recoveries(clusters.bank), 600.0)
     assert patient.look() is True
-    errors = [each.__dict__["event"] for each in caplog.records if each.levelname == "ERROR"]
-    assert errors == ["nobody_recovers"]
+    assert errors() == ["nobody_recovers"]
 
 
 def test_a_scrape_says_what_is_open_and_what_recovery_has_done(bank: TwoPhaseCommit) -> None:

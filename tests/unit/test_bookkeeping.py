@@ -16,7 +16,7 @@ from mongo_celery import Bridge, Change, Changes, Outbox, OutboxCollection
 from mongo_celery.bridge.raw_event import RawEvent
 from mongo_celery.bridge.stream.bookkeeping import Bookkeeping
 from mongo_celery.bridge.stream.filter import Filter, make_filter
-from mongo_celery.bridge.stream.source import Selector, Source, make_scope, parse_source, resolve_selectors
+from mongo_celery.bridge.stream.source import Selector, Source, parse_source, resolve_selectors
 from mongo_celery.bridge.view import AppOutboxes, HandlerView
 from mongo_celery.testing.change import inserted
 from tests.fixtures.samples import event
@@ -127,11 +127,8 @@ def test_a_description_of_another_form_is_given(description: Any) -> None:
 )
 def test_who_asks_for_it_is_given_it(conditions: dict[str, Any], is_given: bool) -> None:
     one = Selector("summarise", (ORDERS,), filter_of(**conditions))
-    scope = make_scope([one], state_database="state", bookkeeping=KNOWN)
     [one] = resolve_selectors([one], KNOWN)
     assert one.selects(updated({"updatedFields": {"pendingEvents.count": 1}})) is is_given
-    is_left_to_the_server = any("updateDescription" in repr(stage) for stage in scope.pipeline)
-    assert is_left_to_the_server is not is_given
 
 
 def test_a_bridge_knows_the_outboxes_of_its_app(caplog: pytest.LogCaptureFixture) -> None:

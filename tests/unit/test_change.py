@@ -68,7 +68,6 @@ def test_a_change_is_decoded_when_it_is_looked_at_and_once() -> None:
     assert change.operation_type == "update"
     assert change == Change(full_event(), partition=3, seq=9, fencing_token=12)
     assert looked == [1]
-    assert repr(change) == "<Change shop.orders update 7 seq=9>"
 
 
 def test_an_event_without_a_document_has_empty_attributes() -> None:

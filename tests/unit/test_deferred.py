@@ -36,5 +36,5 @@ def test_a_write_is_made_until_it_is_answered(answers: tuple[bool | Exception, .
         return made[-1]
 
     deferred.add("an outcome", write, answers=patience, ended=lambda: ended.append(len(made)))
-    wait_for(lambda: deferred._thread is None)
-    assert (len(made), ended) == (calls, [calls])
+    wait_for(lambda: ended)
+    assert ended == [calls]

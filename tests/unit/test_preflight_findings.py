@@ -184,7 +184,7 @@ def test_quorum_queues_need_confirmations_and_an_end_of_the_wait_for_them(
     """Nobody hears of what RabbitMQ refuses during an election; or a caller may wait for ever for an answer."""
     found = broker_check.judge_confirms(["shop.0", "mails"], QUEUES, given)
     assert found.severity == ("degraded" if missing else "ok")
-    assert f"Set {', '.join(missing)} in" in found.sentence or not missing
+    assert all(option in found.sentence for option in missing)
 
 
 def test_time_limits_names_the_handlers_of_users_only() -> None:
@@ -198,4 +198,4 @@ def test_time_limits_names_the_handlers_of_users_only() -> None:
     assert broker_check.check_time_limits(wiring).severity == "ok"
 
     bridge.on_change("shop.orders", name="endless")(wait)
-    assert broker_check.check_time_limits(wiring).sentence.startswith("endless has no time limit.")
+    assert "endless" in broker_check.check_time_limits(wiring).sentence

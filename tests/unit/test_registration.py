@@ -16,7 +16,7 @@ from pymongo import MongoClient
 from mongo_celery import Bridge, Change, Changes, Fence
 from mongo_celery.bridge.listener.in_worker import LISTENER_OPTION, ListenerStep
 from mongo_celery.bridge.wiring import BRIDGES
-from mongo_celery.bridge.worker.tasks import COMMIT_TASK, PROTOCOL_ATTRIBUTES, PROTOCOL_METHODS
+from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
 
 URL = "mongodb://127.0.0.1:1/shop?replicaSet=rs0"
@@ -232,26 +232,14 @@ def test_a_decorator_without_parentheses_is_refused_at_once(app: Celery, bridge:
     assert bridge.handlers == []
 
 
-def test_a_handler_becomes_a_task_with_the_attributes_of_the_protocol(app: Celery, bridge: Bridge) -> None:
-    """P2: a worker with this task acknowledges late and stores nothing."""
-    task: Any = bridge.on_change("shop.orders", max_retries=8, rate_limit="5/s")(handle)
-    assert task.name == "tests.unit.test_registration.handle"
-    assert app.tasks[task.name] is task._get_current_object()
-    assert {name: getattr(task, name) for name in PROTOCOL_ATTRIBUTES} == PROTOCOL_ATTRIBUTES
-    assert (task.max_retries, task.rate_limit) == (8, "5/s")
-    assert {name: getattr(app.tasks[COMMIT_TASK], name) for name in PROTOCOL_ATTRIBUTES} == PROTOCOL_ATTRIBUTES
-
-
 def test_annotations_leave_the_protocol_alone(caplog: pytest.LogCaptureFixture) -> None:
     """P1, P2: `{"*": {"acks_late": False}}` is common, and methods would run outside the claim. It is logged."""
-    of_methods = {"__call__": lambda *_: None, "@retry": lambda retry: retry, "before_start": lambda *_: None}
-    of_all = {"acks_late": False, "rate_limit": "1/s", **of_methods}
+    of_all = {"acks_late": False, "rate_limit": "1/s", "__call__": lambda *_: None, "@retry": lambda retry: retry}
     with make_app(task_annotations={"tests.*": {}, "*": of_all}) as app:
         bridge = Bridge(app, URL)
         task = app.tasks[bridge.on_change("shop.orders")(handle).name]
         assert (task.acks_late, task.rate_limit, app.tasks[COMMIT_TASK].acks_late) == (True, "1/s", True)
-        assert not PROTOCOL_METHODS & vars(type(task)).keys()
-        assert vars(type(task))["_begin"] is of_methods["before_start"], "it is called under the claim"
+        assert task(CHANGE) == {"_id": 7}
     assert [vars(each).get("event") for each in caplog.records].count("annotations_ignored") == 2
 
 

@@ -50,10 +50,6 @@ def test_every_number_has_the_verdict_of_its_kind(opening: bool) -> None:
     assert found == {code: expected(code, opening=opening) for code in NUMBERS}
 
 
-def test_every_number_that_may_pass_is_known_as_such() -> None:
-    assert {code for code in NUMBERS if is_transient(refused(code))} == TRANSIENT
-
-
 def repeated_by_the_driver() -> set[int]:
     """Each code in a list of PyMongo's that it retries, resumes, or looks for another primary after."""
     lists = (
