@@ -110,7 +110,7 @@ def once(
             key, or the surrounding transaction belongs to another client.
     """
     kept, claimed = positive(keep, "keep"), positive(claim_ttl, "claim_ttl")
-    check_source("the collection of the records", collection)
+    check_source("The collection of the records", collection)
     if key is not None and not callable(key):
         raise ConfigurationError(
             f"key={key!r} must be a function of the task's arguments, such as lambda order: order."

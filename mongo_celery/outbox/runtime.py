@@ -78,7 +78,7 @@ class OutboxRuntime:
     """
 
     def __init__(self, app: Celery, source: Source, options: OutboxOptions, *, is_own: bool) -> None:
-        check_source("the outbox's collection", source)
+        check_source("The collection of the outbox", source)
         self.app = app
         self.options = options
         self.at_once = options.at_once

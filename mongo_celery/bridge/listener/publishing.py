@@ -35,6 +35,7 @@ from kombu.utils.json import dumps
 
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.listener.partition import Rejection
+from mongo_celery.bridge.state.signing import Sealing
 from mongo_celery.bridge.worker.envelope import Carrier, Run, sign_run
 from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.connection import bounded_connection, declare_queues, demand_answer
@@ -95,7 +96,7 @@ class RunPublisher:
         self._fairness = fairness
         self._store = wiring.store.subscriptions
         self._broker = RetryGate(_BROKER_PAUSES)
-        self._key = b""
+        self._sealing = Sealing(b"", "")
         self._is_traced = True
         self._connection: Connection | None = None
         self._producer: Any = None
@@ -143,8 +144,8 @@ class RunPublisher:
         rejected = [each for each in due if each.partition.rejection is not None]
         fresh = [each for each in due if each.partition.rejection is None]
         try:
-            before, self._key, self._is_traced = self._key, self._renewal.sealing.key, is_heard()
-            if before and before != self._key:
+            before, self._sealing, self._is_traced = self._sealing.key, self._renewal.sealing, is_heard()
+            if before and before != self._sealing.key:
                 logger.info("the listener signs messages with the new key", extra={"event": "key_exchanged"})
             self._publish_together([each for each in fresh if each.size <= self._options.run_bytes])
             for dispatch in fresh:
@@ -329,7 +330,7 @@ class RunPublisher:
 
     def _send(self, producer: Any, dispatch: Dispatch, task_id: str, headers: Mapping[str, str]) -> None:
         """Send the handler's message with its link, if any, and the same trace for both."""
-        run, sealing, amqp = dispatch.run, self._renewal.sealing, self._app.amqp
+        run, sealing, amqp = dispatch.run, self._sealing, self._app.amqp
         links = [self._commit_link(run, task_id, dispatch.queue, headers)] if dispatch.commits else []
         message = amqp.as_task_v2(
             task_id,
@@ -357,7 +358,7 @@ class RunPublisher:
 
     def _commit_link(self, run: Run, task_id: str, queue: str, headers: Mapping[str, str]) -> dict[str, Any]:
         """Return the commit task after a run."""
-        commit_id, sealing = f"{task_id}.commit", self._renewal.sealing
+        commit_id, sealing = f"{task_id}.commit", self._sealing
         commit = Run(run.bridge, run.subscription, run.partitioning, run.index, run.term, run.first, run.last)
         options = {"queue": queue, "task_id": commit_id, "argsrepr": f"('{run.partition_id}',)"}
         return {
