@@ -14,7 +14,7 @@ class Crowd:
     So many running programs, as long as `fill` is called.
 
     Args:
-        start: starts the next program; it is given a number.
+        start: starts the next program, which gets a number.
         size: how many run at a time, the frozen ones included.
         chance: chooses whom something happens to.
     """

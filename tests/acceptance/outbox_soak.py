@@ -2,7 +2,7 @@
 Writers of many kinds and sweepers on an outbox, until they are killed.
 
 `python -m tests.acceptance.outbox_soak write SEED KEY...`, or `sweep`, in the surroundings of `outbox_project`, whose
-documents and tasks these are. A write is repeated until it is answered; its filter, or a duplicate `_id`, keeps a
+documents and tasks these are. A write is repeated until it is answered. Its filter, or a duplicate `_id`, keeps a
 repetition from writing twice.
 """
 

@@ -1,5 +1,5 @@
 """
-Money between two clusters: processes killed and frozen, sessions ended, primaries deposed; on three members also
+Money between two clusters: processes killed and frozen, sessions ended, primaries deposed. On three members also
 primaries killed, frozen, and killed with what no other has. `integration/test_twophase_holes.py` and
 `test_twophase_across.py` replace participants.
 """

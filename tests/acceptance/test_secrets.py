@@ -147,7 +147,7 @@ def test_passwords_and_keys_are_nowhere(guarded: Guarded, most: int | None) -> N
     assert "ValueError" in guarded.state_contents(), "a dead letter says why"
     written = {**guarded.written, "listener": listener.text, "worker": worker.text}
     _search({**written, "broker": contents, "state": guarded.state_contents()}, keys)
-    # What has halted is stored with its contents, and shown; of a dead letter nothing but its change has them.
+    # What has halted is stored with its contents, and shown. Of a dead letter nothing but its change has them.
     for text in (listener.text, worker.text, guarded.state_contents("backlog", "change")):
         assert CONTENTS not in text
         assert CONTENTS.encode() not in _decoded(text)

@@ -142,9 +142,9 @@ def test_sigkill_before_the_commit_write_starts_no_handler_again(chain: Deployme
 
 def test_a_frozen_handler_that_wakes_can_neither_write_nor_record(chain: Deployment) -> None:
     """
-    P3: its write, its success, its retry and its halt are refused; the newer effect stands, in any of these.
+    P3: its write, its success, its retry and its halt are refused. The newer effect stays, in any of these.
 
-    In the end the whole worker stops, with messages prefetched; another one replaces it, and it wakes much later.
+    In the end the whole worker stops, with messages prefetched. Another one replaces it, and it wakes much later.
     """
     _, worker = chain.both()
     rounds: dict[str, Document] = {

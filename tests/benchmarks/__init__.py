@@ -9,7 +9,7 @@ measured in the same rounds.
   and `delay()`: single ones, bulks, and many writers or many tasks of one document. Each way begins when everything of
   the one before has arrived. Then milliseconds of a sweep among documents that are held back.
 - `transactions`: transfers per second by several processes, as two-phase commits and with both accounts locked, beside
-  two plain updates; with many accounts and with two.
+  two plain updates, with many accounts and with two.
 - `backlog`: processor time of a change, and the listener's memory, with 10 000 to a million waiting changes. The
   handler takes lists of 500, so the listener has most to do.
 - `handlers`: processor time of a change for each handler that gets it, with 1, 10 or 60 handlers on a stream. Either

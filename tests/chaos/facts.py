@@ -78,7 +78,7 @@ class Step:
     One thing that happens.
 
     Attributes:
-        at: seconds after the writer's start; it `lasts` for seconds.
+        at: seconds after the writer's start. It `lasts` for seconds.
         does: a kind of fault, `poison: ...`, or `person: ...`.
         where: the subscription of a poison, or of what a person does.
         choice: from 0 to 1, for whatever is chosen when it happens.

@@ -44,7 +44,7 @@ WRITES: dict[str, Write] = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_a_fenced_write_carries_its_tasks(rig: Rig, write: Write) -> None:
     """
-    Stamp, change and entry by one write; the stamp and what was pending before stay, in a new partitioning too.
+    Stamp, change and entry by one write. The stamp and what was pending before stay, in a new partitioning too.
 
     A stale execution enqueues nothing.
     """
@@ -138,7 +138,7 @@ DELETES: dict[str, Others] = {
 @pytest.mark.parametrize("delete", DELETES.values(), ids=DELETES.keys())
 def test_a_delete_delivers_what_is_pending(rig: Rig, delete: Others) -> None:
     """
-    As `Outbox.delete_one`; a stale execution deletes nothing.
+    As `Outbox.delete_one`. A stale execution deletes nothing.
 
     In a transaction nothing is delivered, since a relay would wait for it: the delete is refused.
     """

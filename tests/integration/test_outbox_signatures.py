@@ -198,7 +198,7 @@ def test_a_new_key_signs_and_the_old_one_counts_until_it_is_removed(
 
 def test_entries_of_a_lost_key_are_dead_letters_until_somebody_vouches_for_them(rig: Rig, outbox: Outbox) -> None:
     """
-    A replay refuses them; with `sign` it says again what they are, and they are sent.
+    A replay refuses them. With `sign` it says again what they are, and they are sent.
 
     As long as a process has the key, it stores it again.
     """

@@ -308,7 +308,7 @@ LASTING: dict[str, Document] = {
 @pytest.mark.parametrize("data", LASTING.values(), ids=LASTING.keys())
 def test_a_getmore_error_is_resumed(stream: Stream, data: Document) -> None:
     """
-    P15: while it lasts there is one opening a record, and a pause before each but the first; nothing is lost.
+    P15: while it lasts there is one opening a record, and a pause before each but the first. Nothing is lost.
 
     Where connections are cut, events are looked at one by one as well: one may be too large for an answer.
     """

@@ -113,7 +113,7 @@ class World(NamedTuple):
         faults: Which kinds.
         policy: The failure policy.
         commit: Who writes the positions.
-        rewind: Whether the operator may rewind to the start, once; numbers go on.
+        rewind: Whether the operator may rewind to the start, once. Numbers continue.
         matches: Per configuration the positions its handler matches; empty: everything, always.
         runs: Whether a run carries the next change, too, where it was read.
         broken: The rule left out.

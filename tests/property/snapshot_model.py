@@ -121,7 +121,7 @@ class World(NamedTuple):
 
     Args:
         name: A sentence for reports.
-        keys: How many documents there may be; the partition of a key is ``key % partitions``.
+        keys: How many documents there may be. The partition of a key is ``key % partitions``.
         writes: What somebody else writes, in this order (see ``MARK`` and the following).
         absent: The keys that do not exist at the beginning.
         snapshots: How many run at once; ``chunk``: how many documents one read asks for.

@@ -13,7 +13,7 @@ def test_a_noop_keeps_its_share_of_workers_beside_a_slow_handler(deployment: Mak
     """
     P12: one of two slots is enough for many runs of it in a second.
 
-    Beside each other in one queue both finish about as many; a busy machine leaves little of the other slot.
+    Beside each other in one queue both finish about as many. A busy machine leaves little of the other slot.
     """
     shop = deployment(QUICK, SLOW)
     shop.data[QUICK].insert_many([{"_id": str(n), "n": 1} for n in range(2000)])
