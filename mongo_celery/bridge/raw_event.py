@@ -2,9 +2,9 @@
 A change event as bytes. Only the requested fields are decoded.
 
 A listener reads five fields of each event: token, time, operation, namespace and document key. The documents are most
-of an event. A server always sends the change of one document with the same fields in the same order. This module
-recognises such an event from its first byte to its last, and reads the five fields directly. PyMongo decodes all other
-events and fields.
+of an event. A server always sends the change of one document with the same fields in the same order. The event of an
+existing document has this order too. This module recognises such an event from its first byte to its last, and reads
+the five fields directly. PyMongo decodes all other events and fields.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _token_at = struct.Struct(f"<{len(_ID)}si{len(_DATA)}si").unpack_from
 _BEFORE_TOKEN = len(_ID) + 4 + len(_DATA) + 4
 _AROUND_TOKEN = 4 + len(_DATA) + 4 + 1
 _MIDDLE = re.compile(
-    rb"\0\0\x02operationType\0(?:\x07\0\0\0(?!replace)|\x08\0\0\0(?=replace))(insert|update|replace|delete)\0"
+    rb"\0\0\x02operationType\0"
+    rb"(?:\x07\0\0\0(?=insert|update|delete)|\x08\0\0\0(?=replace)|\x09\0\0\0(?=snapshot))"
+    rb"(insert|update|replace|delete|snapshot)\0"
     rb"\x11clusterTime\0(.{8})"
     rb"(?:\x05collectionUUID\0\x10\0\0\0\x04.{16})?"
     rb"(?:\x09wallTime\0.{8})?"

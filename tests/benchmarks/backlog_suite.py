@@ -67,10 +67,12 @@ class Measured:
 
 def run_backlog(stage: Stage, sizes: Sizes, announce: Announce) -> Tables:
     lengths = [length for part in _PARTS if (length := sizes.owed // part) >= _SHORTEST]
-    many = Wanted(lists=_LIST)
+    ways = {"A change of a backlog of": Wanted(lists=_LIST)}
+    ways["A document of a snapshot of"] = Wanted(lists=_LIST, begin_with_existing=True)
     return _measure_all(stage, sizes, announce, (
-        Case(title=f"A change of a backlog of {each:,}", handlers=many, changes=each, warm_up=1000, options={})
+        Case(title=f"{name} {each:,}", handlers=handlers, changes=each, warm_up=1000, options={})
         for each in lengths
+        for name, handlers in ways.items()
     ))  # fmt: skip
 
 
@@ -103,12 +105,16 @@ def _measure_all(stage: Stage, sizes: Sizes, announce: Announce, cases: Iterable
 def _measure(scene: Scene, case: Case) -> Measured:
     case.handlers.leave(scene.setting)
     each = case.handlers.count if case.handlers.together else 1
+    if case.handlers.begin_with_existing:
+        write_orders(scene.orders, case.changes)
+        scene.begin_now()
     scene.worker(_APP)
-    listener = _listen(scene)
-    write_orders(scene.orders, case.warm_up)
-    scene.wait("the warm-up", lambda: scene.committed() >= case.warm_up * each, scene.committed)
-    scene.stop(listener)
-    write_orders(scene.orders, case.changes)
+    if not case.handlers.begin_with_existing:
+        listener = _listen(scene)
+        write_orders(scene.orders, case.warm_up)
+        scene.wait("the warm-up", lambda: scene.committed() >= case.warm_up * each, scene.committed)
+        scene.stop(listener)
+        write_orders(scene.orders, case.changes)
     first = scene.committed()
     last = first + case.changes * each
     listener = _listen(scene)

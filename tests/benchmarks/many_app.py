@@ -22,11 +22,13 @@ class Wanted:
         together: whether all are handlers of the one collection that is written; else the first is, and each other
             one has a collection of its own, in which nothing happens.
         lists: changes of a list; 0 for handlers of single changes.
+        begin_with_existing: whether they begin with a snapshot of their collection.
     """
 
     count: int = 1
     together: bool = True
     lists: int = 0
+    begin_with_existing: bool = False
 
     def leave(self, setting: BenchSetting) -> None:
         (Path(setting.clock) / _FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -55,10 +57,11 @@ def _register(number: int, wanted: Wanted) -> None:
 
     chosen = handle_many if wanted.lists else handle
     chosen.__name__ = chosen.__qualname__ = name
+    start = "snapshot" if wanted.begin_with_existing else None
     if wanted.lists:
-        bridge.on_changes(source, name=name, batch_size=wanted.lists)(handle_many)
+        bridge.on_changes(source, name=name, batch_size=wanted.lists, start_from=start)(handle_many)
     else:
-        bridge.on_change(source, name=name)(handle)
+        bridge.on_change(source, name=name, start_from=start)(handle)
 
 
 for _number in range(Wanted.of(setting).count):

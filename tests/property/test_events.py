@@ -428,7 +428,7 @@ def join(*elements: bytes) -> bytes:
     return (len(body) + 4).to_bytes(4, "little") + body
 
 
-@pytest.mark.parametrize("operation", ["insert", "update", "replace", "delete"])
+@pytest.mark.parametrize("operation", ["insert", "update", "replace", "delete", "snapshot"])
 @pytest.mark.parametrize("more", [[], EXPANDED, IN_A_TRANSACTION], ids=["plain", "expanded", "in a transaction"])
 @pytest.mark.parametrize(
     "left_out",

@@ -41,7 +41,7 @@ from mongo_celery.bridge.existing import (
     move_event,
     place_after_time,
 )
-from mongo_celery.bridge.raw_event import EVENT_TYPES
+from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent
 from mongo_celery.bridge.stream.filter import EXPANDED_OPERATIONS, MOVES
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.window import Mark, PendingChange
@@ -161,13 +161,14 @@ class Chunk:
         """
         assert self.low is not None, "it was read"
         low, takes_all = place_after_time(self.low), self.subscription.plan.handler.filter.takes_every_change
+        time = extract_time(self.place)
         kept: list[PendingChange] = []
         self.again = []
         for key, item in self.items.items():
             seen = self.changes.get(key)
             if seen is None or (seen.data < low and not (looks_up and takes_all and seen.is_looked_up)):
                 data = self.place + item.data[len(self.place) :]
-                item.mark = Mark({"_data": data}, data, extract_time(data))
+                item.mark = Mark({"_data": data}, data, time)
                 item.raw = move_event(item.raw, data)
                 kept.append(item)
             elif not seen.has_document:
@@ -180,6 +181,8 @@ class Chunk:
 
 def read_key(event: Mapping[str, Any]) -> bytes:
     """Return the `_id` of an event's document, byte for byte."""
+    if isinstance(event, RawEvent) and event.plain is not None and event.object_id is not None:
+        return event.plain.key
     key = event["documentKey"]
     return bytes(key.raw) if len(key) == 1 else bson.encode({_BOUND: key[_BOUND]}, codec_options=EVENT_TYPES)
 
@@ -242,9 +245,12 @@ def list_conditions(match: object, snapshot: Snapshot) -> list[Mapping[str, Any]
 
 def build_shape(source: str, time: Timestamp, conditions: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the stages that turn documents into events without token, type and time."""
-    event = {"operationType": AS, "clusterTime": time, **_name_document(source), "fullDocument": "$$ROOT"}
+    event = {"fullDocument": "$$ROOT", **_name_document(source)}  # in the order of the stream's events
+    if not conditions:
+        return [{"$replaceWith": event}]
+    judged = {"operationType": AS, "clusterTime": time, **event}
     wanted = [{"$match": {"$expr": condition}} for condition in conditions]
-    return [{"$replaceWith": event}, *wanted, {"$unset": ["_id", "operationType", "clusterTime"]}]
+    return [{"$replaceWith": judged}, *wanted, {"$unset": ["_id", "operationType", "clusterTime"]}]
 
 
 def _name_document(source: str) -> dict[str, Any]:
@@ -325,15 +331,18 @@ class ChunkReader:
             while ids and not self._read_rows(chunk, ids):
                 ids = ids[: len(ids) // 2]
 
-    def _read_rows(self, chunk: Chunk, ids: list[DocumentId]) -> bool:
-        """Read the range that ends with the last of these `_id`s. Return False if the range is too large to read."""
-        read = self._read_range(chunk, _behind(chunk.snapshot.last, ids[-1]), len(ids))
+    def _read_rows(self, chunk: Chunk, ids: list[bytes]) -> bool:
+        """Read the range that ends with the last of these keys. Return False if the range is too large to read."""
+        end = DocumentId.of(ids[-1])
+        assert end is not None, "it has an `_id`"
+        read = self._read_range(chunk, _behind(chunk.snapshot.last, end), len(ids))
         if read is None:
             return False
-        chunk.end, chunk.count = ids[-1], len(ids)
+        chunk.end, chunk.count = end, len(ids)
         if not read:
-            chunk.end = DocumentId.of(list(chunk.items)[-1])
-            chunk.count = ids.index(chunk.end) + 1 if chunk.end in ids else len(chunk.items)
+            key = list(chunk.items)[-1]
+            chunk.end = DocumentId.of(key)
+            chunk.count = ids.index(key) + 1 if key in ids else len(chunk.items)
         return True
 
     def _read_range(self, chunk: Chunk, bounds: Mapping[str, Any], rows: int) -> bool | None:
@@ -365,10 +374,9 @@ class ChunkReader:
         found = self._find(chunk, {"filter": {}, "sort": {_BOUND: -1}, "limit": 1})
         return DocumentId.of(bytes(found[0].raw)) if found else None
 
-    def _list_ids(self, chunk: Chunk) -> list[DocumentId]:
-        """Return the next `_id`s in order, as many as are left and fit into an answer."""
-        found = (DocumentId.of(bytes(each.raw)) for each in self._find(chunk, {"limit": chunk.rows}))
-        return [each for each in found if each is not None]
+    def _list_ids(self, chunk: Chunk) -> list[bytes]:
+        """Return the keys of the next documents in order, as many as are left and fit into an answer."""
+        return [bytes(each.raw) for each in self._find(chunk, {"limit": chunk.rows})]
 
     def _find(self, chunk: Chunk, bounds: Mapping[str, Any]) -> list[RawBSONDocument]:
         """Return the next `_id`s that are still to be read, from the index alone."""
