@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.exceptions import Retry
 from pymongo import DeleteOne, ReplaceOne
 from pymongo.database import Database
-from pymongo.errors import AutoReconnect
 
 from mongo_celery import Bridge, Change, Changes
 from mongo_celery.bridge.fenced import FencedCollection
@@ -42,6 +42,10 @@ WRITES: dict[str, Write] = {
 }
 
 
+class TooEarlyError(Exception):
+    """An execution comes before others that the test wants first."""
+
+
 def by_operation(event: Mapping[str, Any]) -> str:
     return str(event["operationType"])
 
@@ -51,8 +55,8 @@ class Shop:
     A handler whose partitions go by operation, and that writes to the collection `copies`.
 
     Attributes:
-        late: operations of which the first execution meets an outage: they are handled when all else is done.
-        until: an operation before which the outage does not end, however long it takes. None: it ends at once.
+        late: operations of which the first execution is retried: they are handled when all else is done.
+        until: an operation before which they are retried again and again. None: they are retried once.
     """
 
     def __init__(self, database: Database[Document], url: str, write: Write, **options: Any) -> None:
@@ -62,9 +66,10 @@ class Shop:
         app = Celery("shop", broker="memory://", set_as_current=False)
         self.bridge = Bridge(app, url, name="shop", partitions=61, autodiscover=False)
         given = {"partition_by": by_operation, "failure_policy": "dead_letter", "name": "copy", **options}
+        given |= {"autoretry_for": (TooEarlyError,), "max_retries": 100}
 
         def copy(change: Change) -> None:
-            self.meet_outage(change)
+            self.be_late(change)
             target = change.fenced(self.copies.full_name)
             if change.full_document is None:
                 target.delete_one(change.document_key)
@@ -72,7 +77,7 @@ class Shop:
                 write(target, change)
 
         def copy_all(changes: Changes) -> None:
-            self.meet_outage(changes[0])
+            self.be_late(changes[0])
             changes.fenced(self.copies.full_name).bulk_write([replace(each) for each in changes])
 
         if "batch_size" in given:
@@ -80,13 +85,13 @@ class Shop:
         else:
             self.bridge.on_change(self.orders.full_name, **given)(copy)
 
-    def meet_outage(self, change: Change) -> None:
+    def be_late(self, change: Change) -> None:
         if change.operation_type == self.until:
             self.until = None
         if change.operation_type in self.late:
             if self.until is None:
                 self.late.discard(change.operation_type)
-            raise AutoReconnect("away")
+            raise TooEarlyError
 
     @property
     def errors(self) -> list[str]:
@@ -107,7 +112,7 @@ def test_an_older_change_never_goes_over_a_newer_one(
         else:
             shop.orders.replace_one({"_id": 1}, {"n": 2})
         *first, last = [type(call.error) for call in runner.deliver(raises=False).calls]
-        assert ({*first}, last) == ({AutoReconnect, type(None)}, OutdatedChangeError)
+        assert ({*first}, last) == ({Retry, type(None)}, OutdatedChangeError)
         assert (stored(shop.copies) or {}).get("n") == (2 if later == "a replace" else None)
         assert shop.errors == ["OutdatedChangeError"]
         assert not runner.deliver().calls
