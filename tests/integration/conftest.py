@@ -117,5 +117,6 @@ def world(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[SnapshotWorld]:
     """Give a world whose snapshots have chunks of four documents."""
-    monkeypatch.setattr(chunks, "ROWS", 4)
+    for name in ("ROWS", "LEAST_ROWS", "MOST_ROWS"):
+        monkeypatch.setattr(chunks, name, 4)
     yield from worlds(mongo_client, mongo_url, state_database, database.name)

@@ -30,6 +30,7 @@ from mongo_celery.bridge.state.dead_letters import Selection
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.snapshots import Snapshots
 from mongo_celery.bridge.state.subscriptions import Subscriptions
+from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.errors import CommandRefusedError, LeaseLostError
 from tests.fixtures.process import wait_for
 from tests.rig.snapshots import HANDLER, Document, SnapshotWorld, keys_of
@@ -130,18 +131,50 @@ def test_the_largest_id_is_that_of_the_collections_own_order(
 
 
 def test_a_chunk_has_no_more_bytes_than_it_has_room_for(world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "ROWS", 100)
+    for name in ("ROWS", "MOST_ROWS"):
+        monkeypatch.setattr(chunks, name, 100)
     sizes = [1] * 5 + [40_000] * 6 + [200_000] + [1] * 5
     world.orders.insert_many([{"_id": number, "v": 1, "x": "x" * size} for number, size in enumerate(sizes)])
-    done: list[int] = []
+    done, move = [0], Snapshots.move
+
+    def note(self: Snapshots, *arguments: Any) -> bool:
+        is_moved = move(self, *arguments)
+        done.append(world.record["done"])
+        return is_moved
+
+    monkeypatch.setattr(Snapshots, "move", note)
     term = world.term(buffer_bytes=1 << 20, match={"$ne": ["$fullDocument._id", 3]}).begin()
-    term.until(
-        lambda: world.records and world.record["state"] == "done",
-        lambda: done.append(world.record["done"] if world.records else 0),
-    )
+    term.until(lambda: world.records and world.record["state"] == "done")
     assert [each.key for each in sorted(world.seen, key=lambda each: each.key)] == [*range(3), *range(4, len(sizes))]
-    for before, after in pairwise(sorted({*done})):
+    assert len(done) > 3
+    for before, after in pairwise(done):
         assert after - before == 1 or sum(sizes[before:after]) <= (1 << 20) / 8
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["one term", "two terms"])
+def test_the_next_chunk_is_read_meanwhile_and_recorded_in_its_turn(world: SnapshotWorld, ends: bool) -> None:
+    """P1, P4, P5: workers finish the second chunk first. No third one begins."""
+    first = keys_of(0, world, 4)
+    second = [key for key in keys_of(1, world, 40) if key > max(first)][:4]
+    third = [max(second) + 1]
+    world.orders.insert_many([{"_id": key, "v": 1} for key in (*first, *second, *third)])
+    term = world.term().begin()
+    run, held = term.run, list[Run]()
+    term.run = lambda run_: held.append(run_) if run_.index == 0 else run(run_)  # type: ignore[assignment, method-assign]
+    turns = itertools.count()
+    term.until(lambda: all(world.snapshots_of(key) for key in second) and next(turns) > 20)
+    assert (world.record["begun"], world.record["moved"], world.record["done"]) == (2, 0, 0)
+    assert "lastId" not in world.record
+    if ends:
+        term.close()
+        term = world.term().begin()
+    else:
+        term.run = run  # type: ignore[method-assign]
+        for each in held:
+            run(each)
+    term.finish()
+    assert [world.snapshots_of(key) for key in (*first, *second, *third)] == [1] * 4 + [1 + ends] * 4 + [1]
+    assert world.record["done"] == 9
 
 
 def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world: SnapshotWorld) -> None:
@@ -640,20 +673,22 @@ def test_a_write_of_a_chunk_counts_once_and_for_its_term_alone(world: SnapshotWo
     assert [store.begin(found, term) is not None for term in (4, 5, 5)] == [False, True, False]
     keys: Any = [DocumentId.of(bson.encode({"_id": key})) for key in (None, 9)]
     end, larger = keys
-    writes = [(4, 1), (5, 2), (5, 1), (5, 1)]
-    assert [store.move(snapshot_id, *each, end, 7, end) for each in writes] == [False, False, True, False]
+    writes = [(4, 1, 0), (5, 2, 1), (5, 1, 0), (5, 1, 0)]
+    assert [store.move(snapshot_id, *each, end, 7, end) for each in writes] == [False, False, True, True]
     after: Any = store.read_one(snapshot_id)
     assert (after.last, after.until, after.done) == (end, end, 7)
     assert store.begin(after, 5) is not None
-    assert not store.move(snapshot_id, 5, 2, larger, 1, larger)
-    assert [store.move(snapshot_id, 5, 2, larger, 1) for _ in range(2)] == [True, False]
+    assert not store.move(snapshot_id, 5, 2, 1, larger, 1, larger)
+    assert [store.move(snapshot_id, 5, 2, 1, larger, 1) for _ in range(2)] == [True, True]
     assert store.mark_read_end(snapshot_id, 4, 2) is None
     stopped: Any = store.read_one(snapshot_id)
+    assert (stopped.last, stopped.done) == (larger, 8)
     assert store.begin(stopped, 5) is not None
     assert store.stop(snapshot_id)
     assert store.take_over(6) == 6, "it may be resumed"
-    assert not store.move(snapshot_id, 5, 3, larger, 1), "the chunk of the term before"
+    assert not store.move(snapshot_id, 5, 3, 2, larger, 1), "the chunk of the term before"
     assert store.resume(snapshot_id)
     taken: Any = store.read_one(snapshot_id)
     assert (taken.term, taken.last, taken.done) == (6, stopped.last, stopped.done)
     assert [store.begin(taken, term) is not None for term in (5, 6)] == [False, True]
+    assert [store.finish(snapshot_id, 6, 4, last) for last in (1, 2)] == [False, True]

@@ -7,6 +7,8 @@ stays deliverable, and nothing is imported from the package. What is new here:
   a snapshot is an entry of its own, so that L, H and the stream's end are what they are by order alone.
 - *A chunk has a window*. L is the time of its begin, H that of a write after its reading. T, the place of its items, is
   the time before H or the place that the stream has reached by then. A chunk is read in two steps.
+- *Two chunks of a snapshot may be under way*: one whose items are appended and not all secured, and the next one, which
+  is read behind its end. The cursor passes them in order.
 - *A token is a time and a number*: 0 is the change at that time, larger ones are the items of a snapshot at T = time,
   behind that change and before everything later.
 - *A value is the time of the write that made it*; a deletion is minus its time. So "older" can be read off.
@@ -61,8 +63,9 @@ class Broken(StrEnum):
     NOT_AGAIN = "an item that is dropped is not read again where the change brings no document"
     AGAIN_KEPT = "what is read again is run although its key was changed once more"
     BEGIN_BEFORE_TAKE_OVER = "a snapshot begins before the partitions are taken over"
-    BEGIN_AHEAD = "the next chunk begins when the last is appended, before the cursor moves"
-    BEGIN_COUNTS_UP = "a begin adds one to whatever is there, and the author counts by itself"
+    BEGIN_AHEAD = "the next chunk begins behind the cursor, which has not passed the last one yet"
+    BEGIN_FAR_AHEAD = "the next chunk begins behind the last one, and forgets it"
+    CURSOR_OUT_OF_ORDER = "the cursor passes the next chunk first, if all of that is secured"
     READ_LOCAL = "a chunk is read as it is now, in the majority or not"
     EMPTY_IS_END = "an empty answer is the end, whatever became of the source"
     UUID_IS_ENOUGH = "an empty answer is the end if the source has the known UUID afterwards"
@@ -73,7 +76,7 @@ class Broken(StrEnum):
     CURSOR_AT_INSERT = "an item that is inserted counts, before the mark"
     CURSOR_LOCAL = "the cursor believes a commit that is not in the majority yet"
     CURSOR_IGNORES_EPOCH = "the cursor compares begun, not the epoch"
-    CURSOR_IGNORES_BEGUN = "the cursor compares the epoch, not begun"
+    CURSOR_IGNORES_MOVED = "the cursor compares the epoch, not the chunk that it has passed last"
     RECORDS_LAST = "a take-over raises the records when it begins anew, not before it dispatches"
     CHUNK_SURVIVES = "a chunk is kept when the stream is opened again at the watermark"
     STOPPED_STAYS = "a take-over raises the records of snapshots that run, and not of those that are stopped"
@@ -196,6 +199,7 @@ class Item(NamedTuple):
 class Record(NamedTuple):
     """A document of ``snapshots``; ``last`` is the last key scanned, ``until`` the last to be scanned; -1: none.
 
+    ``moved`` is the number of the last chunk that the cursor has passed.
     ``first`` is ghost: the time as of which the keys of the first chunk that was recorded were found.
     """
 
@@ -205,6 +209,7 @@ class Record(NamedTuple):
     state: Progress = Progress.RUNNING
     until: int = -1
     first: int = -1
+    moved: int = 0
 
 
 class Chunk(NamedTuple):
@@ -214,7 +219,8 @@ class Chunk(NamedTuple):
     that when the documents were read, and ``time`` is T (-1: not yet); ``end`` is the last key scanned (-1: none was
     left), ``until`` the last to be scanned, now or later. ``changes`` are keys and times of what was taken in since.
     ``done`` are the items that are appended; ``again`` the keys whose items were dropped, and are read again.
-    ``high`` is H.
+    ``high`` is H. ``last`` is the key behind which it is read, ``after`` the number of the chunk before it, and
+    ``earlier`` that chunk, as long as the cursor has not passed it.
     """
 
     begun: int
@@ -231,6 +237,9 @@ class Chunk(NamedTuple):
     until: int = -1
     appended: bool = False
     changes: frozenset[tuple[int, int]] = frozenset()
+    last: int = -1
+    after: int = 0
+    earlier: Chunk | None = None
 
 
 class Listener(NamedTuple):
@@ -252,7 +261,7 @@ class Listener(NamedTuple):
 
 
 class RecordWrite(NamedTuple):
-    """A write on its way to the record of a snapshot, guarded by term, and by ``begun``."""
+    """A write on its way to the record of a snapshot, guarded by term, and by ``begun``, or ``after`` for a cursor."""
 
     kind: Late
     term: int
@@ -262,6 +271,7 @@ class RecordWrite(NamedTuple):
     until: int = -1
     time: int = -1
     state: Progress = Progress.RUNNING
+    after: int = 0
 
 
 class State(NamedTuple):
@@ -371,6 +381,12 @@ def with_chunk(listener: Listener, index: int, chunk: Chunk | None) -> Listener:
     return listener._replace(chunks=put(listener.chunks, index, chunk))
 
 
+def without_chunk(listener: Listener, index: int) -> Listener:
+    """Return a listener that has dropped the chunk that it reads, and keeps the one before it."""
+    chunk = listener.chunks[index]
+    return with_chunk(listener, index, chunk and chunk.earlier)
+
+
 def buffered(state: State, listener: Listener, item: Item) -> Listener:
     """Return a listener with something more in a buffer, unless it lies at or below the position."""
     index = partition_of(state, item.key)
@@ -423,7 +439,7 @@ def recorded(world: World, state: State, one: RecordWrite) -> State:
     if one.kind is Late.PASS:
         return appended(world, state, MARK)
     ended = one.state if one.state is not Progress.RUNNING else record.state
-    record = record._replace(state=ended)
+    record = record._replace(state=ended, moved=one.begun)
     if one.end >= 0:
         first = record.first if record.first >= 0 else one.time
         record = record._replace(last=one.end, until=one.until, first=first)
@@ -437,10 +453,8 @@ def matches(world: World, state: State, one: RecordWrite) -> bool:
         return False
     epoch = record.epoch == one.term or (one.kind is Late.CURSOR and world.broken is Broken.CURSOR_IGNORES_EPOCH)
     begun = record.begun == one.begun
-    if one.kind is Late.CURSOR and world.broken is Broken.CURSOR_IGNORES_BEGUN:
-        begun = True
-    if one.kind is Late.BEGIN and world.broken is Broken.BEGIN_COUNTS_UP:
-        begun = True
+    if one.kind is Late.CURSOR:
+        begun = record.moved == one.after or world.broken is Broken.CURSOR_IGNORES_MOVED
     return epoch and begun
 
 
@@ -451,9 +465,8 @@ def matches(world: World, state: State, one: RecordWrite) -> bool:
 
 def begin(world: World, state: State, listener: Listener, index: int) -> Steps:
     """One update of the record, compared with what was seen of it; its own place in the oplog is L."""
-    record, chunk = state.records[index], listener.chunks[index]
-    ahead = world.broken is Broken.BEGIN_AHEAD and chunk is not None and chunk.appended
-    if record.state is not Progress.RUNNING or not (chunk is None or ahead):
+    record, earlier = state.records[index], listener.chunks[index]
+    if record.state is not Progress.RUNNING or not (earlier is None or may_be_followed(earlier)):
         return
     if listener.stage < (1 if world.broken is Broken.BEGIN_BEFORE_TAKE_OVER else 2):
         return
@@ -469,10 +482,19 @@ def begin(world: World, state: State, listener: Listener, index: int) -> Steps:
         return
     one = RecordWrite(Late.BEGIN, listener.term, index, record.begun)
     after = landed(world, state, one)
-    chunk = Chunk(record.begun + 1, len(after.oplog))
+    chunk = Chunk(record.begun + 1, len(after.oplog), last=record.last, after=record.moved, until=record.until)
+    if earlier is not None and world.broken is not Broken.BEGIN_AHEAD:
+        chunk = chunk._replace(last=earlier.end, after=earlier.begun, until=earlier.until, earlier=earlier)
+        if world.broken is Broken.BEGIN_FAR_AHEAD:
+            chunk = chunk._replace(after=record.moved, earlier=None)
     if Fault.ANSWERED_LATER not in world.faults:
         chunk = chunk._replace(low=len(after.oplog))  # one step for two that nothing can part
     yield from write(world, state, [one], with_listener(after, listener, with_chunk(listener, index, chunk)))
+
+
+def may_be_followed(chunk: Chunk) -> bool:
+    """Tell whether the next chunk may be read while the cursor has not passed this one."""
+    return chunk.appended and chunk.earlier is None and chunk.end >= 0
 
 
 def may_begin(world: World, state: State, listener: Listener) -> bool:
@@ -521,27 +543,26 @@ def scan_keys(world: World, state: State, listener: Listener, index: int) -> Ste
     if chunk is None or chunk.low < 0 or chunk.scanned >= 0:
         return
     if chunk.low > len(state.oplog):  # in no history: the server waits in vain, until the time for the read is over
-        yield Step("give up", chunk), with_listener(state, listener, with_chunk(listener, index, None))
+        yield Step("give up", chunk), with_listener(state, listener, without_chunk(listener, index))
         return
     if state.majority < chunk.low and world.broken is not Broken.READ_LOCAL:
         return
     time = len(state.oplog) if world.broken is Broken.READ_LOCAL else state.majority
-    record = state.records[index]
-    chunk = chunk._replace(until=until_of(world, state, record, time), scanned=time)
-    scanned = [key for key in there_at(world, state, record.last, time) if chunk.until < 0 or key <= chunk.until]
+    chunk = chunk._replace(until=until_of(world, state, chunk, time), scanned=time)
+    scanned = [key for key in there_at(world, state, chunk.last, time) if chunk.until < 0 or key <= chunk.until]
     chunk = chunk._replace(end=scanned[: world.chunk][-1] if scanned else -1)
     if not scanned:
         chunk = chunk._replace(read=chunk.scanned)
     yield Step("scan", chunk), with_listener(state, listener, with_chunk(listener, index, chunk))
     if can(world, state, Fault.UNREADABLE):
-        after = with_listener(state, listener, with_chunk(listener, index, None))
+        after = with_listener(state, listener, without_chunk(listener, index))
         yield Step("unreadable", chunk, fair=False), spent(after)
 
 
-def until_of(world: World, state: State, record: Record, time: int) -> int:
-    """Return the largest key to be scanned: what the record says, or else what is the largest at T."""
-    if record.until >= 0:
-        return record.until
+def until_of(world: World, state: State, chunk: Chunk, time: int) -> int:
+    """Return the largest key to be scanned: what is known, or else what is the largest at T."""
+    if chunk.until >= 0:
+        return chunk.until
     if world.broken is Broken.NO_UNTIL:
         return -1
     if world.broken is Broken.UNTIL_LOCAL:
@@ -562,12 +583,12 @@ def read_chunk(world: World, state: State, listener: Listener, index: int) -> St
     if chunk is None or chunk.scanned < 0 or chunk.read >= 0:
         return
     if chunk.low > len(state.oplog):
-        yield Step("give up", chunk), with_listener(state, listener, with_chunk(listener, index, None))
+        yield Step("give up", chunk), with_listener(state, listener, without_chunk(listener, index))
         return
     if state.majority < chunk.low and world.broken is not Broken.READ_LOCAL:
         return
     time = len(state.oplog) if world.broken is Broken.READ_LOCAL else state.majority
-    found = [key for key in there_at(world, state, state.records[index].last, time) if key <= chunk.end]
+    found = [key for key in there_at(world, state, chunk.last, time) if key <= chunk.end]
     wanted = [key for key in found if world.matched(index, key) and (not chunk.again or key in chunk.again)]
     items = tuple(Item(START, key, value_at(world, state, key, time) or 0) for key in wanted)
     ready = chunk._replace(items=items, read=time)
@@ -585,7 +606,7 @@ def pass_on(world: World, state: State, listener: Listener, index: int) -> Steps
     one = RecordWrite(Late.PASS, listener.term, index, chunk.begun)
     if chunk.high < 0:
         if not is_there(state) and world.broken is not Broken.EMPTY_IS_END:  # it has not its UUID any more
-            yield Step("drop", chunk), with_listener(state, listener, with_chunk(listener, index, None))
+            yield Step("drop", chunk), with_listener(state, listener, without_chunk(listener, index))
             return
         after = landed(world, state, one)
         ready = chunk._replace(high=len(after.oplog))
@@ -665,19 +686,32 @@ def with_appended(world: World, state: State, listener: Listener, index: int, ch
 
 def move_cursor(world: World, state: State, listener: Listener, index: int) -> Steps:
     """When every item is committed, or inserted by this term at or below the mark, or superfluous: on to the next."""
-    chunk = listener.chunks[index]
-    if chunk is None or not chunk.appended or not all(is_secured(world, state, listener, each) for each in chunk.done):
+    youngest = listener.chunks[index]
+    if youngest is None:
+        return
+    chunk, rest = youngest, None
+    if youngest.earlier is not None:
+        chunk, rest = youngest.earlier, youngest._replace(earlier=None)
+        if world.broken is Broken.CURSOR_OUT_OF_ORDER and is_finished(world, state, listener, youngest):
+            chunk, rest = youngest._replace(after=youngest.earlier.after), None
+    if not is_finished(world, state, listener, chunk):
         return
     progress = Progress.DONE if chunk.end < 0 else Progress.RUNNING
     one = RecordWrite(
-        Late.CURSOR, listener.term, index, chunk.begun, chunk.end, chunk.until, time=chunk.scanned, state=progress
-    )
+        Late.CURSOR, listener.term, index, chunk.begun, chunk.end, chunk.until, time=chunk.scanned, state=progress,
+        after=chunk.after,
+    )  # fmt: skip
     after = landed(world, state, one)
     if after is state:
-        if state.records[index].state is Progress.STOPPED:  # not to be ended now: it begins anew when it goes on
+        if state.records[index].epoch == listener.term:  # it has passed it already, or is not to be ended now
             yield Step("forget", chunk), with_listener(state, listener, with_chunk(listener, index, None))
         return  # refused: not mine
-    yield from write(world, state, [one], with_listener(after, listener, with_chunk(listener, index, None)))
+    yield from write(world, state, [one], with_listener(after, listener, with_chunk(listener, index, rest)))
+
+
+def is_finished(world: World, state: State, listener: Listener, chunk: Chunk) -> bool:
+    """Tell whether all items of a chunk are appended and secured."""
+    return chunk.appended and all(is_secured(world, state, listener, each) for each in chunk.done)
 
 
 def is_secured(world: World, state: State, listener: Listener, item: Item) -> bool:
@@ -769,7 +803,7 @@ def step_on(world: World, state: State, listener: Listener) -> Listener:
     if entry in {DROP, AWAY, BACK}:
         for index, chunk in enumerate(listener.chunks):
             if chunk is not None and not chunk.appended and is_spoiled(world, chunk, when):
-                listener = with_chunk(listener, index, None)
+                listener = without_chunk(listener, index)
     key = key_of(entry)
     if key is None:
         return listener

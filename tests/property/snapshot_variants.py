@@ -10,8 +10,10 @@ What the search has added to the rules that it was given, each with the variant 
       take-over too: the old term still runs changes behind T there.
  F3   A change in the window drops its row, a deletion too, up to T and not to H alone.       ROW_KEPT, WINDOW_TO_H,
                                                                                               DELETION_IGNORED
- F4   A begin compares ``begun`` and sets the next number. If it counts up, one that lands    BEGIN_COUNTS_UP
-      late makes my own ``pass`` and ``cursor`` match nothing, and n = 0 is not "not mine".
+ F4   While the items of a chunk are not all secured, the next one may be read, behind its    BEGIN_AHEAD,
+      end. The cursor passes one after the other: each names the one before it, so that a     BEGIN_FAR_AHEAD,
+      late cursor passes nothing twice, and none that follows one that was dropped.           CURSOR_OUT_OF_ORDER,
+                                                                                              CURSOR_IGNORES_MOVED
  F5   There are changes at T, and two snapshots may have one T. Both are sound with "~" and   TOKEN_BEFORE_CHANGES,
       numbers across all snapshots; T need not be an entry of its own. A begin whose answer   NUMBERED_BY_CHUNK
       was asked for again brings an L that is somebody else's entry, which is sound.
@@ -66,6 +68,7 @@ ONE_WRITE = World("one key, a write", 1, writes=(1,))
 ONE_TWO_WRITES = World("one key, two writes", 1, writes=(1, 1))
 QUIET = World("two keys, nobody writes", 2)
 ONE_BY_ONE = World("two keys, one by one, nobody writes", 2, chunk=1)
+HALVES_BY_ONE = ONE_BY_ONE._replace(name="two keys, one by one, two partitions", partitions=2)
 WRITE = World("two keys, a write", 2, writes=(2,))
 WRITES = World("two keys, two writes", 2, writes=(2, 1))
 SAME_WRITES = World("two keys, two writes of one", 2, writes=(2, 2))
@@ -181,7 +184,8 @@ CAUGHT = (
     caught(Broken.AGAIN_KEPT, PARTIAL_TWO_WRITES, "P2"),
     caught(Broken.BEGIN_BEFORE_TAKE_OVER, TWO_TERMS, "P5"),
     caught(Broken.BEGIN_AHEAD, ONE, "P6"),
-    caught(Broken.BEGIN_COUNTS_UP, LATE_BEGIN, "P12"),
+    caught(Broken.BEGIN_FAR_AHEAD, HALVES_BY_ONE, "P5"),
+    caught(Broken.CURSOR_OUT_OF_ORDER, HALVES_BY_ONE, "P5"),
     caught(Broken.READ_LOCAL, ELECTED, "P1"),
     caught(Broken.EMPTY_IS_END, DROPPED, "P1"),
     caught(Broken.UUID_IS_ENOUGH, RENAMED, "P1"),
@@ -192,7 +196,7 @@ CAUGHT = (
     caught(Broken.CURSOR_AT_INSERT, STORED, "P5"),
     caught(Broken.CURSOR_LOCAL, ROLLED_BACK, "P5"),
     caught(Broken.CURSOR_IGNORES_EPOCH, TWO_TERMS, "P5"),
-    caught(Broken.CURSOR_IGNORES_BEGUN, LATE_CURSOR, "P4"),
+    caught(Broken.CURSOR_IGNORES_MOVED, LATE_CURSOR, "P4"),
     caught(Broken.RECORDS_LAST, TWO_TERMS, "P5"),
     caught(Broken.STOPPED_STAYS, STOPPED_TWO_TERMS, "P5"),
     caught(Broken.CHUNK_SURVIVES, REOPENED, "P5"),

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.stream.source import Source
     from mongo_celery.bridge.wiring import Wiring
 
-ROWS = 2000
-"""Documents in a chunk: few enough that other handlers' changes do not wait long for workers."""
+ROWS, LEAST_ROWS, MOST_ROWS = 2000, 100, 16_000
+"""Documents in the first chunk, and in a later one: as many as take about a second, so that no change waits long."""
 
 READ_SECONDS = 10.0
 """Time limit for reading a chunk, in seconds."""
@@ -88,6 +88,7 @@ class Chunk:
         rows: largest number of documents.
         sent_at: monotonic time when the chunk was begun.
         begun: number of the chunk. 0 until it has begun.
+        after: number of the chunk before it. 0 for the first.
         low: L, a cluster time before the reading. None until known.
         high: H, the cluster time of a write after the reading. None until it is read.
         place: the place after which the documents are appended. Empty until H is known.
@@ -110,6 +111,7 @@ class Chunk:
     rows: int
     sent_at: float
     begun: int = 0
+    after: int = 0
     low: Timestamp | None = None
     high: Timestamp | None = None
     place: str = ""

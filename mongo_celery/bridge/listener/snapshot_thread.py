@@ -3,7 +3,7 @@ The snapshot thread: it requests initial snapshots, reads one chunk after anothe
 
 A chunk is read in one sequence: note L, read its documents, note H, let the leading thread append them, and read again
 those that changed too fast. The record advances later, when all partitions have the chunk. Meanwhile the thread reads
-chunks of other snapshots.
+the next chunk, but not a third one, and chunks of other snapshots.
 
 The leading thread never waits for this one. Shared data changes by one assignment, or one call on a dictionary. This
 thread writes a chunk up to `high`, and the leading one afterwards. Only this thread sets `reading`, and removing it
@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import pymongo
@@ -52,6 +52,7 @@ logger = logging.getLogger("mongo_celery.listener")
 
 _POLL_SECONDS = 1.0
 _PASS_SECONDS = 0.5
+_CHUNK_SECONDS = 1.0
 _ROUNDS_MAX = 20
 """Largest number of repeated readings in one chunk before it fails."""
 
@@ -72,7 +73,7 @@ class Attempts:
         gate: the gate of the next attempt.
         errors: failures that no outage can explain.
         error: the reason of the last failure, in words. None without one.
-        rows: largest number of rows in the next attempt. A failure halves it, and a success adds a quarter.
+        rows: largest number of rows in the next attempt. A failure halves it.
     """
 
     gate: RetryGate = field(default_factory=lambda: RetryGate(PAUSES))
@@ -86,7 +87,12 @@ class Attempts:
 
     def after_success(self) -> Attempts:
         """Return the attempts for the next chunk."""
-        return Attempts(rows=min(self.rows + max(self.rows // 4, 1), chunks.ROWS))
+        return Attempts(rows=self.rows)
+
+    def adapt(self, seconds: float) -> None:
+        """Adapt the number of rows to the time that a whole chunk took, at most by a factor of two."""
+        rows = int(self.rows * min(max(_CHUNK_SECONDS / max(seconds, _CHUNK_SECONDS / 2), 0.5), 2.0))
+        self.rows = min(max(rows, min(self.rows, chunks.LEAST_ROWS)), chunks.MOST_ROWS)
 
     def note_failure(self, error: Exception, text: str) -> None:
         """Note a failure."""
@@ -115,7 +121,7 @@ class SnapshotThread:
         records: running snapshots of this term's handlers, by id.
         attempts: the attempts at the next chunk of each snapshot, by id.
         reading: the chunk that is being read, or waits to be appended.
-        appended: appended chunks, by snapshot id.
+        appended: appended chunks that are not recorded, in the order of their numbers.
         allowed: names of the subscriptions for which chunks may begin.
         has_polled: True if it has polled snapshots at least once.
     """
@@ -131,7 +137,7 @@ class SnapshotThread:
         self.records: Mapping[str, Snapshot] = {}
         self.attempts: dict[str, Attempts] = {}
         self.reading: Chunk | None = None
-        self.appended: dict[str, Chunk] = {}
+        self.appended: dict[Chunk, None] = {}
         self.has_polled = False
         self._wiring = wiring
         self._store = wiring.store.snapshots
@@ -185,25 +191,32 @@ class SnapshotThread:
         return self.has_polled and not self.records
 
     def under_way(self) -> list[Chunk]:
-        """Return the chunks that are being read, or are not recorded yet."""
-        reading = self.reading
-        return [*([reading] if reading is not None else []), *list(self.appended.values())]
+        """Return the chunks that are not recorded yet, and last the one that is being read."""
+        reading = self.reading  # first: what is appended meanwhile is in both
+        return [*list(self.appended), *([reading] if reading is not None else [])]
 
     def hand_over(self, chunk: Chunk) -> None:
         """Note that all documents of a chunk are in their partitions' queues."""
         attempts = self.attempts[chunk.snapshot.id] = self._get_attempts(chunk.snapshot.id).after_success()
         if chunk.snapshot.rate:
             attempts.gate.opens_at = chunk.sent_at + chunk.count / chunk.snapshot.rate
-        self.appended[chunk.snapshot.id] = chunk
+        self.appended[chunk] = None
         self.reading = None
         self.notify()
 
     def drop(self, chunk: Chunk, error: Exception | None = None) -> None:
-        """Drop a chunk, with a reason or to read it again. Late results of its reading are ignored."""
+        """
+        Drop a chunk, with a reason or to read it again. Late results of its reading are ignored.
+
+        The next chunk is dropped too: its end must not be recorded before the end of this one.
+        """
         chunk.error = error
-        self.appended.pop(chunk.snapshot.id, None)
-        if self.reading is chunk:
-            self.reading = None
+        all_ = self.under_way()
+        for each in all_[all_.index(chunk) :] if chunk in all_ else []:
+            if each.snapshot.id == chunk.snapshot.id:
+                self.appended.pop(each, None)
+                if self.reading is each:
+                    self.reading = None
         self.notify()
 
     def choose(self) -> Snapshot | None:
@@ -214,9 +227,14 @@ class SnapshotThread:
         return after or next(iter(waiting), None)
 
     def _may_begin(self, record: Snapshot) -> bool:
-        if record.subscription not in self.allowed or record.id in self.appended:
+        appended = self._list_appended(record.id)
+        if record.subscription not in self.allowed or len(appended) > 1 or any(each.end is None for each in appended):
             return False
         return self._get_attempts(record.id).gate.is_open(time.monotonic())
+
+    def _list_appended(self, snapshot_id: str) -> list[Chunk]:
+        """Return the chunks of a snapshot that are appended and not recorded, in order."""
+        return [each for each in list(self.appended) if each.snapshot.id == snapshot_id]
 
     def _get_attempts(self, snapshot_id: str) -> Attempts:
         return self.attempts.setdefault(snapshot_id, Attempts())
@@ -246,8 +264,8 @@ class SnapshotThread:
         if not self._gate.is_open(time.monotonic()):
             return
         try:
-            for chunk in list(self.appended.values()):
-                if not chunk.ends:
+            for chunk in list(self.appended):
+                if not chunk.ends and self._list_appended(chunk.snapshot.id)[:1] == [chunk]:
                     self._move(chunk)
             if time.monotonic() >= self._poll_at:
                 self._poll()
@@ -314,8 +332,10 @@ class SnapshotThread:
             if not self._may_begin(found):
                 return
             rows = self._get_attempts(found.id).limit_rows(found.rate)
-            chunk = Chunk(found, self._led[found.subscription], rows, sent_at=time.monotonic())
+            chunk = Chunk(found, self._led[found.subscription], rows, sent_at=time.monotonic(), after=found.moved)
             self.reading = chunk  # from now on the leading thread notes changes
+            for earlier in self._list_appended(found.id):
+                chunk.snapshot, chunk.after = replace(found, last=earlier.end, until=earlier.until), earlier.begun
             chunk.low = self._store.begin(found, self._version)
             chunk.begun = found.begun + 1
             if chunk.low is None:
@@ -357,7 +377,7 @@ class SnapshotThread:
                 GONE,
             )
         elif facts is None:  # all its future documents are in the stream
-            self._finish(found, found.begun)
+            self._finish(found, found.begun, found.moved)
         elif facts.objection is not None or facts.uuid is None:
             self._end(found, f"a snapshot of {found.source} is not possible: {facts.objection}")
         else:
@@ -411,19 +431,22 @@ class SnapshotThread:
         record = chunk.snapshot
         if chunk.end is not None:
             until = chunk.until if record.until is None else None
-            is_moved = self._store.move(record.id, self._version, chunk.begun, chunk.end, chunk.count, until)
-            self.drop(chunk)
-            if not is_moved:  # already recorded, or not mine: the next begin finds out
+            numbers = chunk.begun, chunk.after
+            if self._store.move(record.id, self._version, *numbers, chunk.end, chunk.count, until):
+                self.appended.pop(chunk, None)
+                self._get_attempts(record.id).adapt(time.monotonic() - chunk.sent_at)
+            else:  # not mine: the next begin finds out
+                self.drop(chunk)
                 self._poll_at = 0.0
         else:
-            if self._finish(record, chunk.begun):
+            if self._finish(record, chunk.begun, chunk.after):
                 self._forget(record.id)
             self.drop(chunk)
         self._wake()
 
-    def _finish(self, record: Snapshot, begun: int) -> bool:
+    def _finish(self, record: Snapshot, begun: int, after: int) -> bool:
         """Record that nothing is left to read. Return False if the snapshot belongs to another term."""
-        is_done = self._store.finish(record.id, self._version, begun)
+        is_done = self._store.finish(record.id, self._version, begun, after)
         if is_done:
             logger.info(
                 "the snapshot of %s for handler %s is complete",

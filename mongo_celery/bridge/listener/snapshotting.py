@@ -3,10 +3,11 @@ Snapshots of one term: existing documents, each at its place between the changes
 
 ::
 
-    begin (L)      read      write (H)      the stream passes T      all committed or stored     cursor
-    -----------> | ------> | -----------> | ----------------------> | ------------------------> | ---> begin ...
+    begin (L)      read      write (H)      the stream passes T      all committed or stored     record
+    -----------> | ------> | -----------> | ----------------------> | ------------------------> | --->
                                            its documents are           workers, as with
                                            appended to the buffers     all other changes
+                                                                      begin of the next ...
 
 1. A chunk begins with one majority write on the snapshot's record, at the time L. The stream is read meanwhile, so no
    handler waits for a chunk. Another thread reads the chunks and makes these writes (`snapshot_thread`).
@@ -17,7 +18,8 @@ Snapshots of one term: existing documents, each at its place between the changes
 4. A document is omitted if its key got a change of the handler between L and T, because the change is newer. If that
    change has no document, the document is read again in its own window, from T on.
 5. Documents hold no watermark. The record advances (`state/snapshots.py`) only when each is committed by a majority, or
-   stored and marked by this term. Then the next chunk may begin. So after a fault, a document may arrive once more.
+   stored and marked by this term. Meanwhile the next chunk may be read, after the end of this one. So after a fault, a
+   document of these two may arrive once more.
 6. A dropped or renamed collection reads as empty. So a chunk counts only if the collection has its UUID before and
    after the reading, and the stream has passed no move of it up to T. Otherwise that is logged, and the chunk begins
    anew after a pause. Moves of other collections do not matter. If the collection does not exist with its UUID before a
@@ -83,8 +85,7 @@ class Snapshotting:
 
     def holds(self, name: str) -> bool:
         """Return True if a subscription got documents that its snapshot's record does not include yet."""
-        appended = list(self.thread.appended.values())
-        return self.reads_again(name) or any(each.subscription.name == name for each in appended)
+        return self.reads_again(name) or any(each.subscription.name == name for each in list(self.thread.appended))
 
     def reads_again(self, name: str | None = None) -> bool:
         """Return True if this subscription (by default any) got part of a chunk, and the rest is being read again."""
@@ -179,7 +180,9 @@ class Snapshotting:
         self._secure()
         names: frozenset[str] = frozenset()
         if self.thread.records and may_begin and room >= 2 * self._room:
-            names = frozenset(name for name, each in self._led.items() if _may_begin(each))
+            appended = list(self.thread.appended)
+            busy = {each.subscription for each in appended if each.subscription.window.count > each.count}
+            names = frozenset(name for name, each in self._led.items() if each not in busy and _may_begin(each))
         self.thread.allow(names)
 
     def _is_stale(self, chunk: Chunk) -> bool:
@@ -189,7 +192,7 @@ class Snapshotting:
 
     def _secure(self) -> None:
         """Find which partitions have committed or stored their part of a chunk. The others hold it."""
-        for chunk in list(self.thread.appended.values()):
+        for chunk in list(self.thread.appended):
             subscription, held = chunk.subscription, bool(chunk.ends)
             for index, data in list(chunk.ends.items()):
                 if subscription.partitions[index].is_secured(data):

@@ -13,7 +13,7 @@ There is one document per snapshot, with a new `_id` for each start, so that ear
    nothing. Its own place in the oplog is L, and the chunk is read after it.
 3. `lastId` is the end of the scanned range that is committed or stored, with everything before it. It is absent until
    the first chunk, because null may be a document's `_id`. It is set once per chunk (`moved`), and never by an ended
-   term.
+   term. Each chunk names the one before it. So chunks are recorded in order, and none after one that was dropped.
 4. `untilId` is the largest `_id` in the first recorded chunk's write, and never changes. Later inserts after it are in
    the stream. Otherwise fast inserts could keep the snapshot from ending.
 5. `passed` counts the writes after the reading of a chunk, because an update without a change would write no oplog
@@ -186,31 +186,40 @@ class Snapshots(StateCollection):
         return self._table.update_timed(_chunk(snapshot_id, term, begun), {"$inc": {"passed": Int64(1)}})
 
     def move(
-        self, snapshot_id: str, term: int, begun: int, last: DocumentId, count: int, until: DocumentId | None = None
+        self,
+        snapshot_id: str,
+        term: int,
+        begun: int,
+        after: int,
+        last: DocumentId,
+        count: int,
+        until: DocumentId | None = None,
     ) -> bool:
         """
         Record the end of a chunk that is completely committed or stored. Repeating it is harmless.
 
         Args:
+            after: number of the recorded chunk before it. 0 for the first.
             last: the end of the scanned range.
             count: number of scanned documents.
             until: the end of the range to scan, if it is not yet recorded. Otherwise None.
 
         Returns:
-            False if it is not this term's chunk, is already recorded, or has another end of the range than was seen.
+            False if it is not this term's chunk, or if another chunk or end of the range was recorded meanwhile.
         """
         ends = {"lastId": last} | ({"untilId": until} if until is not None else {})
         named = [bytes(end.make_document(name).raw) for name, end in ends.items()]
         fields = RawBSONDocument(join_documents(*named, bson.encode({"moved": Int64(begun)})))
-        guard = {**_chunk(snapshot_id, term, begun), "moved": {"$ne": Int64(begun)}}
-        if until is not None:
-            guard["untilId"] = {"$exists": False}
+        mine: dict[str, Any] = {"_id": snapshot_id, "term": term}
+        guard = {**mine, "moved": Int64(after)} | ({"untilId": {"$exists": False}} if until is not None else {})
         change = {"$set": fields, "$inc": {"done": Int64(count)}, "$currentDate": {"movedAt": True}}
-        return self._table.update_unretried(guard, change)
+        if self._table.update_unretried(guard, change):
+            return True
+        return bool(self._table.find({**mine, "moved": Int64(begun)}, {"_id": 1}))  # the answer was lost
 
-    def finish(self, snapshot_id: str, term: int, begun: int) -> bool:
+    def finish(self, snapshot_id: str, term: int, begun: int, after: int) -> bool:
         """End a snapshot after an empty chunk. Return False if it belongs to another term."""
-        guard = {**_chunk(snapshot_id, term, begun), "state": RUNNING}
+        guard = {**_chunk(snapshot_id, term, begun), "moved": Int64(after), "state": RUNNING}
         return self._table.update(guard, {"$set": {"state": DONE}, "$currentDate": {"movedAt": True}})
 
     def fail(self, snapshot_id: str, term: int, sentence: str, state: str = FAILED) -> bool:
