@@ -25,6 +25,8 @@ from tests.fixtures.proxy import Proxy
 from tests.rig.keeper import Keeper, Role
 from tests.rig.project import QUIET
 
+_PARAMETERS = ["enableTestCommands=1", "transactionLifetimeLimitSeconds=5"]
+"""The second one: what a killed worker has locked is free after 5 s instead of 60 s."""
 _OPLOG_MB = 2000
 _END_SECONDS = 20.0
 
@@ -40,7 +42,7 @@ class World:
     """
 
     def __init__(self, directory: Path, members: int, environment: dict[str, str] | None = None) -> None:
-        self.replica_set = MongoReplicaSet(members, oplog_mb=_OPLOG_MB, parameters=["enableTestCommands=1"])
+        self.replica_set = MongoReplicaSet(members, oplog_mb=_OPLOG_MB, parameters=_PARAMETERS)
         self.redis = RedisServer(options=("--proto-max-bulk-len", str(MESSAGE_BYTES_MAX)))
         self.gates = directory / "gates"
         self.logs = directory / "logs"
