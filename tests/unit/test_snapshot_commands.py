@@ -14,7 +14,7 @@ from pymongo.errors import AutoReconnect
 from mongo_celery import Bridge
 from mongo_celery.bridge.existing import is_existing, make_token, place_after_time, place_at_time
 from mongo_celery.bridge.handlers import Handler
-from mongo_celery.bridge.listener.chunks import ChunkFailedError
+from mongo_celery.bridge.listener.chunks import LEAST_ROWS, ROWS, ChunkFailedError
 from mongo_celery.bridge.listener.snapshot_thread import ATTEMPTS_MAX, Attempts
 from mongo_celery.bridge.operations.bridge_snapshot import to_plain
 from mongo_celery.bridge.operations.snapshot_reader import shape
@@ -113,3 +113,14 @@ def test_only_what_servers_answer_ends_a_snapshot() -> None:
         attempts.note_failure(why, "why")
         ended.append(attempts.errors >= ATTEMPTS_MAX)
     assert ended == [False] * (4 * ATTEMPTS_MAX - 1) + [True]
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.6, 5.0])
+def test_chunks_that_an_outage_has_made_small_grow_again_however_slow_the_workers_are(seconds: float) -> None:
+    """P17: else a fault that has ended leaves chunks of one document."""
+    attempts = Attempts()
+    while attempts.rows > 1:
+        attempts.note_failure(AutoReconnect("no answer"), "no answer")
+    for _ in range(ROWS):
+        attempts.adapt(seconds)
+    assert attempts.rows >= LEAST_ROWS

@@ -90,9 +90,14 @@ class Attempts:
         return Attempts(rows=self.rows)
 
     def adapt(self, seconds: float) -> None:
-        """Adapt the number of rows to the time that a whole chunk took, at most by a factor of two."""
+        """
+        Adapt the number of rows to the time that a whole chunk took, at most by a factor of two.
+
+        After failures, chunks grow to the least size however long they take.
+        """
         rows = int(self.rows * min(max(_CHUNK_SECONDS / max(seconds, _CHUNK_SECONDS / 2), 0.5), 2.0))
-        self.rows = min(max(rows, min(self.rows, chunks.LEAST_ROWS)), chunks.MOST_ROWS)
+        least = min(self.rows + max(self.rows // 4, 1), chunks.LEAST_ROWS)
+        self.rows = min(max(rows, least), chunks.MOST_ROWS)
 
     def note_failure(self, error: Exception, text: str) -> None:
         """Note a failure."""
