@@ -273,7 +273,7 @@ def test_what_was_published_is_removed_after_so_many_entries(rig: Rig) -> None:
 
     with publishing(outbox, count):
         assert outbox.sweep(older_than=0).dispatched == 400
-    assert max(unremoved) == 200
+    assert max(unremoved) <= 200, "a slow machine removes them sooner"
 
 
 def test_entries_that_somebody_has_damaged_are_set_aside_one_by_one(rig: Rig) -> None:
