@@ -14,6 +14,7 @@ from mongo_celery.bridge.listener.subscription import Dispatch
 from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.embedded import RedisServer
+from tests.fixtures.messages import listening_for_events
 from tests.fixtures.publishing import make_dispatch, make_publisher
 from tests.fixtures.redis import MakeRedis
 from tests.fixtures.samples import verify_run
@@ -77,6 +78,19 @@ def test_bodies_go_to_redis_as_text_and_every_consumer_reads_them(
             message.requeue() if number == 0 else message.ack()
         assert queue.get(timeout=30).payload[0]
         queue.close()
+
+
+def test_each_run_that_is_sent_has_celerys_event_if_the_app_asks_for_it(make_redis: MakeRedis) -> None:
+    server = make_redis()
+    sender = publisher_on(server, task_send_sent_event=True)
+    with listening_for_events(server.url) as take:
+        assert sender.publish([dispatch(number) for number in range(3)])
+        assert sender.publish([dispatch(3, 2 * _MEGABYTE)]), "alone"
+        events = take(4)
+    sender.close()
+    assert [(each["type"], each["queue"], each["args"]) for each in events] == [
+        ("task-sent", "shop.0", f"({number})") for number in range(4)
+    ]
 
 
 @pytest.mark.parametrize("large", [2 * _MEGABYTE, 12 * _MEGABYTE])

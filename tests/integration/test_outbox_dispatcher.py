@@ -16,7 +16,7 @@ from pymongo import MongoClient
 from pymongo.database import Database
 
 from mongo_celery import Outbox, OutboxCollection
-from mongo_celery.mongo import indexes
+from mongo_celery.mongo import indexes, table
 from mongo_celery.outbox import dispatcher as module
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import NOBODY
@@ -196,6 +196,26 @@ def test_what_a_full_queue_does_not_take_is_found_by_the_index(rig: Rig, monkeyp
     assert sorted(rig.sent()) == [[number, 0] for number in range(8)]
 
 
+def test_a_thread_that_has_nothing_to_do_ends_and_a_write_at_that_moment_starts_another(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P17: a thread that has decided to end is alive for a while, and takes no turn any more."""
+    monkeypatch.setattr(module, "_IDLE_SECONDS", 0.05)
+    outbox, numbers, wait = rig.outbox(at_once=True), iter(range(1, 4)), module.AppDispatcher._wait_for_turn
+
+    def wait_and_write(self: module.AppDispatcher) -> Any:
+        found = wait(self)
+        number = next(numbers, None) if found is None and self is outbox.runtime.dispatcher._thread else None
+        if number is not None:
+            outbox.insert_one({"_id": number}, tasks=[rig.add.s(number, 0)])
+        return found
+
+    monkeypatch.setattr(module.AppDispatcher, "_wait_for_turn", wait_and_write)
+    outbox.insert_one({"_id": 0}, tasks=[rig.add.s(0, 0)])
+    wait_for(lambda: rig.orders.count_documents({}) == 4 and settled(outbox))
+    assert rig.sent() == [[number, 0] for number in range(4)]
+
+
 @pytest.mark.parametrize("error", [OSError, SystemExit])
 def test_one_thread_serves_all_outboxes_in_turns_whatever_one_of_them_raises(
     rig: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
@@ -301,6 +321,24 @@ def test_no_write_waits_for_the_end_of_a_transaction_that_keeps_the_index_away(
         assert "index_delayed" in {getattr(each, "event", "") for each in caplog.records}
     assert sorted(rig.sent()) == [[number, 0] for number in range(3)]
     wait_for(is_made)
+
+
+@pytest.mark.parametrize("sweeps", [True, False], ids=["a sweep", "a write"])
+def test_a_sweep_waits_for_the_index_as_long_as_it_takes_to_read_the_collection(
+    rig: Rig, make_client: MakeClient, monkeypatch: pytest.MonkeyPatch, *, sweeps: bool
+) -> None:
+    """P17: else a large collection would never have it. Writers do not wait so long."""
+    monkeypatch.setattr(table, "_DOCUMENTS_A_SECOND", 0.1)
+    rig.orders.insert_many([{"_id": number} for number in range(3)])
+    heard = CommandRecorder()
+    outbox = rig.outbox(make_client(event_listeners=[heard])[rig.database.name]["orders"], at_once=not sweeps)
+    if sweeps:
+        outbox.sweep()
+    else:
+        outbox.insert_one({"_id": 3}, tasks=[rig.add.s(1, 0)])
+        wait_for(lambda: settled(outbox))
+    bounds = [each["maxTimeMS"] for each in heard.named("createIndexes") if each["createIndexes"] == "orders"]
+    assert any(bound > 1000 * indexes.WAIT_SECONDS for bound in bounds) is sweeps
 
 
 @pytest.mark.usefixtures("short")

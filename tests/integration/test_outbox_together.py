@@ -18,6 +18,7 @@ from mongo_celery import Outbox
 from mongo_celery.embedded import RedisServer
 from mongo_celery.outbox.entries import Entry, make_task_entries
 from mongo_celery.outbox.publisher import BatchAbandonedError, Publisher
+from tests.fixtures.messages import listening_for_events
 from tests.fixtures.process import wait_for
 from tests.fixtures.proxy import Proxy
 from tests.rig.outbox import Document, Rig, held_up, opened, settled
@@ -72,7 +73,7 @@ def publisher(rig: Rig) -> Iterator[Publisher]:
     made.close()
 
 
-def test_what_goes_together_is_what_celery_sends(rig: Rig, broker: Any) -> None:
+def test_what_goes_together_is_what_celery_sends(rig: Rig, broker: Any, redis_url: str) -> None:
     routed = rig.app.task(name="routed", shared=False, ignore_result=True, time_limit=9)(_note)
     more: Any = {"shadow": "shown", "time_limit": 5, "argsrepr": "(hidden)"}
     at = datetime.now(UTC) + timedelta(days=1)
@@ -87,7 +88,9 @@ def test_what_goes_together_is_what_celery_sends(rig: Rig, broker: Any) -> None:
     for number, task in enumerate(tasks):
         outbox.insert_one({"_id": number}, tasks=[task])
     sent = commands(outbox)
-    assert outbox.sweep(older_than=0).dispatched == len(tasks)
+    with listening_for_events(redis_url) as take:
+        assert outbox.sweep(older_than=0).dispatched == len(tasks)
+        assert {each["uuid"] for each in take(5)} == {"mine", "later", "pickled", "routed", "first"}
     assert sent == [True]
     together = taken(broker)
     for task in tasks:

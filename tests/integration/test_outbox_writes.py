@@ -28,6 +28,7 @@ from pymongo.errors import BulkWriteError, WriteError
 
 from mongo_celery import STORED_ID, Bridge, Change, Event, Outbox, transactional
 from mongo_celery.errors import CommandRefusedError, OutboxRefusedError
+from mongo_celery.mongo.writes import BulkRequest
 from mongo_celery.outbox import dispatcher
 from mongo_celery.outbox.canvas import bind_message
 from mongo_celery.outbox.entries import Entry
@@ -139,6 +140,20 @@ def test_requests_of_a_bulk_write_carry_tasks_and_keep_their_kind(outbox: Outbox
     expected = {1: [[1, 1], [1, 1]], 2: [[2, 1]], 3: [[3, 1]], 4: [[4, 1]], made: [[str(made), 1]]}
     assert {each: args_in(outbox, each) for each in found} == expected
     assert count_ids(outbox) == 6
+
+
+def test_requests_of_a_clients_bulk_write_carry_tasks_and_keep_their_namespace(outbox: Outbox, rig: Rig) -> None:
+    """`MongoClient.bulk_write` needs MongoDB 8, and the tests' servers are older."""
+    place: dict[str, Any] = {"namespace": rig.orders.full_name}
+    raw: list[Any] = [
+        InsertOne({}, **place),
+        UpdateOne({}, {"$set": {"a": 1}}, **place),
+        UpdateMany({}, {"$set": {"a": 1}}, **place),
+        ReplaceOne({}, {}, **place),
+    ]
+    for request in [outbox.with_tasks(each, [rig.add.s(1, 1)]) for each in raw]:
+        assert BulkRequest.of(request).namespace == rig.orders.full_name
+        assert "pendingEvents" in str(request)
 
 
 def test_what_cannot_carry_tasks_is_refused_when_the_value_is_made(outbox: Outbox, rig: Rig) -> None:

@@ -461,6 +461,37 @@ def test_a_source_that_is_dropped_renamed_or_made_anew_is_gone_loudly(world: Sna
     assert {each.value for each in world.seen if each.operation == "snapshot"} == {1}
 
 
+@pytest.mark.parametrize("change", ["dropped", "made anew", "taken over"])
+def test_a_chunk_whose_collection_or_record_has_changed_is_not_used(
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """F6, P1: the stream has passed the move before the chunk begins, or the next term reads the chunk again."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(3)])
+    other = world.client[world.data]["other"]
+    term = world.term(start_from="now", sources=(world.source, other.full_name)).begin()
+    has_moved, changed = change != "taken over", threading.Event()
+
+    def has_passed(key: str) -> bool:
+        return key in [each.key for each in world.seen]
+
+    def act() -> None:
+        if has_moved:
+            world.orders.drop() if change == "dropped" else make_anew(world)
+            other.insert_one({"_id": "moved"})
+            wait_for(lambda: has_passed("moved"))
+        else:  # its first write, while the partitions are still those of this term
+            term.wiring.store.snapshots.take_over(world.record["term"] + 1)
+        changed.set()
+
+    around(monkeypatch, (Snapshots, "prepare" if has_moved else "mark_read_end"), act, behind=has_moved)
+    ask(world, term)
+    term.until(lambda: changed.is_set() and term.leader.snapshots.thread.is_idle)
+    other.insert_one({"_id": "end"})
+    term.until(lambda: has_passed("end"))
+    assert "snapshot" not in [each.operation for each in world.seen]
+    assert (world.record["state"], world.record["done"]) == ("source gone" if has_moved else "running", 0)
+
+
 @pytest.mark.needs_mongodb(5, 0)
 def test_a_collection_that_can_have_none_fails_alone(world: SnapshotWorld) -> None:
     """P9: capped collections, views and time series, with a sentence; the handler's changes flow."""

@@ -223,9 +223,13 @@ def test_repartitioning_waits_for_a_locked_partition(mongo_client: MongoClient[D
     before = shop.begin(_PARTITIONS)
     with open_transaction(mongo_client, state_database, before.rig.partition_id(NAME, 0)):
         term = shop.begin(_PARTITIONS + 1)
-        for _ in range(3):
-            term.turn()
+        term.turn()
+        shop.write(*range(1, 21))
+        term.turn()
+        term.work()
         assert term.waits.keys() == {NAME}
+        assert shop.numbers(), "the other old ones serve"
     assert term.rig.store.partitions.win([before.rig.partition_id(NAME, 0)], term.rig.version)
     term.finish()
     assert shop.in_force(term).partitions == _PARTITIONS + 1
+    shop.check()

@@ -113,6 +113,7 @@ def test_a_probe_may_ask_for_the_status_alone(serve: Callable[..., HttpServer]) 
         (b"GET /\r\n\r\n", b" 200 "),
         (b"nonsense\r\n\r\n", b" 400 "),
         (b"GET / HTTP/9.9\r\n\r\n", b" 505 "),
+        *((method + b" / HTTP/1.1\r\n\r\n", b" 501 ") for method in (b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS")),
         (b"GET http://[x/ HTTP/1.1\r\n\r\n", b" 404 "),
         (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\n\r\n", b" 414 "),
         (b"GET / HTTP/1.1\r\n" + b"".join(b"X-%d: 1\r\n" % number for number in range(150)) + b"\r\n", b" 431 "),

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from celery import Celery
 
+from mongo_celery.bridge.listener import unclaimed
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.unclaimed import BrokerAnswer, BrokerWatch, UnclaimedRuns
 from mongo_celery.bridge.options import BridgeOptions
@@ -121,6 +122,23 @@ def test_a_run_that_is_lost_again_waits_twice_as_long_and_at_most_the_grace() ->
     scene.watch.returned_at = now
     scene.check(now + 1)
     assert partition.repeats == 0, "a worker came: the next one is not awaited for long"
+
+
+def test_queues_that_no_worker_consumes_are_logged_once_each_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P16: the workers are asked again and again meanwhile."""
+    monkeypatch.setattr(unclaimed, "_WORKERS_ANSWER_SECONDS", 0.01)
+    scene = Scene()
+    for times in (1, 2):
+        scene.check(SENT + 200 * times)
+        for _ in range(3):
+            scene.runs.ask_workers()
+        assert [getattr(each, "event", "") for each in caplog.records].count("queues_unconsumed") == times
+        for partition in scene.led.partitions.values():
+            partition.taken_at = SENT + 200 * times + 100
+        scene.check(SENT + 200 * times + 100)
+        assert scene.runs.report() is None
 
 
 def test_a_watch_notices_that_the_broker_or_a_consumer_returns(make_redis: Any) -> None:
