@@ -177,6 +177,32 @@ def test_the_next_chunk_is_read_meanwhile_and_recorded_in_its_turn(world: Snapsh
     assert world.record["done"] == 9
 
 
+def test_snapshots_of_one_handler_take_turns_also_if_it_has_enough_when_one_is_chosen(
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P12: the one that may not begin now is the next to begin."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(80)])
+    term = world.term(start_from="now").begin()
+    thread, read_one = term.leader.snapshots.thread, Snapshots.read_one
+
+    def read_late(self: Snapshots, snapshot_id: str) -> Any:
+        if len(thread.appended) > 1:
+            wait_for(lambda: not thread.allowed or not any(each.ends for each in list(thread.appended)))
+        return read_one(self, snapshot_id)
+
+    monkeypatch.setattr(Snapshots, "read_one", read_late)
+    for _ in range(3):
+        ask(world, term)
+    gaps = list[int]()
+
+    def compare() -> None:
+        begun = [each["begun"] for each in world.records]
+        gaps.append(max(begun) - min(begun))
+
+    term.until(lambda: any(each["state"] == "done" for each in world.records), compare)
+    assert max(gaps) <= 2
+
+
 def test_only_what_matches_comes_and_chunks_of_which_nothing_does_move_on(world: SnapshotWorld) -> None:
     world.orders.insert_many([{"_id": number, "v": number, "odd": number % 2 == 1} for number in range(40)])
     term = world.term(start_from="now", match={"$eq": ["$operationType", "insert"]}).begin()

@@ -90,7 +90,6 @@ SET_ASIDE = with_faults(ONE, "an item set aside twice, two terms", Fault.LETTER,
 HALTED = with_faults(QUIET, "nobody writes, a halt", Fault.HALT)
 DROPPED = QUIET._replace(name="a source that is dropped", writes=(DROP,))
 RENAMED = QUIET._replace(name="a source that is renamed, and back", writes=(AWAY, BACK), apart=True)
-LATE_BEGIN = WRITE._replace(name="a late begin", late=frozenset({Late.BEGIN}), delays=1)
 LATE_CURSOR = ONE_BY_ONE._replace(name="a late cursor", late=frozenset({Late.CURSOR}), delays=1)
 STORED = QUIET._replace(name="nobody writes, items stored", spills=True)
 ONE_STORED = ONE._replace(name="one key, stored, two terms", spills=True, terms=2)

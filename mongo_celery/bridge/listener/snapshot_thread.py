@@ -328,7 +328,6 @@ class SnapshotThread:
 
     def _read_chunk(self, record: Snapshot) -> None:
         """Read the next chunk of a snapshot, and wait until it is appended."""
-        self._last_begun = record.id
         try:
             found = self._prepare(record)
             if found is None:
@@ -338,7 +337,7 @@ class SnapshotThread:
                 return
             rows = self._get_attempts(found.id).limit_rows(found.rate)
             chunk = Chunk(found, self._led[found.subscription], rows, sent_at=time.monotonic(), after=found.moved)
-            self.reading = chunk  # from now on the leading thread notes changes
+            self.reading, self._last_begun = chunk, found.id  # from now on the leading thread notes changes
             for earlier in self._list_appended(found.id):
                 chunk.snapshot, chunk.after = replace(found, last=earlier.end, until=earlier.until), earlier.begun
             chunk.low = self._store.begin(found, self._version)
