@@ -16,7 +16,6 @@ These functions are pure.
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,7 +48,6 @@ _UNREAD_CHARS = 200
 _PLACE_CHARS = 1024
 _PLACE_KEPT = 960
 _SIZE_BYTES = 4
-_TWO_NUMBERS = struct.Struct("<II")
 
 
 def place_at_time(time: Timestamp) -> str:
@@ -170,17 +168,17 @@ def move_event(raw: bytes, data: str) -> bytes:
 
 
 def _head(data: str) -> bytes:
-    time, (before, after) = extract_time(data), _split_head(len(data))
-    return b"".join((before, data.encode(), after, _TWO_NUMBERS.pack(time.inc, time.time), b"\0"))
+    before, after = _split_head(len(data), data[:PLACE_CHARS])
+    return b"".join((before, data.encode(), after))
 
 
 @lru_cache
-def _split_head(chars: int) -> tuple[bytes, bytes]:
-    """Return what is before the token and between token and time, for a token of this length."""
+def _split_head(chars: int, place: str) -> tuple[bytes, bytes]:
+    """Return what is before and after a token of this length and place. A chunk's tokens differ only at their ends."""
     token = END * chars
-    head = bson.encode({"_id": {"_data": token}, "operationType": SNAPSHOT, "clusterTime": Timestamp(0, 0)})
+    head = bson.encode({"_id": {"_data": token}, "operationType": SNAPSHOT, "clusterTime": extract_time(place)})
     before, after = head.split(token.encode())
-    return before, after[: -_TWO_NUMBERS.size - 1]
+    return before, after
 
 
 @dataclass(frozen=True, slots=True)
