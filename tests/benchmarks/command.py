@@ -48,7 +48,7 @@ def benchmarks(
     \b
     outbox        a write with its task, beside a plain write and delay(); sweeps
     transactions  two-phase commits, transactions and locks, beside plain updates
-    backlog       a listener's memory, and the CPU time of a change, behind backlogs of several lengths
+    backlog       a listener's memory, and the CPU time of a change or snapshot row, by the length of the backlog
     handlers      the CPU time of a change for each of 1, 10 and 60 handlers on one stream
     latency       from a write to the start of its handler, and the take-over after SIGTERM and SIGKILL
 
