@@ -55,7 +55,10 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.wiring import Wiring
 
 ROWS, LEAST_ROWS, MOST_ROWS = 2000, 100, 16_000
-"""Documents in the first chunk, and in a later one: as many as take about a second, so that no change waits long."""
+"""
+Documents in the first chunk, and the limits for later ones. A later chunk takes about a second, so that no change waits
+long.
+"""
 
 READ_SECONDS = 10.0
 """Time limit for reading a chunk, in seconds."""

@@ -213,11 +213,11 @@ class SnapshotThread:
         """
         Drop a chunk, with a reason or to read it again. Late results of its reading are ignored.
 
-        The next chunk is dropped too: its end must not be recorded before the end of this one.
+        This drops the next chunk too, since the record must not pass its end before the end of this one.
         """
         chunk.error = error
-        all_ = self.under_way()
-        for each in all_[all_.index(chunk) :] if chunk in all_ else []:
+        open_chunks = self.under_way()
+        for each in open_chunks[open_chunks.index(chunk) :] if chunk in open_chunks else []:
             if each.snapshot.id == chunk.snapshot.id:
                 self.appended.pop(each, None)
                 if self.reading is each:
@@ -269,7 +269,7 @@ class SnapshotThread:
         if not self._gate.is_open(time.monotonic()):
             return
         try:
-            for chunk in list(self.appended):
+            for chunk in list(self.appended):  # those of a snapshot in their order
                 if not chunk.ends and self._list_appended(chunk.snapshot.id)[:1] == [chunk]:
                     self._move(chunk)
             if time.monotonic() >= self._poll_at:
@@ -435,8 +435,8 @@ class SnapshotThread:
         record = chunk.snapshot
         if chunk.end is not None:
             until = chunk.until if record.until is None else None
-            numbers = chunk.begun, chunk.after
-            if self._store.move(record.id, self._version, *numbers, chunk.end, chunk.count, until):
+            begun, after = chunk.begun, chunk.after
+            if self._store.move(record.id, self._version, begun, after, chunk.end, chunk.count, until):
                 self.appended.pop(chunk, None)
                 self._get_attempts(record.id).adapt(time.monotonic() - chunk.sent_at)
             else:  # not mine: the next begin finds out

@@ -215,7 +215,7 @@ class Snapshots(StateCollection):
         change = {"$set": fields, "$inc": {"done": Int64(count)}, "$currentDate": {"movedAt": True}}
         if self._table.update_unretried(guard, change):
             return True
-        return bool(self._table.find({**mine, "moved": Int64(begun)}, {"_id": 1}))  # the answer was lost
+        return bool(self._table.find({**mine, "moved": Int64(begun)}, {"_id": 1}))  # else an earlier answer was lost
 
     def finish(self, snapshot_id: str, term: int, begun: int, after: int) -> bool:
         """End a snapshot after an empty chunk. Return False if it belongs to another term."""
