@@ -173,15 +173,15 @@ def test_what_stands_is_stored_and_runs_in_order_when_it_is_retried(
     begin: Begin, run_size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    term = begin(run_size=run_size)
+    term = begin(run_size=run_size, spill_after=60.0)
     halted(term, *range(1, 251))
     term.read(251, index=1)
     term.work(until=251)
     assert term.flush() is None, "the halted change holds the watermark"
     term.turn()
-    term.turn(4.0)
+    term.turn(30.0)
     assert term.documents.count_documents({}) == 0, "a short stand costs nothing"
-    term.turn(_BEGUN)
+    term.turn(30.0)
     assert (term.marked(), term.stored()) == (token_data(250), list(range(1, 251)))
     assert (term.led.window.count, term.flush()) == (0, token_data(251))
     term.retry()
