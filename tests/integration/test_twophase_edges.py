@@ -19,7 +19,7 @@ from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION
 from mongo_celery.twophase.twophase import get_engine
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
-from tests.integration.twophase_rig import Db, Document, Gate, balances, coordinator, make_accounts
+from tests.integration.twophase_rig import HELD_SECONDS_MAX, Db, Document, Gate, balances, coordinator, make_accounts
 
 
 def test_what_another_application_queues_meanwhile_is_not_canceled(
@@ -71,24 +71,24 @@ def test_what_a_server_refuses_too_long_is_finished_by_a_call_or_by_recovery(
 ) -> None:
     """Before the claim recovery does nothing: `run` has to be called again, with the id that the error has."""
     make_accounts(database, A=1000, B=1001)
-    impatient = TwoPhaseCommit(None, database["transactions"], application="bank", timeout=2, protocol="documents")
-    impatient.transfer("B", "A", 1)  # gives both their versions, so that the first update is a change
-    stored = impatient.transfer("A", "B", 100, run=False)
+    bank, impatient = (coordinator(database.client, database.name, timeout=seconds) for seconds in (30, 2))
+    bank.transfer("B", "A", 1)  # gives both their versions, so that the first update is a change
+    stored = bank.transfer("A", "B", 100, run=False)
     with failpoint(failCommands=["insert", "findAndModify"], errorCode=112):
         with pytest.raises(TransactionTimeoutError) as not_stored:
             impatient.transfer("A", "B", 100)
         with pytest.raises(TransactionTimeoutError) as not_claimed:
             impatient.run(stored)
     assert vars(not_claimed.value)["id"] == stored
-    assert impatient.recover(0) == []
+    assert bank.recover(0) == []
     with pytest.raises(TransactionStateError):
-        impatient.run(vars(not_stored.value)["id"])
-    assert impatient.run(stored).state == "done"
+        bank.run(vars(not_stored.value)["id"])
+    assert bank.run(stored).state == "done"
 
     with failpoint(failCommands=["update"], errorCode=112), pytest.raises(TransactionTimeoutError):
         impatient.transfer("A", "B", 10, id=1)
-    assert impatient.read(1).state == "pending"
-    assert [each.after for each in impatient.recover(0)] == ["done"]
+    assert bank.read(1).state == "pending"
+    assert [each.after for each in bank.recover(0)] == ["done"]
     assert balances(database) == {"A": 891, "B": 1110}
 
 
@@ -108,7 +108,7 @@ def test_two_that_compensate_at_once_get_the_same_id(
         assert gate.held.wait(60)
         got.append(bank.compensate(done))
         gate.released.set()
-        thread.join(20)
+        thread.join(HELD_SECONDS_MAX)
     assert got[0] == got[1]
     assert database["transactions"].count_documents({}) == 2
     assert balances(database) == {"A": 1000, "B": 1000}
@@ -167,7 +167,7 @@ def test_a_call_that_stood_still_while_it_stored_does_not_do_the_same_again(
     """Its answer was lost, another call has done it, and it was removed after its retention."""
     make_accounts(database, A=1000, B=1000)
     bank = TwoPhaseCommit(
-        None, database["transactions"], application="bank", protocol=protocol, deadline=2, retention=10, timeout=10
+        None, database["transactions"], application="bank", protocol=protocol, deadline=60, retention=600
     )
     engine = get_engine(bank)
     owner = engine.log if protocol == "documents" else engine.local
@@ -178,7 +178,7 @@ def test_a_call_that_stood_still_while_it_stored_does_not_do_the_same_again(
         monkeypatch.setattr(owner, name, store)
         bank.transfer("A", "B", 100, id="pay")
         database["transactions"].delete_one({"_id": "pay"})
-        later = time.time() + 10
+        later = time.time() + 60
         monkeypatch.setattr("mongo_celery.twophase.log.time.time", lambda: later)
         raise AutoReconnect("the answer is lost")
 

@@ -21,6 +21,7 @@ from mongo_celery.twophase.participants import MARKERS, PARTICIPANT_VERSION, Par
 from mongo_celery.twophase.twophase import get_engine
 from tests.fixtures.process import wait_for
 from tests.integration.twophase_rig import (
+    HELD_SECONDS_MAX,
     Db,
     Document,
     Gate,
@@ -167,7 +168,7 @@ def test_a_driver_that_applies_in_the_middle_of_an_undo_is_undone_too(
         late.released.set()
         wait_for(lambda: balances(accounts)["B"] == 1100)
         undoing.released.set()
-        thread.join(20)
+        thread.join(HELD_SECONDS_MAX)
 
     assert outcome == ["canceled"]
     assert balances(accounts) == {"A": 1000, "B": 1000}
