@@ -248,7 +248,7 @@ def test_a_cancel_during_a_commit_without_an_answer_ends_with_the_time(on_loop: 
         proxy.reset()
         proxy.pass_through()
 
-    assert cancel_during_the_commit(on_loop, proxy, cancel, timeout=SHORT) == []
+    assert cancel_during_the_commit(on_loop, proxy, cancel, timeout=2 * SHORT) == []
 
 
 def test_a_cancel_during_the_abort_waits_for_it(on_loop: Any, texts: Texts, proxy: Proxy) -> None:
