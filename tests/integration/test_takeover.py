@@ -60,9 +60,10 @@ def trackers_of(takeover: Takeover) -> dict[str, Partition]:
 
 
 def test_the_number_of_calls_does_not_depend_on_the_number_of_handlers(
-    make_client: MakeClient, state_database: str
+    make_client: MakeClient, state_database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P7, P12: a take-over, watermarks and the end of a term cost as many round trips for 60 handlers as for 2."""
+    monkeypatch.setattr("mongo_celery.mongo.locked._PATIENCE_SECONDS", TTL)
 
     def count(handlers: int) -> list[int]:
         commands = CommandRecorder()
@@ -112,8 +113,7 @@ def test_many_locked_partitions_are_found_among_very_many(
             return _left(rig) <= locked  # on a very slow one the server has ended the transaction by now
 
         wait_for(all_others_are_won)
-    rig.store.partitions.win(locked, rig.version)
-    assert not _left(rig)
+    wait_for(lambda: rig.store.partitions.win(locked, rig.version) and not _left(rig))
 
 
 @pytest.fixture
@@ -160,9 +160,8 @@ def test_a_locked_partition_is_taken_over_when_its_transaction_has_ended(begin: 
         )
 
     assert take(rig.version) is None, "it is not mine yet"
-    images = wait_for(lambda: locked.win(time.monotonic()))
-    for image in images:
-        partitions[rig.partition_id("record", 0)].observe(image, time.monotonic())
+    (image,) = wait_for(lambda: [each for each in locked.win(time.monotonic()) if each.term == rig.version])
+    partitions[rig.partition_id("record", 0)].observe(image, time.monotonic())
     assert partitions[rig.partition_id("record", 0)].won
     assert partitions[rig.partition_id("record", 0)].in_flight is None
     assert take(before.version) is None
@@ -184,7 +183,7 @@ def test_a_partition_that_a_dead_worker_has_locked_is_taken_over_once_its_claim_
     assert claim is not None
     rig = begin()
     with rig.database.client.start_session() as session:
-        assert record_session(Table(rig.partitions, 1.0), claim, session)
+        assert record_session(Table(rig.partitions, TTL), claim, session)
         session.start_transaction()
         rig.partitions.update_one({"_id": where}, {"$set": {"note": 1}}, session=session)
         locked = LockedPartitions(rig.store, rig.version, trackers_of(rig.take_over()).values())
