@@ -110,7 +110,7 @@ def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(
 ) -> None:
     """P11: one record a minute for each reason, and no text of a message in it."""
     database = documents.database.name
-    bridge = Bridge(Celery("shop"), mongo_url, name=BRIDGE, database=database, autodiscover=False)
+    bridge = Bridge(Celery("shop"), mongo_url, name=BRIDGE, database=database, lease_ttl=60, autodiscover=False)
     drops = documents.database["drops"]
     dropper = bridge.wiring.of_process(Dropper)
     for number in range(1000):

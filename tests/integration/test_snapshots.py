@@ -203,6 +203,7 @@ def test_snapshots_of_one_handler_take_turns_also_if_it_has_enough_when_one_is_c
     monkeypatch.setattr(Snapshots, "read_one", read_late)
     for _ in range(3):
         ask(world, term)
+    wait_for(lambda: len(thread.records) == 3)  # none begins before the first turn
     gaps = list[int]()
 
     def compare() -> None:
@@ -466,7 +467,7 @@ def test_the_record_waits_for_the_mark(world: SnapshotWorld, monkeypatch: pytest
         for _ in range(5):
             term.step()
         assert world.record["moved"] == 0
-    term.until(lambda: world.record["moved"] == 1)
+    term.until(lambda: world.record["moved"] >= 1)
 
 
 def make_anew(world: SnapshotWorld) -> None:
@@ -696,8 +697,7 @@ def test_an_update_that_was_looked_up_before_the_window_leaves_its_document_out(
     def begin_late(self: Snapshots, *arguments: Any) -> Any:
         if world.orders.count_documents({"v": 5}) == 0:
             world.write(1, 5)
-            taken = len(world.seen)
-            wait_for(lambda: len(world.seen) > taken)  # before L
+            wait_for(lambda: [each for each in world.seen if each.value == 5])  # before L
         return begin(self, *arguments)
 
     monkeypatch.setattr(Snapshots, "begin", begin_late)

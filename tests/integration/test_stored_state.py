@@ -76,7 +76,7 @@ def shown() -> dict[str, Shape]:
 def state(database: Database[Document], mongo_url: str) -> Iterator[Database[Document]]:
     """Give the state of a bridge of which one handler has halted, one has parked a key, and one is done."""
     app = Celery("shop", broker="redis://localhost:1/0", set_as_current=False)
-    bridge = Bridge(app, "mongodb://localhost:1/?replicaSet=nowhere", autodiscover=False, partitions=1)
+    bridge = Bridge(app, "mongodb://localhost:1/?replicaSet=none", autodiscover=False, partitions=1, spill_after=600)
     orders = database["orders"].full_name
 
     @bridge.on_change(orders)
