@@ -92,8 +92,8 @@ def test_a_handler_whose_rule_is_not_registered_is_stopped_alone(
     assert second.state != "stopped"
     (reason,) = [each for each in status.findings if each.code == "stopped"]
     assert (reason.severity, f"{__name__}:region" in reason.sentence) == ("failing", True)
-    told = [vars(record)["subscription"] for record in caplog.records if vars(record)["event"] == "handler_stopped"]
-    assert told == ["moved"]
+    told = [vars(each) for each in caplog.records if getattr(each, "event", None) == "handler_stopped"]
+    assert [each["subscription"] for each in told] == ["moved"]
     alone = lead(make({moved: {}}), lambda status: status.handlers[0].state == "stopped")
     assert alone.verdict == "failing"
 

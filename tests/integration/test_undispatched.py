@@ -17,7 +17,8 @@ Document = dict[str, Any]
 
 
 @pytest.fixture
-def app() -> Iterator[Celery]:
+def app(monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
+    monkeypatch.setattr("mongo_celery.testing.runner._SENT_SECONDS", 60.0)
     with Celery("shop", broker="memory://", set_as_current=False) as made:
 
         @made.task(name="shop.mail", shared=False)

@@ -49,9 +49,9 @@ def test_a_status_counts_documents_entries_ages_and_failures(database: Database[
     assert 100 <= found.oldest_seconds < 130
 
 
-def samples(app: Celery) -> dict[tuple[str, str], float]:
+def samples(app: Celery, seconds: float = 30.0) -> dict[tuple[str, str], float]:
     registry = CollectorRegistry(auto_describe=True)
-    registry.register(OutboxCollector(app, answer_seconds=2.0))
+    registry.register(OutboxCollector(app, answer_seconds=seconds))
     return {
         (sample.name.removeprefix("mongo_celery_outbox_"), sample.labels["outbox"]): sample.value
         for metric in registry.collect()
@@ -102,7 +102,7 @@ def test_a_server_that_does_not_answer_gives_no_stale_numbers(
     pending = PendingDocuments(away["shop"]["orders"], there.runtime.origin)
     there.runtime.__dict__.update(collection=away["shop"]["orders"], pending=pending)
 
-    found = samples(app)
+    found = samples(app, 2.0)
 
     of_orders = {name for name, outbox in found if outbox == "orders"}
     counted = {"dispatched_total", "failures_total", "unsigned_total", "passed_over_total"}
