@@ -87,11 +87,10 @@ def test_what_is_handled_cannot_be_claimed_again(rig: PartitionRig) -> None:
 
 def test_a_live_claim_keeps_others_out_until_it_lapses(rig: PartitionRig) -> None:
     """Rule 1, P10: by the server's clock alone."""
-    rig.claim(ttl=1.0)
     started = time.monotonic()
-    assert rig.try_claim(owner="other") is None
+    rig.claim(ttl=1.0)
     wait_for(lambda: rig.try_claim(owner="other"))
-    assert time.monotonic() - started > 0.8
+    assert time.monotonic() - started > 0.95
 
 
 def test_replacing_a_lapsed_claim_counts_a_crash_and_ends_runs_of_several(rig: PartitionRig) -> None:
@@ -396,14 +395,15 @@ def test_a_retry_is_parked_by_a_delay_of_the_servers_clock(rig: PartitionRig) ->
     """P10: counted, with its error, and not claimed before; a person may end the wait."""
     assert rig.claims.park(rig.claim(), delay=100.0, not_before=None, error="busy")
     image = rig.image
-    assert 99 < image.due_in <= 100
+    assert 50 < image.due_in <= 100
     assert image.parked
     assert (image.retries, image.crashes, image.error, image.claim) == (1, 0, "busy", None)
     assert rig.try_claim() is None
     assert rig.partitions.retry(image)
-    assert rig.claims.park(rig.claim(), delay=0.5, not_before=None, error="later")
-    assert rig.try_claim() is None
+    claim, parked = rig.claim(), time.monotonic()
+    assert rig.claims.park(claim, delay=0.5, not_before=None, error="later")
     assert wait_for(rig.try_claim).retries == 1
+    assert time.monotonic() - parked > 0.45
 
 
 @pytest.mark.parametrize("text", NASTY)
