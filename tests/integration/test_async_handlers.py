@@ -198,7 +198,7 @@ def test_a_soft_time_limit_cancels_the_coroutine(
     async def set_event() -> None:
         stays.set()
 
-    monkeypatch.setattr(event_loop, "_ENDING_SECONDS", {"again": 1, "stays": 0.05}.get(end, 5))
+    monkeypatch.setattr(event_loop, "_ENDING_SECONDS", {"again": 2, "stays": 0.05}.get(end, 5))
 
     @shop.on_change(transactional=transactional)
     async def slow(change: Change) -> None:
@@ -211,7 +211,7 @@ def test_a_soft_time_limit_cancels_the_coroutine(
             await _end(end, stays, left)
 
     failed = shop.deliver(1, raises=False).failures
-    assert shop.seen == ["canceled"]
+    assert wait_for(lambda: shop.seen) == ["canceled"]
     assert shop.copies == ([] if transactional and end != "returns" else [1])
     expected = {"canceled": [SoftTimeLimitExceeded], "returns": [], "raises": [KeyError]}
     assert [type(call.error) for call in failed] == expected.get(end, [SoftTimeLimitExceeded])
@@ -228,7 +228,7 @@ def test_a_commit_that_the_limit_interrupts_blocks_no_outcome(
     """P2: PyMongo does not abort a transaction whose commit has begun, and its locks would stop the outcome."""
     shop = Shop(database, f"{mongo_url}&appName=interrupted")
     match = {"command.commitTransaction": 1, "appName": "interrupted"}
-    slow = {"failCommands": ["commitTransaction"], "blockConnection": True, "blockTimeMS": 1000, "errorCode": 50}
+    slow = {"failCommands": ["commitTransaction"], "blockConnection": True, "blockTimeMS": 2500, "errorCode": 50}
 
     def interrupt() -> None:
         wait_for(lambda: list(database.client.admin.aggregate([{"$currentOp": {}}, {"$match": match}])))
@@ -334,6 +334,7 @@ def test_effects_and_mark_of_a_transaction_are_one(shop: Shop, mongo_client: Mon
         runner.crash("called", "together")
         calls = runner.deliver().calls
         box.sweep(older_than=0)
+        wait_for(lambda: runner.sent("send"))
         runner.assert_enqueued("send", [1], times=1)
     assert [(call.is_retry, call.was_killed) for call in calls] == [(True, False), (False, True)]
     assert [note["order"] for note in mongo_client[shop.name]["notes"].find()] == [1]
