@@ -253,7 +253,7 @@ def test_what_was_not_acknowledged_is_an_error(
     changes = [change(n) for n in (1, 2, 3)]
     with failpoint(failCommands=[command], appName=APP, **FAULTS[fault]), pytest.raises(PyMongoError):
         watched.insert(PARTITION, changes, LATER)
-    watched.insert(PARTITION, changes, LATER)
+    backlog.insert(PARTITION, changes, LATER)
     assert read(backlog) == [1, 2, 3]
 
 
