@@ -6,7 +6,7 @@ from typing import Any
 
 from pymongo.database import Database
 
-from tests.fixtures.process import ROOT, Processes
+from tests.fixtures.process import PATIENCE_SECONDS, ROOT, Processes
 
 
 def test_admin_pages_show_and_do_what_the_commands_do_for_who_may(
@@ -19,5 +19,5 @@ def test_admin_pages_show_and_do_what_the_commands_do_for_who_may(
         str(ROOT / "tests/integration/admin_checks.py"),
         environment={"ADMIN_MONGO_URL": mongo_url, "ADMIN_DATABASE": database.name},
     )
-    assert done.wait() == 0, done.text
+    assert done.wait(5 * PATIENCE_SECONDS) == 0, done.text
     assert " passed" in done.text
