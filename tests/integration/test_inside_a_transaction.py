@@ -45,6 +45,7 @@ from mongo_celery.outbox.registry import OUTBOXES
 from mongo_celery.testing import BridgeRunner
 from mongo_celery.twophase.twophase import TWO_PHASE_COMMITS
 from tests.fixtures.process import wait_for
+from tests.rig.outbox import settled
 
 Document = dict[str, Any]
 
@@ -466,12 +467,14 @@ def test_what_happens_inside(rig: Rig, row: Row, around: str) -> None:
             row.act(rig)
         acted.append(row)
 
+    def check(effects: int) -> None:
+        wait_for(lambda: row.count(rig) >= effects and all(map(settled, OUTBOXES.of(rig.app))))
+        assert row.count(rig) == effects
+
     rig.act = act
     row.prepare(rig)
     run(OSError())
-    wait_for(lambda: row.count(rig) >= repeated, message="the effects of a repeated body")
-    assert row.count(rig) == repeated
+    check(repeated)
     run(KeyError())
-    wait_for(lambda: row.count(rig) >= repeated + aborted, message="the effects of an aborted body")
-    assert row.count(rig) == repeated + aborted
+    check(repeated + aborted)
     assert len(acted) >= 3, "an attempt has failed before its end"
