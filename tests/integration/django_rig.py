@@ -13,7 +13,7 @@ from tests.fixtures.process import Processes
 RunDjango = Callable[..., None]
 
 BEGINNING = """
-import datetime, decimal, sys, threading, types, uuid
+import datetime, decimal, sys, types, uuid
 import django
 from celery import Celery
 from celery.contrib.django.task import DjangoTask
