@@ -27,7 +27,7 @@ from mongo_celery.errors import (
 from mongo_celery.locking import after_commit, select_for_update, select_many_for_update, transactional
 from mongo_celery.mongo.transaction.scopes import scope_of
 from tests.fixtures.mongo import MakeClient
-from tests.fixtures.process import wait_for
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 from tests.integration.locking_rig import GENEROUS, SHORT, Document, as_block_or_function, beside, held, texts
 from tests.rig.commands import CommandRecorder
 
@@ -169,7 +169,7 @@ def test_who_waits_gets_the_document_as_the_holder_has_left_it(things: Collectio
             wait_for(lambda: len(attempts) > 1, message="a repeated attempt")
             assert not waiting.done()
             things.update_one({"_id": 1}, {"$inc": {"n": 10}}, session=session)
-        waiting.result(20)
+        waiting.result(PATIENCE_SECONDS)
     assert stored(things)["n"] == 11
 
 
