@@ -33,6 +33,12 @@ def prompt_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "AWAIT_SECONDS", _AWAIT_SECONDS)
 
 
+@pytest.fixture(autouse=True)
+def patient_relays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the relay of an outbox wait for MongoDB if a busy machine stalls for some seconds."""
+    monkeypatch.setattr("mongo_celery.outbox.commands.COMMAND_SECONDS", 60.0)
+
+
 @pytest.fixture
 def target(database: Database[Document]) -> Collection[Document]:
     return database.create_collection("summaries")

@@ -43,6 +43,12 @@ from tests.rig.outbox import (
 PROGRAM = Path(__file__).with_name("outbox_exits.py")
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a relay give up a command after a second, as in production."""
+    monkeypatch.setattr("mongo_celery.outbox.commands.COMMAND_SECONDS", 1.0)
+
+
 def test_no_caller_waits_for_a_frozen_broker_and_one_thread_alone_asks_whether_it_is_back(
     database: Database[Document], make_redis: MakeRedis
 ) -> None:
@@ -242,6 +248,7 @@ def test_one_thread_serves_all_outboxes_in_turns_whatever_one_of_them_raises(
     assert rig.sent() == [[3, 0]]
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("kind", [Outbox, OutboxCollection])
 def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bound(
     rig: Rig, proxy: Proxy, make_client: MakeClient, kind: Any
@@ -273,6 +280,7 @@ def delivered(database: Database[Document], *identities: Any) -> bool:
     return not database["orders"].count_documents(field)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_an_open_transaction_keeps_its_own_document_waiting_and_no_other(rig: Rig) -> None:
     elsewhere, outbox = rig.outbox(name="elsewhere", at_once=False), rig.outbox(at_once=True, claim_ttl=600)
     outbox.sweep()  # which makes the index: that would wait for the transaction, or end it
@@ -341,7 +349,7 @@ def test_a_sweep_waits_for_the_index_as_long_as_it_takes_to_read_the_collection(
     assert any(bound > 1000 * indexes.WAIT_SECONDS for bound in bounds) is sweeps
 
 
-@pytest.mark.usefixtures("short")
+@pytest.mark.usefixtures("impatient", "short")
 def test_a_look_that_would_read_a_whole_collection_is_given_up_and_forgets_nothing(
     rig: Rig, failpoint: Failpoint, make_client: MakeClient
 ) -> None:
