@@ -17,6 +17,7 @@ from mongo_celery.bridge.state.leases import Term
 from mongo_celery.bridge.state.partitions import Image
 from mongo_celery.bridge.state.store import Store
 from tests.fixtures.samples import IDENTITY
+from tests.rig.term import hold_lease
 
 NAME = "shop"
 IDLE = {"inFlight": 0, "buffered": 0, "caughtUp": True}
@@ -43,6 +44,7 @@ class LedBridge:
         self.store.leases.ensure()
         term = self.store.leases.acquire(IDENTITY)
         assert term is not None, "the lease is free"
+        hold_lease(self.state)
         self.term: Term = term
         renewal = Renewal(self.store.leases, self.store.signing, term, bridge.options.lease_ttl)
         takeover = take_over(self.store, renewal, bridge.options, bridge.handlers)

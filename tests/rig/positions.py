@@ -22,6 +22,7 @@ from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.plan import Plan
 from tests.fixtures.mongo import sparse
 from tests.fixtures.samples import IDENTITY
+from tests.rig.term import hold_lease
 
 Document = dict[str, Any]
 
@@ -61,6 +62,7 @@ class PositionsRig:
         self.store.leases.ensure()
         self.term = self.store.leases.acquire(IDENTITY, (self.store.leases.read() or {}).get("identity"))
         assert self.term is not None, "the lease is free"
+        hold_lease(self.state)
         renewal = Renewal(self.store.leases, self.store.signing, self.term, 10.0)
         takeover = take_over(self.store, renewal, self.bridge.options, self.bridge.handlers)
         self.version, self.partitioning = takeover.version, takeover.layouts[self.handler].term
