@@ -16,9 +16,11 @@ from mongo_celery.bridge.operations import dead_letter_commands
 from mongo_celery.bridge.operations.dead_letter_commands import DeadLetterResult, Found
 from mongo_celery.bridge.state.dead_letters import DeadChange, ReplayRequest
 from mongo_celery.bridge.state.schema import SCHEMA
+from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.envelope import Run
 from mongo_celery.bridge.worker.execution import Execution
 from mongo_celery.plan import Plan
+from tests.fixtures.process import wait_for
 from tests.rig.changes import BRIDGE, HANDLER, TERM, Document, make_run, make_run_of_keys, number_of, token
 from tests.rig.partition import PartitionRig, make_partition
 
@@ -208,6 +210,13 @@ def worker_on(
     app.finalize()
     with closing(bridge.client):
         yield made
+        wait_for(lambda: _has_ended(bridge.wiring.of_process(DeferredWrites)))  # without the client it logs an error
+
+
+def _has_ended(deferred: DeferredWrites) -> bool:
+    with deferred._changed:
+        deferred._changed.notify()  # it makes no pause
+    return deferred._thread is None
 
 
 Begin = Callable[..., WorkerRig]
