@@ -357,12 +357,14 @@ def test_what_is_stored_of_former_partitions_is_removed_but_not_that_of_a_later_
         late = StoredChange(token_data(99), b"")
         term.rig.store.backlog.insert(f"{BRIDGE}/{NAME}/{partitioning}/0", [late], version)
     term = shop.begin(NEW)
+    term.housekeeping.start()
 
     def left() -> bool:
         term.turn()
         return sorted(spill.distinct("_id")) == sorted([*foreign, f"{BRIDGE}/{NAME}/2/0/{token_data(99)}"])
 
     wait_for(left, message="the late change is removed")
+    term.housekeeping.stop()
 
 
 @pytest.mark.parametrize("command", [_pause, _park_key, _replay])

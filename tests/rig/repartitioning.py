@@ -71,7 +71,6 @@ class SwitchingTerm:
         self.watermarks = Watermarks(rig.store, rig.renewal, "the fingerprint", dict)
         self.housekeeping = Housekeeping()
         self.storing = Storing(rig.wiring, self.led, rig.version, lambda _: 0.0, self.housekeeping)
-        self.housekeeping.start()
         snapshots = Snapshotting(rig.wiring, self.led, rig.version, lambda: None)
         self.repartitioning = Repartitioning(rig.wiring, self.watermarks, self.storing, snapshots)
         self._replace(self.repartitioning.begin(self.led, self.takeover))
