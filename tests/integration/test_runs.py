@@ -34,7 +34,10 @@ INLINE = {"carrier": Carrier("a-message-that-nothing-follows")}
 
 
 @pytest.fixture
-def begin(mongo_client: MongoClient[Document], mongo_url: str, state_database: str) -> Iterator[Begin]:
+def begin(
+    mongo_client: MongoClient[Document], mongo_url: str, state_database: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Begin]:
+    monkeypatch.setattr(execution, "_PROGRESS_SECONDS", 60.0)  # none is recorded, however long a change takes
     with worker_with(mongo_client, mongo_url, state_database, failure_policy="dead_letter") as begin:
         yield begin
 
@@ -155,7 +158,7 @@ def test_an_outcome_that_is_refused_at_last_takes_back_what_was_charged_meanwhil
             worker.run(1, "a")
         worker.rig.lapse()
         assert worker.rig.claim(owner="duplicate").crashes == 1
-    wait_for(lambda: worker.rig.document["retry"]["crashes"] == 0, timeout=30)
+    wait_for(lambda: worker.rig.document["retry"]["crashes"] == 0)
     assert worker.rig.document["claim"]["owner"] == "duplicate"
 
 
@@ -172,7 +175,7 @@ def test_a_halt_that_is_written_late_is_signalled_then(begin: Begin, unanswered:
     try:
         with unanswered, pytest.raises(Ignore):
             worker.run(1, "a")
-        wait_for(lambda: states == ["halted"], timeout=30)
+        wait_for(lambda: states == ["halted"])
     finally:
         change_halted.disconnect(look)
 
@@ -189,7 +192,7 @@ def test_an_outcome_that_is_refused_at_last_leaves_no_claim(
             worker.run(1, "a", hash=key, hashes=())
         assert worker.rig.document["claim"] is not None
         worker.rig.spoil(parkedKeys=[])
-    wait_for(lambda: worker.rig.document["claim"] is None, timeout=30)
+    wait_for(lambda: worker.rig.document["claim"] is None)
     assert (worker.calls, worker.rig.document["handled"]) == ([], None)
     assert worker.rig.claim(owner="next").crashes == 0
 
