@@ -10,14 +10,13 @@ from celery import Celery
 from kombu import Connection
 from kombu.asynchronous.timer import Timer
 
+from mongo_celery.broker import late_notes
 from mongo_celery.broker.connection import reach_broker
-from mongo_celery.broker.late_notes import note_late
 from mongo_celery.broker.occupancy import Occupancy, read_occupancy
 from mongo_celery.embedded.server import free_port
 from mongo_celery.errors import ConfigurationError
 from mongo_celery.outbox.entries import make_task_entries
 from mongo_celery.outbox.publisher import Publisher
-from tests.fixtures.process import wait_for
 
 TASK = "shop.handle"
 
@@ -85,26 +84,28 @@ def test_redis_shows_what_waits_and_what_workers_have(redis_url: str) -> None:
         assert read_occupancy(asking, ["large"]) == {"large": Occupancy(0, unacknowledged=None)}
 
 
-def test_redis_has_a_note_of_a_message_that_a_worker_holds_for_longer(redis_url: str, redis_client: Any) -> None:
+def test_redis_has_a_note_of_a_message_that_a_worker_holds_for_longer(
+    redis_url: str, redis_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P8: until then of messages of other queues only. At the end of the worker all that it holds waits again."""
     app, timer = an_app(redis_url), Timer()
+    monkeypatch.setattr(late_notes, "HELD_SECONDS", 60.0)
 
     def count_notes() -> int:
-        _, due = next(iter(timer))
-        if due is not None:
-            timer.apply_entry(due)
         return int(redis_client.hlen("unacked"))
 
     send(app, "shop.0", 4)
     send(app, "else", 1)
     with app.connection_for_write() as worker, app.connection_for_write() as asking:
         channel: Any = worker.default_channel
-        note_late(channel, timer, lambda message: message.delivery_info["routing_key"] != "else")
+        late_notes.note_late(channel, timer, lambda message: message.delivery_info["routing_key"] != "else")
         take(worker, "else")
         quick, slow, put_back = (channel.basic_get("shop.0") for _ in range(3))
         quick.ack()
         assert count_notes() == 1
-        wait_for(lambda: count_notes() == 3)
+        monkeypatch.setattr(late_notes, "HELD_SECONDS", 0.0)
+        timer.apply_entry(timer.queue[0].entry)  # as if the minute were over
+        assert count_notes() == 3
         slow.ack()
         put_back.reject(requeue=True)
         assert count_notes() == 1
