@@ -29,6 +29,7 @@ from mongo_celery.testing import BridgeRunner
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import Document, MakeClient
 from tests.fixtures.process import wait_for
+from tests.rig.commands import CommandRecorder
 
 Run = Callable[..., Any]
 
@@ -457,9 +458,12 @@ def test_a_soft_time_limit_passes_whatever_it_interrupts(app: Celery, marks: Col
         run(send)
 
 
-def test_of_two_runs_with_a_session_one_commits(app: Celery, marks: Collection[Document]) -> None:
+def test_of_two_runs_with_a_session_one_commits(
+    app: Celery, marks: Collection[Document], make_client: MakeClient
+) -> None:
     """A run that stands still keeps its mark by its transaction; the other one waits, and has its result."""
-    begun, go, bodies = threading.Event(), threading.Event(), list[str]()
+    begun, go, bodies, conflicts = threading.Event(), threading.Event(), list[str](), CommandRecorder()
+    marks = make_client(event_listeners=[conflicts])[marks.database.name]["done"]
 
     @app.task(shared=False)
     @once(marks)
@@ -475,6 +479,7 @@ def test_of_two_runs_with_a_session_one_commits(app: Celery, marks: Collection[D
         first = pool.submit(run, pay)
         assert begun.wait(60)
         second = pool.submit(run, pay)
+        wait_for(conflicts.failures.is_set)
         go.set()
         assert [first.result(60), second.result(60)] == [1, 1]
     assert (marks.database["effects"].count_documents({}), bodies) == (1, ["run"])
