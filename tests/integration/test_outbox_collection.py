@@ -14,6 +14,7 @@ from pymongo.errors import DuplicateKeyError, OperationFailure
 
 from mongo_celery import STORED_ID, Event, OutboxCollection, transactional
 from mongo_celery.errors import ConfigurationError, OutboxRefusedError, TransactionError, TransactionRequiredError
+from mongo_celery.outbox import dispatcher
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
@@ -137,8 +138,9 @@ def test_a_key_that_a_later_commit_has_written_or_removed_repeats_the_transactio
     assert rig.stored == []
 
 
-def test_what_was_committed_is_dispatched_by_the_same_process(rig: Rig) -> None:
+def test_what_was_committed_is_dispatched_by_the_same_process(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `transactional`, in a transaction of the driver's own, which nobody tells of, and without one."""
+    monkeypatch.setattr(dispatcher, "_POLLS_AFTER", (0.1, 0.5, 2.0, 60.0))  # a commit may take some seconds
     outbox = rig.messages(at_once=True)
 
     @transactional(rig.database.client, outbox=outbox)

@@ -18,6 +18,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from kombu.serialization import register, unregister
 
 from mongo_celery import Event, Outbox
+from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.claims import build_count
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
@@ -61,7 +62,7 @@ def test_a_relay_that_sleeps_past_its_claim_repeats_one_entry_and_overtakes_none
 
     def sleep(publish: Publish, _entry: Entry) -> None:
         if next(asleep, False):
-            wait_for(lambda: writer.runtime.relay.deliver(1).dispatched == 3, 30)
+            wait_for(lambda: writer.runtime.relay.deliver(1).dispatched == 3)
         publish()
 
     with publishing(sleeper, sleep):
@@ -70,7 +71,10 @@ def test_a_relay_that_sleeps_past_its_claim_repeats_one_entry_and_overtakes_none
     assert rig.pending(1)["count"] == 0
 
 
-def test_a_poison_entry_holds_back_its_own_document_and_becomes_a_dead_letter_in_the_end(rig: Rig) -> None:
+def test_a_poison_entry_holds_back_its_own_document_and_becomes_a_dead_letter_in_the_end(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mongo_celery.outbox.failures._PAUSES", Pauses(first=60.0, longest=300.0))
     outbox = rig.outbox(at_once=False, failure_policy="dead_letter")
     outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, step) for step in range(3)])
     outbox.insert_one({"_id": 2}, tasks=[rig.add.s(2, 0)])
@@ -130,8 +134,8 @@ def test_a_task_that_no_process_knows_yet_waits_and_counts_nothing(
     rig: Rig, caplog: pytest.LogCaptureFixture, at_once: bool
 ) -> None:
     """A rolling deploy: the old process leaves it to the new one, with what is after it, and says what is missing."""
-    given: Document = {"max_attempts": 1, "failure_policy": "dead_letter", **({} if at_once else {"at_once": False})}
-    old = rig.outbox(**given)
+    given: Document = {} if at_once else {"at_once": False}
+    old = rig.outbox(max_attempts=1, failure_policy="dead_letter", sweep_after=600, **given)
     later = rig.add.si(1, 1) | rig.app.signature("shop.new", args=(1, 2), immutable=True)
     old.insert_one({"_id": 1}, tasks=[rig.app.signature("shop.new", args=(1, 1)), rig.add.s(1, 3)])
     old.insert_one({"_id": 2}, tasks=[later])
