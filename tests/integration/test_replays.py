@@ -305,7 +305,7 @@ def test_dead_letters_are_counted_whatever_is_in_them_and_grouping_has_a_limit(b
     for number, damaged in enumerate(("82", 7, {"_typeBits": 1}, [1]), 1):
         at = {"at": datetime(2026, 1, number, tzinfo=UTC)}
         term.database["dead_letters"].update_one(at, {"$set": {"resumeToken": damaged}})
-    seen = read_snapshot(bridge.wiring)
+    seen = read_snapshot(bridge.wiring, counting=60.0)
     assert (seen.is_readable, [each.count for each in seen.dead_letter_groups]) == (True, [6, 6])
     assert seen.dead_letter_groups[0].newest_at == datetime(2026, 1, 12, tzinfo=UTC)
     hurried = read_snapshot(bridge.wiring, counting=1e-6)
