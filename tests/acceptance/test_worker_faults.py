@@ -88,9 +88,9 @@ def test_sigkill_before_the_claim_costs_no_start(chain: Deployment, failpoint: F
     listener, worker = chain.both()
     worker_name = chain.app_name("worker")
     held = {"failCommands": ["findAndModify"], "appName": worker_name, "blockConnection": True, "blockTimeMS": 3000}
-    with failpoint(**held):
+    with failpoint(**held) as before:
         item, _ = _before_and_after(chain)
-        _wait_for_failpoint(chain, 1)
+        _wait_for_failpoint(chain, before + 1)
         worker.send_group(signal.SIGKILL)
     chain.worker(name="second")
     chain.wait_done()
@@ -108,7 +108,7 @@ def _handled_but_not_linked(chain: Deployment, item: Due) -> None:
     chain.wait_started(item)
     chain.redis.pause()
     chain.open_gate("open")
-    chain.wait_state(item, lambda state: state["handled"])
+    chain.wait_state(item, lambda state: state["handled"] or state["committed"])
 
 
 def test_sigkill_between_handled_and_the_link_starts_no_handler_again(chain: Deployment) -> None:
@@ -128,12 +128,13 @@ def test_sigkill_between_handled_and_the_link_starts_no_handler_again(chain: Dep
 def test_sigkill_before_the_commit_write_starts_no_handler_again(chain: Deployment, failpoint: Failpoint) -> None:
     """P6: the commit task is held by the server while the whole worker dies."""
     _, worker = chain.both()
-    item, _ = _before_and_after(chain, gate="open")
+    item, successor = _before_and_after(chain, gate="open")
+    chain.allow(successor)  # the listener may have committed, and begun it
     _handled_but_not_linked(chain, item)
     held = {"failCommands": ["update"], "appName": chain.app_name("worker"), "blockConnection": True}
-    with failpoint(**held, blockTimeMS=3000):
+    with failpoint(**held, blockTimeMS=3000) as before:
         chain.redis.resume()
-        _wait_for_failpoint(chain, 1)
+        _wait_for_failpoint(chain, before + 1)
         worker.send_group(signal.SIGKILL)
     chain.worker(name="second")
     chain.wait_done()
