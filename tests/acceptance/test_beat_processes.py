@@ -72,7 +72,7 @@ def test_each_run_is_sent_once_whatever_happens_to_the_leader(make_project: Call
     leader, kills = project.leader(beats), 0
     for number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL, signal.SIGSTOP):
         project.wait_for_runs()
-        term = project.lease["term"]
+        leader, term = project.leader(beats), project.lease["term"]
         leader.send(number)
         if number != signal.SIGSTOP:
             kills += number == signal.SIGKILL

@@ -32,7 +32,7 @@ _WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-min
 class Shop(Project):
     app = APP
     # What stands stays in the buffer: a slow machine must not make `buffered` a matter of time.
-    options = MappingProxyType({**OPTIONS, "partitions": 2, "spill_after": 600})
+    options = MappingProxyType({**OPTIONS, "partitions": 2, "spill_after": 600, "lease_ttl": 20.0})
 
     @property
     def orders(self) -> Collection[Document]:
@@ -100,6 +100,7 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
     """A pause holds changes back, and a resume lets them go on."""
     shop.start_all()
     shop.orders.insert_one({"_id": 1})
+    wait_for(lambda: shop.state["partitions"].find_one({"committed": 1}), message="it is done")
     status = shop.wait_for_status(in_flight=0, buffered=0, lag_seconds=0, caught_up=True, verdict="healthy")
     assert status["state"] == "leading"
     assert status["leader"]["pid"] > 0
@@ -117,7 +118,7 @@ def test_a_running_bridge_is_shown_paused_and_resumed(shop: Shop) -> None:
 
     found = shop.wait_for_findings(consumers="ok", worker_tasks="ok")
     assert not [each for each in found.values() if each["severity"] == "failing"]
-    assert shop.changes("status").stdout.startswith("shop: healthy\n")
+    wait_for(lambda: shop.changes("status").stdout.startswith("shop: healthy\n"))
 
 
 def test_a_change_that_fails_halts_is_retried_and_is_skipped(shop: Shop) -> None:

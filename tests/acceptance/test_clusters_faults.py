@@ -169,8 +169,10 @@ class TwoBanks:
         return f"{self.log.count_documents({'state': 'done'})} done, and {dict(self.happened)}"
 
     def is_settled(self) -> bool:
-        self.bank.recover(0)
-        return self.log.count_documents({"state": OPEN}) == 0
+        with suppress(PyMongoError):  # no primary may answer now
+            self.bank.recover(0)
+            return self.log.count_documents({"state": OPEN}) == 0
+        return False
 
     def judge(self) -> None:
         """Each transaction that is done counts once, all others not at all; and that is what callers were told."""
@@ -208,7 +210,7 @@ def banks(
 @pytest.mark.slow
 def test_each_transfer_counts_once_or_not_at_all_whatever_befalls_it(banks: TwoBanks) -> None:
     """A run in which one kind of misfortune had no effect is none, and goes on."""
-    wait_for(banks.befall, 120 + TRANSFERS * len(banks.sets[0].members), banks.so_far)
+    wait_for(banks.befall, 300 + TRANSFERS * len(banks.sets[0].members), banks.so_far)
     banks.end()
     wait_for(banks.is_settled, 90)
     banks.judge()

@@ -294,7 +294,7 @@ def test_workers_that_may_not_claim_are_named_and_no_change_is_charged(
         clean.admin.admin.command("createUser", "worker", pwd="worker", roles=[role_name(NAME, "worker")])
         wait_for(lambda: clean.committed("record") == 2, message=lambda: f"{codes()}, {worker.text[-2000:]}")
         assert clean.admin[STATE]["dead_letters"].count_documents({}) == 0
-    assert said().count("ran none of them") == 1
+    assert said().count("ran none of them") in {1, 2}, "once more if the second outage lasts"
 
 
 def test_the_role_of_an_operator_is_enough(standing: Setting) -> None:

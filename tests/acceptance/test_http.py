@@ -26,7 +26,7 @@ _WORKER = ("worker", "-c", "1", "-l", "INFO", "--without-gossip", "--without-min
 
 class Watched(Project):
     app = APP
-    options = MappingProxyType({**OPTIONS, "partitions": 2})
+    options = MappingProxyType({**OPTIONS, "partitions": 2, "lease_ttl": 20.0})
 
     def type(self, command: str) -> Done:
         program, *words = shlex.split(command)
@@ -111,7 +111,7 @@ def test_probes_metrics_dashboard_and_alerts_agree(watched: Watched, orders: Any
     assert [found for expression in asked for found in unknown(expression, scraped)] == []
     status, shown = told(port, "/status")
     assert (status, halted in shown["bridges"][0]["findings"]) == (200, True)
-    assert shown["bridges"][0]["workers"]["serving"] == 1
+    wait_for(lambda: (told(port, "/status")[1]["bridges"][0]["workers"] or {}).get("serving") == 1)
     page = ask(port, "/")[1]
     assert "a [bad] order" in page
     fixed = watched.type(halted["commands"][0])

@@ -58,7 +58,7 @@ def test_prometheus_evaluates_every_expression(
     orders.insert_one({"_id": "bad", "bad": "a [bad] order"})
 
     def pending() -> bool:
-        return {"MongoCeleryHalted", "MongoCeleryFailing"} <= {
+        return {"MongoCeleryHalted", "MongoCeleryFailing"} == {
             each["labels"]["alertname"] for each in _asked(port, "alerts")["alerts"]
         }
 
@@ -70,5 +70,3 @@ def test_prometheus_evaluates_every_expression(
         for expression in expressions:
             result = _asked(port, f"query?query={quote(expression)}")["result"]
             assert result, (title, expression)
-    firing = {each["labels"]["alertname"] for each in _asked(port, "alerts")["alerts"]}
-    assert firing == {"MongoCeleryHalted", "MongoCeleryFailing"}

@@ -52,8 +52,8 @@ def test_a_writer_that_is_killed_at_any_point_loses_nothing(shop: Shop, mongo_cl
     for kind in KINDS:
         points = [point for died, _at, point in deaths if died == kind]
         before, after = (points.count(f"{when} publish") for when in ("before", "after"))
-        assert min(before, after) >= 2
         # The dispatcher polls beside a transaction, so the number of its commands differs from run to run.
+        assert min(before, after) >= (1 if kind in {"transaction", *IN_BOXES} else 2)
         published = points.index("after publish")
         removal, later = ("delete", []) if kind in IN_BOXES else ("update", [3])
         assert {f"before {removal}", f"after {removal}"} & set(points[published:]), "the removal comes after a message"
@@ -97,6 +97,7 @@ def test_zombie_relays_cost_duplicates_and_never_change_the_order(shop: Shop, re
         for key in keys:
             shop.add(key, 4, 5)
         first = sum(shop.outbox.runtime.relay.deliver(key).dispatched for key in keys[:5])
+        wait_for(lambda: tap.first()[keys[4]] == [1, 2, 3, 4, 5], message="the tap has all that was sent")
         before = tap.duplicates
         zombies.send_group(signal.SIGCONT)
         assert zombies.wait() == 0, zombies.text
@@ -134,7 +135,7 @@ def test_an_aborted_transaction_sends_nothing_and_an_unknown_commit_sends_what_i
     with Tap(redis_url) as tap:
         for data, key in ((not_done, "not done"), (done, "done")):
             with failpoint(**data), pytest.raises(TransactionTimeoutError) as unknown:
-                transactional(ours, timeout=1).run(lambda session, key=key: write(session, key))  # type: ignore[misc]
+                transactional(ours, timeout=2).run(lambda session, key=key: write(session, key))  # type: ignore[misc]
             assert unknown.value.outcome == "unknown"  # type: ignore[attr-defined]
         with pytest.raises(LookupError):
             transactional(ours).run(fail)
@@ -169,7 +170,7 @@ def test_writes_go_on_without_a_broker_and_everything_arrives_after_its_return(
         wait_for(lambda: (shop.outbox.status().oldest_seconds or 0) > seconds, seconds + 30)
         status = shop.outbox.status()
         assert (status.documents, status.pending, status.failing, status.dead_letters) == (10, 15, 0, 0)
-        assert status.dispatcher.broker_down, "one message was tried, and no other"
+        wait_for(lambda: shop.outbox.status().dispatcher.broker_down, message="one message was tried, and no other")
         assert shop.effects() == {f"key{number}": [1] for number in range(5)}
 
         broker.restart()

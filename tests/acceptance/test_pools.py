@@ -85,7 +85,7 @@ def test_a_worker_embeds_a_listener_and_ends_it(deployment: MakeDeployment, pool
     worker.send(signal.SIGTERM)
     worker.wait_for_output("Warm shutdown")
     if pool == "prefork":
-        listener = psutil.Process(chain.lease["pid"])
+        listener = psutil.Process(wait_for(lambda: chain.lease["pid"]))
         listener.kill()
         wait_for(lambda: not listener.is_running(), message="the worker has seen that its listener has ended")
     chain.open_gate("open")
@@ -116,7 +116,7 @@ def test_an_embedded_listener_does_not_outlive_its_worker(deployment: MakeDeploy
     worker.send_group(signal.SIGINT)
     worker.wait()  # the status is Celery's own matter, which differs between versions
     chain.wait_state(item, lambda state: state["handled"] or state["committed"])
-    assert chain.lease["listenerId"] is None
+    wait_for(lambda: chain.lease["listenerId"] is None, message="the lease is free")
     assert "Traceback" not in worker.text
     assert len(chain.starts(item)) == 1
 

@@ -53,7 +53,7 @@ class Guarded(Project):
     """Servers that ask for passwords, processes and commands of one app, and all that these have written."""
 
     app = "tests.acceptance.cli_project"
-    options = MappingProxyType({**OPTIONS, "partitions": 1, "queues": 1, "start_timeout": 1.0})
+    options = MappingProxyType({**OPTIONS, "partitions": 1, "queues": 1})
 
     def __init__(self, mongo: GuardedMongo, broker: RedisServer, processes: Processes) -> None:
         self.written: dict[str, str] = {}
@@ -96,7 +96,7 @@ class Guarded(Project):
             b"zset": lambda key: self.redis.zrange(key, 0, -1),
         }
         found: Any = self.redis
-        return "\n".join(f"{key!r} {readers[found.type(key)](key)!r}" for key in list(found.keys()))
+        return "\n".join(f"{key!r} {readers.get(found.type(key), str)(key)!r}" for key in list(found.keys()))
 
     def state_contents(self, but: str = "", field: str = "") -> str:
         """Everything in the state database, but the keys, a collection and a field."""
@@ -135,8 +135,9 @@ def test_passwords_and_keys_are_nowhere(guarded: Guarded, most: int | None) -> N
         # What has halted is failing, and may have halted again before it can be paused.
         allowed = {"status": {2}, "check": {2}, "pause": {0, 1}, "resume": {0, 1}}.get(command[0], {0})
         assert guarded.type("changes", *command) in allowed, command
+    soon = guarded.variables({"start_timeout": 1.0})["PROJECT_OPTIONS"]
     for urls in _wrong_urls(guarded)[:most]:
-        assert guarded.type("listener", "-l", "DEBUG", **urls) == 1, guarded.written
+        assert guarded.type("listener", "-l", "DEBUG", PROJECT_OPTIONS=soon, **urls) == 1, guarded.written
         if most is None:
             assert guarded.type("changes", "check", "--json", **urls) == 2, guarded.written
     contents += guarded.broker_contents()

@@ -32,7 +32,7 @@ def main() -> None:
     """Listen as the command does, with a first pause of so many seconds, for the bridges that the arguments name."""
     names = os.environ["PROJECT_NAMES"]
     app = Celery("several", broker=os.environ["PROJECT_BROKER"])
-    given: dict[str, Any] = {"database": f"{names}_state", "autodiscover": False, "partitions": 1, "lease_ttl": 2}
+    given: dict[str, Any] = {"database": f"{names}_state", "autodiscover": False, "partitions": 1, "lease_ttl": 20}
     for name in sys.argv[2:]:
         bridge = Bridge(app, os.environ["PROJECT_MONGO"], name=name, **given)
         database = "state" if name.startswith("bad") else "data"  # a bridge must not watch its own state

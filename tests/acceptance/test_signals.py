@@ -12,7 +12,8 @@ from tests.rig.deployment import MakeDeployment
 def test_a_child_sends_its_signal_before_it_ends_and_a_blocked_receiver_costs_no_lease(
     deployment: MakeDeployment,
 ) -> None:
-    chain = deployment("halting", include="tests.acceptance.signal_receivers", options={"partitions": 1})
+    options = {"partitions": 1, "lease_ttl": 20}
+    chain = deployment("halting", include="tests.acceptance.signal_receivers", options=options)
     listener = chain.listener()
     chain.worker("--max-tasks-per-child", "1", concurrency=1)
     chain.write("halting", "bad", 1, act="raise", times=9)

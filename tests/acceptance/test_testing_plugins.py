@@ -11,7 +11,7 @@ from tests.acceptance.documentation.pages import ROOT, blocks
 from tests.fixtures.availability import require_server
 from tests.fixtures.process import Processes
 
-_SECONDS_MAX = 200.0
+_SECONDS_MAX = 600.0
 
 _CONFIGURATION = """
 [tool.pytest.ini_options]

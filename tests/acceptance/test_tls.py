@@ -78,7 +78,7 @@ class Shop(Project):
     """The app of `test_cli.py` on that set."""
 
     app = "tests.acceptance.cli_project"
-    options = MappingProxyType({**OPTIONS, "partitions": 2, "start_timeout": 2.0})
+    options = MappingProxyType({**OPTIONS, "partitions": 2, "lease_ttl": 20.0})
 
 
 @pytest.fixture
@@ -101,12 +101,13 @@ def test_a_change_goes_the_whole_way_by_tls(shop: Shop) -> None:
 
 def test_a_way_that_is_not_trusted_is_no_answer(encrypted: Encrypted, shop: Shop) -> None:
     """By plain text, and with an authority that is not known: the listener ends, and a verdict is failing."""
+    soon = shop.variables({"start_timeout": 2.0})["PROJECT_OPTIONS"]
     unknown = f"{encrypted.plain_url}&tls=true&{encrypted.options.partition('&')[2]}"
     for url, command, status, word in (
         (encrypted.plain_url, ("changes", "status"), 2, encrypted.address),
         (unknown, ("changes", "status"), 2, "certificate"),
         (unknown, ("listener",), 1, "certificate"),
     ):
-        done = shop.run(*command, PROJECT_MONGO=url)
+        done = shop.run(*command, PROJECT_MONGO=url, PROJECT_OPTIONS=soon)
         assert (done.returncode, word in done.stdout + done.stderr) == (status, True), done
         assert "Traceback" not in done.stderr

@@ -25,7 +25,8 @@ class Traced(Project):
         found = [
             json.loads(line)
             for path in Path(self.environment["TRACED_SPANS"]).iterdir()
-            for line in path.read_text().splitlines()
+            for line in path.read_text().splitlines(keepends=True)
+            if line.endswith("\n")  # else it is not written to its end
         ]
         return sorted((span for span in found if span["name"] == name), key=lambda span: str(span["start_time"]))
 

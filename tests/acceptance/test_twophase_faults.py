@@ -78,7 +78,7 @@ def test_eight_drivers_under_random_kills_leave_every_account_right(bank: Bank) 
         bank.coordinator.recover(0.5)
         return not any(each.running for each in crowd.started)
 
-    wait_for(kill_and_recover, 120)
+    wait_for(kill_and_recover, 300)
     crowd.end()
     bank.coordinator.recover(0)
 

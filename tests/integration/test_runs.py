@@ -138,7 +138,7 @@ def test_a_newer_execution_ends_a_run_that_was_recorded_before(begin: Begin, alw
 
 
 @pytest.fixture
-def unanswered(failpoint: Failpoint) -> AbstractContextManager[None]:
+def unanswered(failpoint: Failpoint) -> AbstractContextManager[int]:
     return failpoint(failCommands=["update"], appName=APP_NAME, closeConnection=True)
 
 

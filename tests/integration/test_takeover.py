@@ -117,7 +117,7 @@ def test_many_locked_partitions_are_found_among_very_many(
 
 
 @pytest.fixture
-def slow(failpoint: Failpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
+def slow(failpoint: Failpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[int]]:
     """Give what makes every write longer than the short times, and far shorter than a call may take."""
     monkeypatch.setattr("mongo_celery.mongo.locked._PATIENCE_SECONDS", 0.2)
     writes = {"failCommands": ["update", "commitTransaction"], "blockConnection": True, "blockTimeMS": 300}
@@ -125,7 +125,7 @@ def slow(failpoint: Failpoint, monkeypatch: pytest.MonkeyPatch) -> Callable[[], 
 
 
 def test_a_slow_server_is_not_mistaken_for_locks(
-    make_client: MakeClient, state_database: str, slow: Callable[[], AbstractContextManager[None]]
+    make_client: MakeClient, state_database: str, slow: Callable[[], AbstractContextManager[int]]
 ) -> None:
     """P12: no write is as quick as one that meets no lock should be; all partitions are won by the take-over."""
     client = make_client(appName=SLOW)

@@ -18,7 +18,7 @@ from tests.fixtures.forked import ROOT
 from tests.mutants.mutants import MUTANTS, PROMISES, Mutant
 
 _COPIED = ("mongo_celery", "tests", "examples", "docs", "pyproject.toml", "README.md", "CHANGELOG.md")
-_SECONDS_MAX = 600.0
+_SECONDS_MAX = 1800.0
 _COPIES = 2
 """Of the checkout: so many mutants are tried at a time."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.MULTILINE)

@@ -21,3 +21,4 @@ def listening(bridge: Bridge) -> Iterator[None]:
     finally:
         listener.stop()
         thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive(), "it ends"

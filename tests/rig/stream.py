@@ -118,7 +118,8 @@ class StreamReading:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.reader.stop()
-        self.reader._thread.join(60)
+        self.reader._thread.join(PATIENCE_SECONDS)
+        assert not self.reader._thread.is_alive(), "it ends"
 
     @property
     def events(self) -> list[Mapping[str, Any]]:

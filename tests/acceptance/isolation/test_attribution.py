@@ -164,7 +164,7 @@ def test_errors_of_mongodb_are_waited_for_and_the_handlers_own_count(make_chain:
 def test_a_transaction_that_hinders_itself_counts_in_the_end(make_chain: Make) -> None:
     """One `session=` is forgotten: what the driver then says looks like an outage, but MongoDB answers."""
     handler = "waiting_for_itself"
-    chain = make_chain(handler, options={"transaction_seconds": 1.0}, OUTAGE_PAUSE="0.1")
+    chain = make_chain(handler, options={"transaction_seconds": 1.0, **LONG_CLAIM}, OUTAGE_PAUSE="0.1")
     chain.both()
     item = chain.give_up(chain.write(handler, "key", 1))
     chain.wait_done()

@@ -68,7 +68,7 @@ def test_letters_are_replayed_in_the_order_of_their_keys_beside_live_changes(mak
 
     P6: a replay has the retries of its handler, which are counted for the letter alone.
     """
-    chain = make_chain("copied", "retried")
+    chain = make_chain("copied", "retried", lease_ttl=20)
     chain.both()
     failed = _fail(chain, "copied", "late", 1, 2, 3)
     _fail(chain, "copied", "other", 1)

@@ -69,8 +69,8 @@ class Rig(Deployment):
 
 def make_rig(deployment: MakeDeployment, url: str, **options: Any) -> tuple[Rig, ProjectProcess, ProjectProcess]:
     """Start a bridge with a listener and a worker, none of which is ever started again."""
-    given: Document = {"options": {"claim_ttl": 4, "dispatch_grace": 3, **options}, "url": f"{url}&{_UUIDS}"}
-    rig = deployment("none of the scripted ones", kind=Rig, include=HANDLERS, **given)
+    given = {"lease_ttl": 20, "claim_ttl": 4, "dispatch_grace": 3, **options}
+    rig = deployment("none of the scripted ones", kind=Rig, include=HANDLERS, options=given, url=f"{url}&{_UUIDS}")
     return rig, *rig.both()
 
 

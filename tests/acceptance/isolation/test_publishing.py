@@ -15,7 +15,8 @@ _MEGABYTE = 1 << 20
 
 def make_chain(deployment: MakeDeployment, spill_after: float) -> Deployment:
     """Make a bridge with one handler, on a broker that takes no message above a megabyte, also after a restart."""
-    options = {"max_message_bytes": 64 * _MEGABYTE, "spill_after": spill_after}  # by reference only what was stored
+    # By reference only what was stored.
+    options = {"lease_ttl": 20, "max_message_bytes": 64 * _MEGABYTE, "spill_after": spill_after}
     return deployment("plain", options=options, redis=("--proto-max-bulk-len", "1mb"))
 
 
@@ -45,7 +46,7 @@ def wait_rejected(chain: Deployment, count: int) -> list[Document]:
 def test_documents_above_the_brokers_limit_reach_their_handlers_in_order(deployment: MakeDeployment) -> None:
     """P12: by reference, of 2 and 12 MB, also in a transaction, and the broker never holds them."""
     # A message that waits for a worker that starts slowly is not sent, and its changes not stored, once more.
-    options = {"dispatch_grace": 60}
+    options = {"dispatch_grace": 60, "transaction_seconds": 30}
     chain = deployment("plain", "together", options=options, redis=("--proto-max-bulk-len", "1mb"))
     listener, _ = chain.both()
     for handler, index, megabytes in (("plain", 0, 2), ("plain", 1, 12), ("together", 0, 2)):

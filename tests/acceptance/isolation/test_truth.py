@@ -17,7 +17,7 @@ _HOST_UNREACHABLE = 6
 
 @pytest.fixture
 def chain(deployment: MakeDeployment) -> Deployment:
-    return deployment("plain")
+    return deployment("plain", options={"lease_ttl": 20})
 
 
 def wait_status(chain: Deployment, condition: Callable[[Document], object]) -> Document:
@@ -43,7 +43,7 @@ def test_a_dead_stream_is_not_called_caught_up(chain: Deployment, failpoint: Fai
         errorLabels=["ResumableChangeStreamError"],
         appName=chain.app_name("listener"),
     ):
-        dead = wait_status(chain, lambda status: status["unread_seconds"])
+        dead = wait_status(chain, lambda status: status["unread_seconds"] and status["reading_waits"])
         assert dead["state"] == "leading"
         assert not dead["caught_up"]
         assert "HostUnreachable" in dead["reading_waits"]
