@@ -97,7 +97,7 @@ def test_zombie_relays_cost_duplicates_and_never_change_the_order(shop: Shop, re
         for key in keys:
             shop.add(key, 4, 5)
         first = sum(shop.outbox.runtime.relay.deliver(key).dispatched for key in keys[:5])
-        wait_for(lambda: tap.first()[keys[4]] == [1, 2, 3, 4, 5], message="the tap has all that was sent")
+        wait_for(lambda: tap.first().get(keys[4]) == [1, 2, 3, 4, 5], message="the tap has all that was sent")
         before = tap.duplicates
         zombies.send_group(signal.SIGCONT)
         assert zombies.wait() == 0, zombies.text
