@@ -27,7 +27,7 @@ from mongo_celery.bridge.window import Queue, Window
 from mongo_celery.bridge.worker.subject import RunSubject
 from mongo_celery.mongo.table import Table
 from tests.chaos.facts import Plan, Step
-from tests.chaos.setting import HOT, POISON, keys_in, partition_of
+from tests.chaos.setting import HARMLESS, HOT, PARTITIONS, POISON, keys_in, partition_of
 
 _AHEAD = timedelta(hours=1)
 _LATE_SECONDS = 2.0
@@ -207,6 +207,13 @@ def _burst(at: float, where: str) -> Step:
     return Step(at, "person: burst", where=where, key=HOT)
 
 
+def _linger() -> Iterator[Step]:
+    """A change of each partition whose handler stands still behind its effect: some are in each worker."""
+    for partition in range(PARTITIONS):
+        key = next(keys_in("quick", partition, HARMLESS))
+        yield Step(5.0, "poison: lingers", where="quick", partition=partition, key=key)
+
+
 def _fail_in_lists() -> Iterator[Step]:
     """A key that fails, in the middle of a list of the hot key: they share a partition."""
     partition = partition_of("listed", HOT)
@@ -217,9 +224,7 @@ def _fail_in_lists() -> Iterator[Step]:
 
 _SHOWS: Mapping[str, tuple[float, int, Iterable[Step]]] = {
     "gate removed": (15.0, 1, [Step(at, "repeat messages", lasts=2.0) for at in (3.0, 6.0, 9.0, 12.0)]),
-    "commit out of order": (30.0, 1, [
-        Step(4.0, "freeze worker", lasts=10.0), Step(15.0, "freeze worker", lasts=10.0, choice=0.9),
-    ]),
+    "commit out of order": (34.0, 1, [*_linger(), Step(10.0, "freeze worker", lasts=20.0)]),
     "fence not raised": (20.0, 1, [
         _burst(3.0, "slow"), Step(4.0, "kill worker"), Step(6.0, "freeze worker", lasts=7.0, choice=0.9),
         Step(14.0, "kill worker", choice=0.9), Step(17.0, "kill worker"),

@@ -136,5 +136,7 @@ def _poisoned(step: Step) -> dict[str, Any]:
             return {"due": _YEAR_20000, "written": datetime.now(UTC)}
         case "broken UTF-8" | "no partition":
             return {}
+        case "lingers":
+            return {"lingers": 8.0}
         case _:
             return {"poison": name}
