@@ -13,7 +13,7 @@ from pymongo import MongoClient
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.embedded import MongoReplicaSet
 from mongo_celery.twophase.transaction import Transaction
-from tests.fixtures.mongo import empty
+from tests.fixtures.mongo import empty, write_as_newer
 from tests.integration.twophase_rig import Gate, advance, held_run, step
 
 Document = dict[str, Any]
@@ -85,6 +85,7 @@ class Clusters:
 @pytest.fixture(scope="module")
 def other_cluster() -> Iterator[MongoReplicaSet]:
     with MongoReplicaSet(parameters=["enableTestCommands=1"]) as started:
+        write_as_newer(started)
         yield started
 
 
