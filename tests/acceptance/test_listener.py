@@ -142,7 +142,7 @@ def test_a_regular_stop_hands_over_at_once_and_repeats_no_running_handler(scene:
 
 @pytest.mark.slow  # it judges seconds, so it wants a machine of its own: `pytest -m slow`
 def test_the_gap_keeps_its_published_bounds(scene: Scene) -> None:
-    """P7: the ttl + 2 s after SIGKILL; 1.5 s after SIGTERM. The best of a few: the machine may be late."""
+    """P7: the ttl + 2 s after SIGKILL, 1.5 s after SIGTERM. The best round counts, because the machine may be late."""
     leader, standby = scene.pair()
     takeovers, gaps = list[float](), list[float]()
     with scene.load():

@@ -323,7 +323,7 @@ def test_a_getmore_error_is_resumed(stream: Stream, data: Document) -> None:
         wait_for(lambda: reading.reader.status.last_error is None)
     records = stream.reopenings
     if "closeConnection" in data:
-        del records[3:]  # an event that was read alone begins another row
+        del records[3:]  # an event that is read alone begins a new series
     else:
         assert stream.openings == 1 + len(records)
     assert [record.pause > 0 for record in records] == [index > 0 for index in range(len(records))]

@@ -210,12 +210,13 @@ def worker_on(
     app.finalize()
     with closing(bridge.client):
         yield made
-        wait_for(lambda: _has_ended(bridge.wiring.of_process(DeferredWrites)))  # without the client it logs an error
+        wait_for(lambda: _end_pause(bridge.wiring.of_process(DeferredWrites)))  # without the client it logs an error
 
 
-def _has_ended(deferred: DeferredWrites) -> bool:
+def _end_pause(deferred: DeferredWrites) -> bool:
+    """End the pause before the next deferred write. Return True if no write is left."""
     with deferred._changed:
-        deferred._changed.notify()  # it makes no pause
+        deferred._changed.notify()
     return deferred._thread is None
 
 
