@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,45 @@ def test_forward_passes_over_what_lies_between_and_notes_the_gap(stage: Position
     (gap,) = stage.subscription["gaps"]
     assert (gap["from"], gap["until"], gap["policy"]) == (stage.events[-1]["clusterTime"], place_of(plan), "now")
     assert stage.bridge.operations.history()[0]["command"] == f"reset {HANDLER} --to now"
+
+
+@pytest.mark.parametrize(("back", "left"), [(0, []), (3, [3])], ids=["all of it", "the later half"])
+def test_a_gap_that_comes_back_is_a_gap_no_longer(stage: PositionsRig, back: int, left: list[int]) -> None:
+    """P16: what a handler gets after all is not reported as skipped."""
+    stage.reset(data_of(stage.events[0]["_id"]))
+    stage.reset("now")
+    times = [event["clusterTime"] for event in stage.events]
+    assert [gap["from"] for gap in stage.subscription["gaps"]] == times[:1]
+    stage.reset(data_of(stage.events[back]["_id"]))
+    assert [(gap["from"], gap["until"]) for gap in stage.subscription.get("gaps", [])] == [
+        (times[0], times[until]) for until in left
+    ]
+    (handler,) = stage.bridge.operations.read_status().handlers
+    assert len(handler.gaps) == len(left)
+
+
+def test_a_partition_that_comes_back_alone_leaves_the_gap_of_the_others(stage: PositionsRig) -> None:
+    stage.reset(data_of(stage.events[0]["_id"]))
+    stage.reset("now")
+    before = stage.subscription["gaps"]
+    stage.reset("oldest", key=str(stage.of(0)[0]["documentKey"]["_id"]))
+    assert stage.subscription["gaps"] == before
+
+
+def test_the_printed_undo_of_one_key_moves_its_partition_only(stage: PositionsRig) -> None:
+    """P6: otherwise the other partitions handle all their changes again."""
+    bridge, key = stage.bridge, str(stage.of(0)[0]["documentKey"]["_id"])
+    stage.reset(data_of(stage.events[0]["_id"]))
+    source = f"{stage.data.name}.orders"
+    done = run(bridge, reset, HANDLER, "--to", "now", "--key", key, "--source", source, "--yes")
+    (printed,) = [line for line in done.output.splitlines() if "changes reset" in line]
+    words = shlex.split(printed)
+    undo = words[words.index("reset") + 1 :]
+    before = [stage.partition(index) for index in (0, 1)]
+    again = plain(bridge, reset, *undo, "--yes")
+    assert (again["forward"], again["moved"]) == (False, [0])
+    assert data_of(stage.partition(0)["resumeToken"]) < data_of(before[0]["resumeToken"])
+    assert data_of(stage.partition(1)["resumeToken"]) == data_of(before[1]["resumeToken"])
 
 
 def test_replays_behind_the_place_are_withdrawn_and_their_letters_stay(stage: PositionsRig) -> None:

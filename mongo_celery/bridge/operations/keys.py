@@ -83,6 +83,11 @@ def quote_key(key: object) -> str:
     return text if len(text) <= _KEY_CHARS else f"{text[:_KEY_CHARS]}..."
 
 
+def key_json(key: object) -> str:
+    """Return a key as `--key` accepts it: JSON, which is the same key whatever documents exist."""
+    return json_util.dumps(key, json_options=_JSON)
+
+
 def _collection_of(wiring: Wiring, handler: str, source: str | None) -> tuple[str, str]:
     """Return the document's collection. Refuse one that no handler of this app watches."""
     watched = [each for one in wiring.stream()[0] if one.name == handler for each in one.sources]

@@ -120,6 +120,9 @@ class Operations:
         If the oplog no longer reaches the handler's position, `oldest` and `now` skip the lost changes. Then
         listeners may run.
 
+        `gaps` of the status then include the changes that the whole handler skips, until a reset brings them back. A
+        reset of one key changes no gap.
+
         Args:
             handler: name of the handler.
             to: `oldest`, `now`, a time (UTC without an offset), or a resume token, which means its time.

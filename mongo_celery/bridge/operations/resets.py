@@ -6,8 +6,8 @@ First the effect is computed, for the person who decides. Then one transaction p
 
 Backwards: everything after the place is read and handled again, in order. Fenced targets accept it, because its fencing
 tokens are newer than all before. A target passes through its older states up to the present one, and earlier executions
-cannot overwrite it. Forward: changes in between are skipped, and recorded as a gap. Both need a bridge without a
-leading listener.
+cannot overwrite it. Gaps end at the place. Forward: changes in between are skipped, and recorded as a gap. With a key,
+only its partition moves, and the gaps of the handler stay as they are. All need a bridge without a leading listener.
 
 Over an oplog gap: the handler continues, and gives up unread changes. Changes that were read are stored or buffered,
 and run. A leading listener reads the position again within a second. Without one, the next listener begins there.
@@ -17,26 +17,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pymongo
 from bson import Timestamp
 
 from mongo_celery.bridge.existing import place_at_time
 from mongo_celery.bridge.operations.acts import Act, reached, refuse_unknown
-from mongo_celery.bridge.operations.keys import find_key, quote_key
+from mongo_celery.bridge.operations.keys import find_key, key_json, quote_key
 from mongo_celery.bridge.operations.places import NOW, OLDEST, find_place
 from mongo_celery.bridge.operations.times import iso
 from mongo_celery.bridge.state.dead_letters import build_later_query
 from mongo_celery.bridge.state.partitions import Image, visible_state
 from mongo_celery.bridge.state.positions import Move
 from mongo_celery.bridge.state.store import Store
-from mongo_celery.bridge.state.subscriptions import layouts_in_force, parse_lost_history, parse_name, parse_position
+from mongo_celery.bridge.state.subscriptions import (
+    Layout,
+    layouts_in_force,
+    parse_lost_history,
+    parse_name,
+    parse_position,
+)
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.findings import list_some
 from mongo_celery.mongo.oplog import earliest_token, operation_time, read_oplog, time_of_token
 from mongo_celery.plan import Plan, PlanResult
 from mongo_celery.quantities import moment, number
+
+if TYPE_CHECKING:
+    from mongo_celery.bridge.wiring import Wiring
 
 _READ_SECONDS = 10.0
 _NAMED = 10
@@ -59,11 +68,11 @@ def plan_reset(act: Act, handler: str, to: str, *, key: str | None, source: str 
                     f"oldest entry or now. Run `{'` or `'.join(ways)}`.",
                 )
             return _plan_passing(act, handler, lost, to, store)
-        move, fields = _read_move(act, store, documents[handler], to, key, source)
+        move, fields, chosen = _read_move(act, store, documents[handler], to, key, source)
     way = "Skip these changes?" if move.forward else "Handle these changes again?"
     return act.plan(
         _describe_move(fields, act),
-        partial(_run_move, move, fields),
+        partial(_run_move, move, fields, chosen),
         fields,
         question=None if fields["leader"] else way,
         seen=_name_seen(move, fields),
@@ -124,8 +133,8 @@ def _name_seen(move: Move, fields: Mapping[str, Any]) -> str:
     return " ".join([f"{move.subscription}/{move.partitioning}/{move.term}", *partitions])
 
 
-def _run_move(move: Move, planned: Mapping[str, Any], running: Act) -> PlanResult:
-    """Perform the plan, completely or not at all."""
+def _run_move(move: Move, planned: Mapping[str, Any], chosen: Sequence[str], running: Act) -> PlanResult:
+    """Perform the plan, completely or not at all. `chosen` are the options that select its partition."""
     wiring, line, handler = running.wiring, running.line, move.subscription
     store = wiring.store
     way = {"from": planned["passed_from"] or planned["from"], "to": planned["to"], "reread": len(planned["reread"])}
@@ -138,7 +147,7 @@ def _run_move(move: Move, planned: Mapping[str, Any], running: Act) -> PlanResul
     word = "skipped all changes before" if move.forward else "back at"
     lines = [f"{handler}: {word} {moment(planned['to'])} ({count}). Start a listener to continue."]
     if planned["passed_from"] is not None:
-        again = line.changes("reset", handler, "--to", planned["passed_from"])
+        again = line.changes("reset", handler, "--to", planned["passed_from"], *chosen)
         lines += ["To handle the skipped changes after all, while the oplog has them:", f"  {again}"]
     if any(each["stored"] for each in planned["partitions"]):
         again = line.changes("snapshot", "start", handler)
@@ -154,14 +163,15 @@ def _refuse_moved(handler: str) -> CommandRefusedError:
 
 def _read_move(
     act: Act, store: Store, document: Mapping[str, Any], text: str, key: str | None, source: str | None
-) -> tuple[Move, dict[str, Any]]:
+) -> tuple[Move, dict[str, Any], list[str]]:
     """
     Read the state, and compute the effect of moving a handler to a place.
 
     Returns:
-        The move, and the plan's fields. `partitions` are moved, or some of their work ends. `reread` are the others
-        that are read again from there, and handle only unhandled changes. `passed_from` is the time of the first change
-        that a forward move skips. `dead_letters` of later changes stay. Later rows of `snapshots` do not run again.
+        The move, the plan's fields, and the options that select the same partition. `partitions` are moved, or some of
+        their work ends. `reread` are the others that are read again from there, and handle only unhandled changes.
+        `passed_from` is the time of the first change that a forward move skips. `dead_letters` of later changes stay.
+        Later rows of `snapshots` do not run again.
 
     Raises:
         CommandRefusedError: the place does not exist, or there is nothing to do.
@@ -169,10 +179,7 @@ def _read_move(
     wiring, handler = act.wiring, parse_name(document)
     lease = store.leases.read() or {}
     layout = layouts_in_force([document])[handler]
-    chosen = meant = None
-    if key is not None:
-        meant, hash_ = find_key(wiring, handler, layout, key, source)
-        chosen = hash_ % layout.partitions
+    chosen, quoted, options = _choose_partition(wiring, handler, layout, key, source)
     to = find_place(wiring, text)
     forward = text == NOW
     images = store.partitions.of({handler: layout.term})
@@ -195,7 +202,7 @@ def _read_move(
         since=passed_from,
     )
     partitions = [_describe_partition(store, each, to, forward=forward) for each in sent]
-    return move, {
+    fields = {
         "handler": handler,
         "to": iso(to),
         "token": place_at_time(to),
@@ -205,10 +212,22 @@ def _read_move(
         "partitions": sorted(partitions, key=lambda each: int(each["partition"])),
         "reread": reread,
         "staying": len(others) - len(reread),
-        "key": None if key is None else quote_key(meant),
+        "key": quoted,
         "leader": leader_in(lease),
         **_count_after(act, store, handler, to, [] if forward else [each.index for each in sent]),
     }
+    return move, fields, options
+
+
+def _choose_partition(
+    wiring: Wiring, handler: str, layout: Layout, key: str | None, source: str | None
+) -> tuple[int | None, str | None, list[str]]:
+    """Return the partition of a key, the quoted key, and the options that select it. None without a key."""
+    if key is None:
+        return None, None, []
+    meant, hash_ = find_key(wiring, handler, layout, key, source)
+    options = ["--key", key_json(meant), *(["--source", source] if source else [])]
+    return hash_ % layout.partitions, quote_key(meant), options
 
 
 def _is_sent(image: Image, to: Timestamp, *, forward: bool) -> bool:

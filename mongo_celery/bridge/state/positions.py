@@ -44,7 +44,7 @@ from mongo_celery.bridge.state.audit import AuditRecords
 from mongo_celery.bridge.state.dead_letters import ASKED, REQUESTED, STARTED, build_later_query
 from mongo_celery.bridge.state.partitions import build_attempt_reset, build_move
 from mongo_celery.bridge.state.state_collection import ids_under
-from mongo_celery.bridge.state.subscriptions import build_start_move, watermark_fields
+from mongo_celery.bridge.state.subscriptions import add_gap, build_start_move, cut_gaps, watermark_fields
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number
 from mongo_celery.mongo.opening import open_session
 
@@ -55,8 +55,6 @@ _COUNT_SECONDS = 30.0
 _AT_ONCE = 100
 _SMALL = ("partitions", "snapshots")
 """Collections whose documents of one handler fit into one transaction."""
-
-_GAPS_KEPT = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +357,11 @@ def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool
 
 
 def _build_handler_move(to: Move, term: Int64) -> list[dict[str, Any]]:
-    """Return the stages that move a subscription's watermark and, if it goes back, its pinned start."""
+    """
+    Return the stages that move a subscription's watermark and, if it goes back, its pinned start.
+
+    Forward it records the gap. Back, the recorded gaps end at the place. One partition alone changes no gap.
+    """
     # Without a token the position is a time: later changes have that time or a later one.
     own = {"$max": ["$startAtOperationTime", "$clusterTime"]}
     has_token = {"$gt": ["$resumeToken", None]}
@@ -374,9 +376,10 @@ def _build_handler_move(to: Move, term: Int64) -> list[dict[str, Any]]:
     place["fingerprint"] = REMOVED
     if to.forward:
         # The watermark is after changes that are stored but not handled.
-        gap = {"from": {"$min": [own, to.since]}, "until": to.time, "policy": "now", "at": "$$NOW"}
-        place["gaps"] = {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
+        place["gaps"] = add_gap({"$min": [own, to.since]}, to.time, "now")
     else:
         place["startAtOperationTime"] = {"$min": ["$startAtOperationTime", to.time]}
     change = {name: {"$cond": ["$_moves", value, f"${name}"]} for name, value in place.items()}
+    if not to.forward and to.partition is None:
+        change["gaps"] = cut_gaps(to.time)
     return [{"$set": {"_moves": moves}}, {"$set": {**change, "term": term}}, {"$unset": "_moves"}]

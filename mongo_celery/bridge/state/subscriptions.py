@@ -26,7 +26,7 @@ from bson.int64 import Int64
 from pymongo import UpdateOne
 
 from mongo_celery.bridge.state.state_collection import StateCollection, ids_under
-from mongo_celery.mongo.expressions import literal
+from mongo_celery.mongo.expressions import REMOVED, literal
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.table import Update
 
@@ -240,18 +240,25 @@ def build_start_move(start: Timestamp, policy: str) -> list[dict[str, Any]]:
     pinned start is kept. `gaps` records the lost part.
     """
     return [
-        {"$set": {"gaps": _with_gap(start, policy)}},
+        {"$set": {"gaps": add_gap({"$ifNull": ["$clusterTime", "$startAtOperationTime"]}, start, policy)}},
         {"$set": {"startAtOperationTime": {"$max": ["$startAtOperationTime", start]}}},
         {"$set": {"clusterTime": "$startAtOperationTime", "positionAt": {"$toDate": "$startAtOperationTime"}}},
         {"$unset": ["lost", "resumeToken", "fingerprint"]},
     ]
 
 
-def _with_gap(start: Timestamp, policy: str) -> dict[str, Any]:
-    """Return the last 20 recorded gaps, and a new one from the subscription's place to the place where it continues."""
-    place = {"$ifNull": ["$clusterTime", "$startAtOperationTime"]}
-    gap = {"from": place, "until": start, "policy": literal(policy), "at": "$$NOW"}
+def add_gap(place: Any, until: Timestamp, policy: str) -> dict[str, Any]:
+    """Return the last 20 recorded gaps, including a new one from a place, an expression, to a time."""
+    gap = {"from": place, "until": until, "policy": literal(policy), "at": "$$NOW"}
     return {"$slice": [{"$concatArrays": [{"$ifNull": ["$gaps", []]}, [gap]]}, -_GAPS_KEPT]}
+
+
+def cut_gaps(until: Timestamp) -> dict[str, Any]:
+    """Return the recorded gaps without everything from a time on. Without any gap, the field is removed."""
+    before = {"$filter": {"input": {"$ifNull": ["$gaps", []]}, "cond": {"$lt": ["$$this.from", until]}}}
+    cut = {"$mergeObjects": ["$$this", {"until": {"$min": ["$$this.until", until]}}]}
+    left = {"$map": {"input": before, "as": "this", "in": cut}}
+    return {"$cond": [{"$eq": [before, []]}, REMOVED, left]}
 
 
 def parse_position(document: Mapping[str, Any]) -> Timestamp | None:
