@@ -191,15 +191,15 @@ def resume_snapshot(operations: Operations, **given: Any) -> Plan:
     default=3600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long workers accept the old key afterwards. Use 0 if others may know it.",
+    help="How long workers accept older keys afterwards. Use 0 if others may know one.",
 )
 @acting
 def rotate_key(operations: Operations, **given: Any) -> Plan:
     """
     Replace the key that signs messages.
 
-    Handlers need not stop. Workers know the new key before listeners use it, and accept the old key during the overlap.
-    A message that waits longer is dispatched again.
+    Handlers need not stop. Workers know the new key before listeners use it, and accept older keys during the overlap.
+    A message that waits longer is dispatched again. Without a running listener, the key is used after the next start.
     """
     return operations.rotate_key(**given)
 

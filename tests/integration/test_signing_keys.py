@@ -15,6 +15,7 @@ from mongo_celery.bridge.options import BridgeOptions
 from mongo_celery.bridge.state.leases import FOREIGN, FORGED, MALFORMED, MISDIRECTED, TAMPERED, Term
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.worker.dropping import MOVED, Dropper, parse_process
+from mongo_celery.errors import CommandRefusedError
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import IDENTITY
 
@@ -102,7 +103,36 @@ def test_a_key_comes_into_force_with_the_next_term_where_nobody_leads(
     _come(documents)
     newest = _key(store, term)
     assert newest not in {new, old}
-    assert new not in _ring(store)
+    assert _ring(store) == (newest,), "nor is an older one accepted, whatever its own overlap"
+
+
+def test_an_older_key_keeps_its_shorter_overlap(store: Store, documents: Collection[Document]) -> None:
+    term = _led(store)
+    keys = [_key(store, term)]
+    for overlap in (60, 3600, 600):
+        store.signing.announce(overlap)
+        _come(documents)
+        keys.append(_key(store, term))
+    assert _ring(store) == (keys[3], *keys[:3])
+    (document,) = documents.find()
+    first, second, third = (each["until"] for each in document["previous"])
+    assert first < second == third, "a longer one ends with the last"
+
+
+def test_a_key_that_no_listener_puts_in_force_is_reported_as_such(
+    store: Store, documents: Collection[Document], mongo_url: str
+) -> None:
+    """P16: until a listener leads, older keys are accepted, whatever the overlap."""
+    bridge = Bridge(
+        Celery("shop"), mongo_url, name=BRIDGE, database=documents.database.name, lease_ttl=60, autodiscover=False
+    )
+    term = _led(store)
+    store.signing.sealing(term.document)
+    store.leases.release(term)
+    assert bridge.operations.rotate_key(overlap=0).run().fields["in_force_at"] is None
+    with pytest.raises(CommandRefusedError):
+        bridge.operations.rotate_key().run()
+    bridge.client.close()
 
 
 def test_a_flood_of_dropped_messages_is_counted_and_fills_neither_log_nor_state(

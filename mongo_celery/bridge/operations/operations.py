@@ -233,38 +233,15 @@ class Operations:
         """
         Store a new key for signing messages. The listener starts using it a little later.
 
-        Nothing stalls: workers know the new key before it is used, and accept the old one during the overlap. A message
-        that waits longer is dropped, and dispatched again.
+        Nothing stalls: workers know the new key before it is used, and accept older ones during the overlap. A message
+        that waits longer is dropped, and dispatched again. While no listener is running, `in_force_at` is None, and
+        older keys stay in force.
 
         Args:
-            overlap: seconds for which the old key is accepted afterwards. 0 if others know the key.
+            overlap: seconds for which older keys are accepted afterwards, at most. 0 if others know a key.
             reason: the reason for the audit record.
         """
-        wiring = self._wiring
-        act = self._act("rotate-key", reason=reason, overlap=overlap)
-        with reached(wiring) as store:
-            if store.signing.read() is None:
-                raise CommandRefusedError(
-                    f"Bridge {wiring.name} has never had a listener, so it has no key to replace. Nothing needs to be "
-                    "done: the first listener creates one."
-                )
-
-        def run(running: Act) -> PlanResult:
-            at = wiring.store.signing.announce(overlap)
-            if at is None:
-                raise CommandRefusedError(
-                    f"Bridge {wiring.name} already has a new key that the listener does not use yet. It uses the key "
-                    f"about {ANNOUNCED_SECONDS:.0f} s after the last command. Repeat the command then.",
-                )
-            running.count("keys")
-            text = f"{wiring.name}: a new key is stored. The listener signs with it from {at:%H:%M:%S} UTC on."
-            return PlanResult(
-                lines=[f"{text} Workers accept the old one for {overlap:.0f} s after that."],
-                fields={"in_force_at": at.isoformat()},
-            )
-
-        line = f"{wiring.name}: a new key would be stored. Workers would accept the old one for {overlap:.0f} s more"
-        return act.plan([line], run, {"overlap_seconds": overlap, "in_force_at": None})
+        return _plan_rotation(self._act("rotate-key", reason=reason, overlap=overlap), overlap)
 
     def read_status(self, *, ask: bool = False) -> BridgeSnapshot:
         """
@@ -301,3 +278,40 @@ class Operations:
             limit: largest number.
         """
         return read_history(self._wiring, handler, limit)
+
+
+def _plan_rotation(act: Act, overlap: float) -> Plan:
+    """Plan to announce a new signing key, as in `Operations.rotate_key`."""
+    wiring = act.wiring
+    with reached(wiring) as store:
+        if store.signing.read() is None:
+            raise CommandRefusedError(
+                f"Bridge {wiring.name} has never had a listener, so it has no key to replace. Nothing needs to be "
+                "done: the first listener creates one."
+            )
+        is_led = bool((store.leases.read() or {}).get("live"))
+    start = f"No listener is running, so older keys stay in force. Start one: {wiring.line.celery('listener')}"
+
+    def run(running: Act) -> PlanResult:
+        at = wiring.store.signing.announce(overlap)
+        is_led = bool((wiring.store.leases.read() or {}).get("live"))
+        if at is None:
+            then = f"It uses the key about {ANNOUNCED_SECONDS:.0f} s after the last command. Repeat the command then."
+            raise CommandRefusedError(
+                f"Bridge {wiring.name} already has a new key that the listener does not use yet. "
+                f"{then if is_led else start}"
+            )
+        running.count("keys")
+        text = f"{wiring.name}: a new key is stored. The listener signs with it from {at:%H:%M:%S} UTC on."
+        return PlanResult(
+            lines=[
+                f"{text} Workers accept older ones for {overlap:.0f} s after that."
+                if is_led
+                else f"{wiring.name}: a new key is stored, but not used. {start}"
+            ],
+            fields={"in_force_at": at.isoformat() if is_led else None},
+        )
+
+    line = f"{wiring.name}: a new key would be stored. Workers would accept older ones for {overlap:.0f} s more"
+    lines = [line, *([] if is_led else [start])]
+    return act.plan(lines, run, {"overlap_seconds": overlap, "in_force_at": None})

@@ -7,8 +7,9 @@ writer of an outbox, which may store keys of entries in `keys`, cannot replace o
     {_id: "shop", key: KEY, next: {key, from, overlap} or null, previous: [{key, until}, ...]}
 
 A new key is announced first. Workers read the keys again every few seconds while messages arrive, so all of them know
-it before it is used. When its time has come, the leader replaces the keys in one write. Messages with the old signature
-are accepted for a bounded time. All times are the server's.
+it before it is used. When its time has come, the leader replaces the keys in one write. Messages with an old signature
+are accepted for a bounded time, which ends for all older keys with the overlap of the new one. All times are the
+server's.
 """
 
 from __future__ import annotations
@@ -37,14 +38,22 @@ ANNOUNCED_SECONDS = 3 * KEY_SECONDS
 
 _PREVIOUS = {"$ifNull": ["$previous", []]}
 _DUE = {"$and": [{"$gt": ["$next", None]}, {"$lte": ["$next.from", "$$NOW"]}]}
-_OLD = {"key": "$key", "until": {"$add": ["$$NOW", "$next.overlap"]}}
+_END = {"$add": ["$$NOW", "$next.overlap"]}
+_OLDER = {
+    "$map": {
+        "input": _PREVIOUS,
+        "as": "each",
+        "in": {"$mergeObjects": ["$$each", {"until": {"$min": ["$$each.until", _END]}}]},
+    }
+}
+_REPLACED = {"$concatArrays": [_OLDER, [{"key": "$key", "until": _END}]]}
 _EXCHANGE: dict[str, Any] = {
     "$set": {
         "key": {"$cond": [_DUE, "$next.key", "$key"]},
         "next": {"$cond": [_DUE, None, {"$ifNull": ["$next", None]}]},
         "previous": {
             "$filter": {
-                "input": {"$concatArrays": [_PREVIOUS, {"$cond": [_DUE, [_OLD], []]}]},
+                "input": {"$cond": [_DUE, _REPLACED, _PREVIOUS]},
                 "as": "each",
                 "cond": {"$gt": ["$$each.until", "$$NOW"]},
             },
@@ -123,11 +132,11 @@ class SigningKeys:
         Announce a new key.
 
         Args:
-            overlap: seconds for which the current key is accepted after the replacement.
+            overlap: seconds for which the current key and older ones are accepted after the replacement, at most.
 
         Returns:
-            The time when it takes effect, if a listener leads then. None if there is no key yet, or one is already
-            announced.
+            The time when it takes effect, if a listener leads then. Otherwise the next leader exchanges the keys.
+            None if there is no key yet, or one is already announced.
         """
         key = {"key": new_key(), "overlap": millis(overlap)}
         change = {"next": {"$mergeObjects": [literal(key), {"from": after(ANNOUNCED_SECONDS)}]}}
