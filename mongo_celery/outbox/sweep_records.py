@@ -31,6 +31,9 @@ COLLECTION = "outbox_sweeps"
 _HELD_SECONDS = 20.0
 """Seconds after its last note for which a sweep delays others. After that it may have died."""
 
+_LONGEST_SECONDS = 2 * _HELD_SECONDS
+"""A later `until` is of a clock that was ahead, and counts as past."""
+
 
 def patience(every: float | None) -> float:
     """Return the seconds without a sweep after which a process reports it."""
@@ -57,7 +60,8 @@ class SweepRecords(PeriodicNotes):
         if now - self._noted_at < every:
             return True
         hold = {} if sweep is None else {"sweep": sweep, "until": after(_HELD_SECONDS)}
-        is_held = {"$and": [{"$gt": ["$until", "$$NOW"]}, {"$ne": ["$sweep", sweep]}]}
+        is_ahead = {"$gt": ["$until", after(_LONGEST_SECONDS)]}
+        is_held = {"$and": [{"$gt": ["$until", "$$NOW"]}, {"$not": [is_ahead]}, {"$ne": ["$sweep", sweep]}]}
         try:
             written = self.write(hold, None if sweep is None else is_held)
         except PyMongoError as error:

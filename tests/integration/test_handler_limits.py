@@ -165,6 +165,17 @@ def test_tokens_are_those_of_the_handler_whatever_the_term(begin: MakeTerm) -> N
     assert take("record", two.rig.version, 9, 0.001, 2.5) == (2, 0.5)
 
 
+def test_a_bucket_of_a_clock_that_was_ahead_fills_from_now_on(begin: MakeTerm) -> None:
+    """P17: a primary's clock was ahead. The bucket neither waits for that time, nor is it full."""
+    term = begin(rate="1/h")
+    take, handlers = term.store.subscriptions.take_tokens, term.rig.database["handlers"]
+    assert take("record", term.rig.version, 5, 0.001, 2.5) == (2, 0.5)
+    for move, tokens in ((3_600_000, (0, 0.5)), (-1_000_000, (1, 0.5))):
+        handlers.update_one({}, [{"$set": {"tokens.at": {"$add": ["$tokens.at", move]}}}])
+        granted, left = take("record", term.rig.version, 9, 0.001, 2.5)
+        assert (granted, round(left, 1)) == tokens
+
+
 def test_the_next_run_is_due_when_its_token_is(begin: MakeTerm) -> None:
     """So no poll delays it, and no turn is in vain."""
     term = begin(rate="1/h")

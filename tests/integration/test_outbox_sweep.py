@@ -146,3 +146,9 @@ def test_sweeps_of_one_outbox_do_not_overlap_and_one_that_died_keeps_nobody_away
     assert own.update_one({"sweep": dead}, [{"$set": {"until": "$$NOW"}}]).matched_count
     assert sweep_now(other)["second"]["dispatched"] == 1
     assert len(rig.sent()) == 3
+
+    leave(rig, "orders", 1)
+    assert notes.note(0.0, dead)
+    ahead = {"$set": {"until": {"$add": ["$until", 3_600_000]}}}
+    assert own.update_one({"sweep": dead}, [ahead]).matched_count
+    assert sweep_now(other)["second"]["dispatched"] == 1, "the clock was ahead"

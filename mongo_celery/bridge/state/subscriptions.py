@@ -167,19 +167,21 @@ class Subscriptions(StateCollection):
         """
         Take tokens from a handler's bucket, which fills with time up to `burst`. A missing bucket is full.
 
+        A bucket of a clock that was ahead keeps its tokens, and fills from now on.
+
         A term that has ended gets none. If the answer is lost, the taken tokens are too.
 
         Returns:
             The number of taken tokens, at most `wanted`, and those that are left.
         """
-        before = {"$ifNull": ["$tokens.at", "$$NOW"]}
-        grown = {"$multiply": [{"$max": [{"$subtract": ["$$NOW", before]}, 0]}, per_second / 1000]}
+        before = {"$min": ["$tokens.at", "$$NOW"]}  # without a bucket, now
+        grown = {"$multiply": [{"$subtract": ["$$NOW", before]}, per_second / 1000]}
         filled = {"$min": [{"$add": [{"$ifNull": ["$tokens.left", burst]}, grown]}, burst]}
         taken = {"$min": [wanted, {"$floor": "$tokens.left"}]}
         document = self._table.find_and_update_unretried(
             {"_id": self._id(name), "term": term},
             [
-                {"$set": {"tokens": {"left": filled, "at": {"$max": [before, "$$NOW"]}}}},
+                {"$set": {"tokens": {"left": filled, "at": "$$NOW"}}},
                 {"$set": {"tokens.taken": taken}},
                 {"$set": {"tokens.left": {"$subtract": ["$tokens.left", "$tokens.taken"]}}},
             ],
