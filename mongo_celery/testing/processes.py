@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,10 +14,14 @@ from bson import Timestamp
 from pymongo import MongoClient
 
 from mongo_celery.arguments import Duration, positive
+from mongo_celery.bridge.existing import place_after_time
 from mongo_celery.bridge.handlers import Handler
 from mongo_celery.bridge.options import BridgeOptions
+from mongo_celery.bridge.state.partitions import Image, visible_state
+from mongo_celery.bridge.state.subscriptions import layouts_in_force
 from mongo_celery.bridge.wiring import Wiring
 from mongo_celery.embedded.processes import ChildProcess, Supervisor
+from mongo_celery.findings import list_some
 from mongo_celery.mongo.oplog import operation_time
 from mongo_celery.outbox.signing import COLLECTION as KEYS
 from mongo_celery.outbox.signing import KEYS_OF_OUTBOXES
@@ -30,6 +34,10 @@ _NOT_OURS = {"admin", "config", "local"}
 _PAUSE_SECONDS = 0.05
 _ENDING_SECONDS = 10.0
 _STARTING_SECONDS = 60.0
+_NAMED = 3
+
+_FindLate = Callable[[Wiring, Timestamp], list[str]]
+"""Returns the names of the handlers that are late at a time."""
 
 
 class BridgeWorkers:
@@ -100,7 +108,7 @@ class BridgeWorkers:
         self._processes.celery(
             app, "worker", "--listener", *arguments, environment=environment or {}, directory=Path.cwd()
         )
-        self.drain(timeout)
+        self._wait(timeout, _find_unread)
 
     def drain(self, timeout: Duration = 30.0) -> None:
         """
@@ -113,9 +121,12 @@ class BridgeWorkers:
             ChildProcessError: a worker ended.
             TimeoutError: the time is used up. The notes contain the workers' output.
         """
+        self._wait(timeout, _find_unhandled)
+
+    def _wait(self, timeout: Duration, find_late: _FindLate) -> None:
         try:
             for bridge in self._bridges:
-                wait_until_handled(bridge, timeout, self._demand_workers)
+                wait_for_handlers(bridge, timeout, self._demand_workers, find_late)
         except TimeoutError as error:
             for process in self._processes.started:
                 error.add_note(f"{process.name} wrote: {process.last_words}")
@@ -150,8 +161,9 @@ def drain(bridge: Bridge, timeout: Duration = 30.0) -> None:
             drain(bridge, timeout=60)
             assert summaries.find_one({"_id": 6})["total"] == 20
 
-    Use it for bridges in other processes with the same URL, name and `database`. It does not wait for tasks that
-    handlers send, or for changes that handlers write.
+    Use it for bridges in other processes with the same URL, name and `database`. A change that became a dead letter, or
+    was skipped, is finished. A halted, paused or retrying one is not. It does not wait for tasks that handlers send, or
+    for changes that handlers write.
 
     Args:
         bridge: the bridge, with the same configuration and handlers in the test's process.
@@ -160,26 +172,26 @@ def drain(bridge: Bridge, timeout: Duration = 30.0) -> None:
     Raises:
         TimeoutError: the time is used up. The message names the late handlers and their blocked partitions.
     """
-    wait_until_handled(bridge, timeout, lambda: None)
+    wait_for_handlers(bridge, timeout, lambda: None, _find_unhandled)
 
 
-def wait_until_handled(bridge: Bridge, timeout: Duration, check: Callable[[], None]) -> None:
-    """Wait like `drain`. Between two polls call `check`, which may raise."""
+def wait_for_handlers(bridge: Bridge, timeout: Duration, check: Callable[[], None], find_late: _FindLate) -> None:
+    """Wait until no handler is late at the present time. Between two polls call `check`, which may raise."""
     wiring, until = bridge.wiring, time.monotonic() + positive(timeout, "timeout")
     aim = operation_time(wiring.client)
-    while behind := _behind(wiring, aim):
+    while late := find_late(wiring, aim):
         check()
         if time.monotonic() > until:
             raise TimeoutError(
                 f"Bridge {wiring.name} has not handled all changes within {positive(timeout, 'timeout'):g} s. "
-                f"Not finished: {', '.join(behind)}{_show_blocked(wiring)}. Check that a listener and a worker "
+                f"Not finished: {', '.join(late)}{_show_blocked(wiring)}. Check that a listener and a worker "
                 "run on this MongoDB: `celery -A APP changes status`.",
             )
         time.sleep(_PAUSE_SECONDS)
 
 
-def _behind(wiring: Wiring, aim: Timestamp) -> list[str]:
-    """Return the handlers whose watermark is before a time."""
+def _find_unread(wiring: Wiring, aim: Timestamp) -> list[str]:
+    """Return the handlers whose watermark is before a time. It may have passed changes that are only stored."""
     found: dict[str, Any] = {
         document["_id"]: document.get("clusterTime") for document in wiring.store.subscriptions.read_all()
     }
@@ -187,14 +199,36 @@ def _behind(wiring: Wiring, aim: Timestamp) -> list[str]:
     return [name for name, place in places if place is None or place < aim]
 
 
+def _find_unhandled(wiring: Wiring, aim: Timestamp) -> list[str]:
+    """
+    Return the handlers with an unhandled change up to a time.
+
+    The watermarks are read first: every change before them is then finished, halted, or stored and marked.
+    """
+    if late := _find_unread(wiring, aim):
+        return late
+    return sorted({image.subscription for image in _read_partitions(wiring) if _is_late(wiring, image, aim)})
+
+
+def _is_late(wiring: Wiring, image: Image, aim: Timestamp) -> bool:
+    until = place_after_time(aim)
+    if image.head is not None and image.head["resumeToken"]["_data"] <= until:
+        return True
+    return image.stored is not None and wiring.store.backlog.first(image.id, image.data, until) is not None
+
+
+def _read_partitions(wiring: Wiring) -> list[Image]:
+    """Return the partitions of the bridge's handlers. Other stored handlers are not in this app."""
+    layouts = layouts_in_force(wiring.store.subscriptions.read_all())
+    served = {each.name for each in wiring.handlers}
+    return wiring.store.partitions.of({name: each.term for name, each in layouts.items() if name in served})
+
+
 def _show_blocked(wiring: Wiring) -> str:
     """Describe blocked partitions for the error message."""
-    partitions = wiring.client[wiring.options.database]["partitions"]
-    found: Iterable[dict[str, Any]] = partitions.find(
-        {"_id": {"$regex": f"^{wiring.name}/"}, "state": {"$ne": "flowing"}}, limit=3
-    )
-    said = [f"{each['_id']} is {each['state']}" for each in found]
-    return f" ({', '.join(said)})" if said else ""
+    states = {image.id: visible_state(image) for image in _read_partitions(wiring)}
+    blocked = [f"{name} is {state}" for name, state in states.items() if state != "flowing"]
+    return f" ({list_some(blocked, _NAMED)})" if blocked else ""
 
 
 def empty(client: MongoClient[dict[str, Any]]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -30,14 +30,19 @@ from pymongo.database import Database
 from pymongo.errors import AutoReconnect, ServerSelectionTimeoutError
 
 from mongo_celery import Bridge, Change, Changes, Outbox
+from mongo_celery.bridge.existing import place_at_time
 from mongo_celery.bridge.listener import feedback
 from mongo_celery.bridge.operations.lookups import read_blocked_change
+from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.bridge.state.subscriptions import Advance
 from mongo_celery.cli.dead_letters import list_dead_letters
 from mongo_celery.errors import ConfigurationError, HandlerUsageError
+from mongo_celery.mongo.oplog import earliest_token, operation_time
 from mongo_celery.testing import BridgeRunner, BridgeWorkers, drain, load_change
 from mongo_celery.testing.calls import CrashPoint
 from tests.fixtures.mongo import Document, MakeClient
 from tests.fixtures.process import PATIENCE_SECONDS
+from tests.rig.positions import PositionsRig, staged
 
 NOWHERE = "mongodb://localhost:1/?replicaSet=nowhere"
 
@@ -405,6 +410,44 @@ def test_draining_waits_for_whoever_works(database: Database[Document], mongo_ur
     with pytest.raises(TimeoutError, match="note"):
         drain(shop.bridge, timeout=0.1)
     shop.bridge.client.close()
+
+
+@pytest.fixture
+def passed(mongo_url: str, database: Database[Document], state_database: str) -> Iterator[PositionsRig]:
+    """Give a bridge whose watermark lies an hour ahead of everything that is written."""
+    with staged(mongo_url, database, state_database) as made:
+        ahead = Timestamp(operation_time(made.bridge.client).time + 3600, 1)
+        token = earliest_token(ahead)
+        made.store.subscriptions.advance_all([Advance(made.handler, made.version, token, ahead)], "f")
+        drain(made.bridge, timeout=PATIENCE_SECONDS)
+        yield made
+
+
+@pytest.mark.parametrize("state", ["flowing", "paused"])
+def test_draining_waits_for_a_change_that_is_stored(passed: PositionsRig, state: str) -> None:
+    """The watermark has passed it, because it is safe. It is not handled, whatever holds it up."""
+    index, last = passed.index(passed.events[-1]), passed.events[-1]
+    stored, later = f"{last['_id']['_data']}0", place_at_time(Timestamp(last["clusterTime"].time + 1800, 1))
+    place = passed.partition_id(index)
+    passed.store.backlog.insert(place, [StoredChange(each, b"x") for each in (stored, later)], passed.version)
+    assert passed.store.partitions.mark_stored(place, passed.version, later, "paused")
+    passed.state["partitions"].update_one({"_id": place}, {"$set": {"state": state}})
+    with pytest.raises(TimeoutError):
+        drain(passed.bridge, timeout=0.1)
+    passed.state["partitions"].update_one({"_id": place}, {"$set": {"state": "flowing"}})
+    assert passed.handle({**last, "_id": {"_data": stored}})
+    drain(passed.bridge, timeout=PATIENCE_SECONDS)
+
+
+def test_draining_waits_for_a_change_that_halted(passed: PositionsRig) -> None:
+    last = passed.events[-1]
+    change = {**last, "_id": {"_data": f"{last['_id']['_data']}0"}}
+    claim = passed.claims_at(change)
+    assert passed.store.claims.halt(claim, change["_id"], "orders insert 1", "ValueError: no")
+    with pytest.raises(TimeoutError):
+        drain(passed.bridge, timeout=0.1)
+    passed.bridge.operations.skip(passed.handler, passed.index(last), discard=True).run()
+    drain(passed.bridge, timeout=PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize("feeds", [True, False], ids=["itself", "by a user"])
