@@ -1,5 +1,5 @@
 """
-Updating many documents except those that an open transaction has written.
+Writes that meet documents which an open transaction has written: around them, or with the lock as the error.
 
 A plain update waits for such a document until that transaction ends, by default up to a minute
 (`transactionLifetimeLimitSeconds`), and all later documents wait. Within a transaction the server refuses the same
@@ -13,6 +13,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import pymongo
@@ -108,6 +109,54 @@ def update_one_around_lock(
         if not error.timeout:
             raise
     return _in_transaction(table, session, write)
+
+
+def update_one_or_raise_lock(table: Table, guard: Mapping[str, Any], change: Update) -> bool:
+    """
+    Update the document that a guard selects, like `Table.update`.
+
+    Raises:
+        PyMongoError: the update was not made, or its result is unknown. If a lock kept it waiting, it satisfies
+            `is_lock`.
+    """
+    try:
+        return table.update(guard, change)
+    except PyMongoError as error:
+        if not error.timeout:
+            raise
+        with open_session(table.collection.database.client) as session:
+            write = partial(table.collection.update_one, guard, change, session=session)
+            if _in_transaction(table, session, write).matched_count == 1:  # refused immediately if it is locked
+                return True
+        raise  # the first one may have been made
+
+
+def run_transaction(session: ClientSession, body: Callable[[ClientSession], _T]) -> _T:
+    """
+    Run a transaction with PyMongo's `with_transaction`, which repeats it within the time limit.
+
+    Raises:
+        PyMongoError: from the transaction. If a lock has used up the time, it satisfies `is_lock`, although the last
+            attempt had no time left.
+    """
+    refusal: PyMongoError | None = None
+
+    def attempt(inside: ClientSession) -> _T:
+        nonlocal refusal
+        try:
+            result = body(inside)
+        except PyMongoError as error:
+            refusal = error if is_lock(error) else refusal
+            raise
+        refusal = None  # no lock delays its end
+        return result
+
+    try:
+        return session.with_transaction(attempt)
+    except PyMongoError as error:
+        if refusal is None or not error.timeout:
+            raise
+        raise refusal from error
 
 
 def is_lock(error: BaseException) -> bool:

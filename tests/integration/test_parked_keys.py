@@ -11,7 +11,7 @@ import pytest
 from bson import Int64
 from celery.exceptions import Ignore
 from pymongo import MongoClient
-from pymongo.errors import OperationFailure
+from pymongo.errors import OperationFailure, PyMongoError
 
 from mongo_celery import Changes
 from mongo_celery.bridge.state.claims import PARKED_MAX, Claims, record_session
@@ -19,10 +19,11 @@ from mongo_celery.bridge.state.dead_letters import FAILED, REPLAYS_MAX
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.table import Table
 from tests.fixtures.process import wait_for
 from tests.rig.changes import BRIDGE, HANDLER, Document, hash_of, number_of, token
-from tests.rig.term import around
+from tests.rig.term import around, open_transaction
 from tests.rig.worker import WantedError, WorkerRig, worker_on
 
 
@@ -226,6 +227,18 @@ _DAMAGES: list[tuple[Document, bool]] = [
     ({"$set": {"fencingToken": None}}, False),
     ({"$set": {"replay": "damaged"}}, False),
 ]
+
+
+def test_a_letter_whose_partition_is_locked_is_discarded_later(parking: WorkerRig) -> None:
+    waiting(parking)
+    with (
+        open_transaction(parking.bridge.client, parking.bridge.options.database, parking.rig.image.id),
+        pytest.raises(CommandRefusedError) as refused,
+    ):
+        parking.discard()
+    assert isinstance(refused.value.__cause__, PyMongoError)
+    assert is_lock(refused.value.__cause__)
+    assert [each.result for each in parking.discard()] == ["done"] * 3
 
 
 @pytest.mark.parametrize(("damage", "may_be_replayed"), _DAMAGES, ids=str)

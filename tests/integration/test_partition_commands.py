@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 from bson import Timestamp
+from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.subscriptions import parse_name
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.locked import is_lock
 from mongo_celery.plan import Plan
 from tests.integration.conftest import MakeBridge
 from tests.rig.led import LedBridge, stored_change, token
-from tests.rig.term import mark_at
+from tests.rig.term import mark_at, open_transaction
 
 
 def handle(change: object) -> None:
@@ -121,6 +123,28 @@ def test_a_skip_passes_over_the_change_that_was_seen(led: LedBridge) -> None:
     assert (shown.committed, shown.state, shown.token) == (1, "flowing", token(1)["_data"])
     assert led.claim(number=1) is None
     assert led.claim(number=2) is not None
+
+
+@pytest.mark.parametrize(
+    ("command", "discard"), [("pause", None), ("retry", None), ("skip", False), ("skip", True)], ids=str
+)
+def test_a_locked_partition_is_not_taken_for_a_silent_server(
+    storing: LedBridge, command: str, discard: bool | None
+) -> None:
+    """P9: a worker died within its transaction, so the command does nothing, and can be repeated after its end."""
+    if command != "pause":
+        storing.halt()
+    before = storing.image
+    plan = getattr(storing.operations, command)("summarise", 0, **({} if discard is None else {"discard": discard}))
+    with (
+        open_transaction(storing.bridge.client, storing.bridge.options.database, before.id),
+        pytest.raises(CommandRefusedError) as refused,
+    ):
+        plan.run()
+    assert isinstance(refused.value.__cause__, PyMongoError)
+    assert is_lock(refused.value.__cause__)
+    assert storing.image == before
+    assert results_of(plan) == ["done"]
 
 
 @pytest.mark.parametrize("command", ["skip", "retry"])

@@ -14,20 +14,23 @@ from bson import ObjectId, Timestamp
 from click.testing import CliRunner, Result
 from pymongo import MongoClient
 from pymongo.database import Database
+from pymongo.errors import PyMongoError
 
 from mongo_celery import Bridge
 from mongo_celery.bridge.listener.starts import open_position, read_starts
+from mongo_celery.bridge.state import positions
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.dead_letters import ReplayRequest
 from mongo_celery.bridge.state.positions import Positions
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.cli.steering import history, reset
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.oplog import earliest_token, read_oplog
 from tests.fixtures.samples import IDENTITY
 from tests.rig.changes import Document, letter_of
 from tests.rig.positions import HANDLER, NAME, PositionsRig, bridge_on, data_of, place_of, staged
-from tests.rig.term import KilledError, around
+from tests.rig.term import KilledError, around, open_transaction
 
 REQUEST: Document = {"id": ObjectId(), "state": "requested", "partition": 0, "hash": 0, "overNewer": False}
 """A stored request for a replay, without its layout."""
@@ -251,6 +254,23 @@ def test_killed_in_the_middle_nothing_is_changed(stage: PositionsRig, monkeypatc
     with pytest.raises(KilledError):
         stage.reset("oldest")
     assert stage.everything() == before
+
+
+def test_a_partition_that_an_open_transaction_locks_is_named_as_the_cause(
+    stage: PositionsRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P9: the server answers all the time. The cause is a lock, and the cure is to wait for its end."""
+    before, plan = stage.everything(), stage.plan("oldest")
+    monkeypatch.setattr(positions, "_SECONDS", 3.0)
+    with (
+        open_transaction(stage.bridge.client, stage.bridge.options.database, stage.partition_id(1)),
+        pytest.raises(CommandRefusedError) as refused,
+    ):
+        plan.run()
+    assert isinstance(refused.value.__cause__, PyMongoError)
+    assert is_lock(refused.value.__cause__)
+    assert stage.everything() == before
+    plan.run()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ P1 to P12 are the design's invariants.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 from bson import Timestamp
@@ -27,24 +27,13 @@ from tests.fixtures.mongo import MakeClient
 from tests.fixtures.process import wait_for
 from tests.rig.commands import CommandRecorder
 from tests.rig.repartitioning import NAME, Document, TermsOfShop
-from tests.rig.term import BRIDGE, TTL, TermRig, begin_term, mark_at
+from tests.rig.term import BRIDGE, TTL, TermRig, begin_term, mark_at, open_transaction
 
 _FEW, _MANY = 2, 60
 SLOW = "slow"
 _PLACE = mark_at(Timestamp(1000, 5))
 _LATER = mark_at(Timestamp(1000, 9))
 _PARTITIONS = 4
-
-
-@contextmanager
-def open_transaction(client: MongoClient[Document], database: str, *ids: str) -> Iterator[None]:
-    """Write partitions in a transaction that stays open, as a client does that has died before its commit."""
-    with client.start_session() as session, session.start_transaction():
-        for where in ids:
-            found = client[database]["partitions"].update_one({"_id": where}, {"$set": {"note": 1}}, session=session)
-            assert found.matched_count == 1
-        yield
-        session.abort_transaction()
 
 
 def names_of(count: int) -> list[str]:

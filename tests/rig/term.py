@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -131,6 +132,17 @@ class TermRig:
 
 class KilledError(Exception):
     """A listener was killed here."""
+
+
+@contextmanager
+def open_transaction(client: MongoClient[Document], database: str, *ids: str) -> Iterator[None]:
+    """Write partitions in a transaction that stays open, as a client does that has died before its commit."""
+    with client.start_session() as session, session.start_transaction():
+        for where in ids:
+            found = client[database]["partitions"].update_one({"_id": where}, {"$set": {"note": 1}}, session=session)
+            assert found.matched_count == 1
+        yield
+        session.abort_transaction()
 
 
 def around(

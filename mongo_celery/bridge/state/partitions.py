@@ -35,7 +35,13 @@ from mongo_celery.bridge.state.dead_letters import PARKED_BEHIND, REPLAYS_MAX, s
 from mongo_celery.bridge.state.state_collection import StateCollection, ids_under, to_unsigned
 from mongo_celery.bridge.state.subscriptions import Layout
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number, remaining
-from mongo_celery.mongo.locked import update_around_locks, update_one_around_lock, update_unlocked
+from mongo_celery.mongo.locked import (
+    run_transaction,
+    update_around_locks,
+    update_one_around_lock,
+    update_one_or_raise_lock,
+    update_unlocked,
+)
 from mongo_celery.mongo.table import JOURNALED
 
 _COMPARED = 64  # largest number of earlier states to compare with: the cost grows with their square
@@ -435,7 +441,7 @@ class Partitions(StateCollection):
             return True
 
         with self._table.session() as session:
-            return session.with_transaction(both)
+            return run_transaction(session, both)
 
     def _guard(self, image: Image, state: str) -> dict[str, Any]:
         return {
@@ -450,7 +456,7 @@ class Partitions(StateCollection):
         guard = self._guard(image, state)
         if "fencingToken" not in change:  # pausing does not affect a running execution, whatever its token
             del guard["fencingToken"], guard["committed"], guard["handled"]
-        return self._table.update(guard, [{"$set": dict(change)}])
+        return update_one_or_raise_lock(self._table, guard, [{"$set": dict(change)}])
 
     def _scope(self, partitionings: Mapping[str, int]) -> dict[str, Any]:
         return {

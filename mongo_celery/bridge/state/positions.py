@@ -46,6 +46,7 @@ from mongo_celery.bridge.state.partitions import build_attempt_reset, build_move
 from mongo_celery.bridge.state.state_collection import ids_under
 from mongo_celery.bridge.state.subscriptions import add_gap, build_start_move, cut_gaps, watermark_fields
 from mongo_celery.mongo.expressions import REMOVED, literal, next_number
+from mongo_celery.mongo.locked import run_transaction
 from mongo_celery.mongo.opening import open_session
 
 T = TypeVar("T")
@@ -344,9 +345,9 @@ class Positions:
         return bool(self._database[name].update_one(guard, change, session=session).matched_count)
 
     def run_transaction(self, body: Callable[[ClientSession], T]) -> T:
-        """Run a transaction on the state, repeated for a bounded time."""
+        """Run a transaction on the state, repeated for a bounded time. A lock raises an error as `is_lock` has it."""
         with pymongo.timeout(_SECONDS), open_session(self._database.client) as session:
-            return session.with_transaction(body)
+            return run_transaction(session, body)
 
 
 def _is_moved(partition: Mapping[str, Any], data: str, *, forward: bool) -> bool:

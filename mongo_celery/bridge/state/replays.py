@@ -68,6 +68,7 @@ from mongo_celery.bridge.state.dead_letters import (
 )
 from mongo_celery.bridge.state.state_collection import ids_under, to_signed
 from mongo_celery.mongo.expressions import REMOVED, after, literal, next_number
+from mongo_celery.mongo.locked import run_transaction
 from mongo_celery.mongo.steps import Session, Steps, run_sync, see_collection
 from mongo_celery.mongo.table import Table, call_timeout
 
@@ -166,7 +167,7 @@ class Replays:
             return "done"
 
         with self._table.session() as session:
-            return session.with_transaction(lambda inside: run_sync(remove(inside)))
+            return run_transaction(session, lambda inside: run_sync(remove(inside)))
 
     def _is_running(self, replay: ReplayRequest) -> bool:
         """Return True if a started replay may still have an outcome. This ends a lapsed claim."""
