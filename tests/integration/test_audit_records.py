@@ -105,6 +105,9 @@ def test_every_command_that_changes_something_leaves_a_record(stage: PositionsRi
         given = [{"N": index}.get(each, each) for each in arguments]
         before = len(read_history(stage.bridge.wiring, limit=1000))
         bridge = emptied if name == "remove" else stage.bridge
+        state = stage.everything()
+        planned = run(bridge, changes, *name.split(), *(each for each in given if each != "--yes"), "--dry-run")
+        assert (planned.exit_code, stage.everything()) == (0, state), name
         result = run(bridge, changes, *name.split(), *given, "--reason", f"why {name} \x1b[2J")
         assert result.exit_code == 0, (name, result.output)
         (record,) = read_history(stage.bridge.wiring, limit=1000)[before:]

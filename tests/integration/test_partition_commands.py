@@ -87,6 +87,19 @@ def test_a_retry_of_a_change_that_nobody_has_any_more_is_refused(led: LedBridge)
     assert led.partition().state == "flowing"
 
 
+def test_the_plan_of_a_retry_only_reads_and_its_run_marks_the_stored_change(storing: LedBridge) -> None:
+    """P1: the execution that halted has stored its change without a mark, and no listener has it any more."""
+    storing.state["partitions"].update_one({"_id": storing.image.id}, {"$unset": {"stored": ""}})
+    storing.halt()
+    storing.lose_history(Timestamp(9, 1))
+    before = storing.image
+    plan = storing.operations.retry("summarise", 0)
+    assert (storing.image, storing.image.stored) == (before, None)
+    assert results_of(plan) == ["done"]
+    assert storing.image.stored is not None
+    assert (storing.image.state, storing.image.stored["to"]) == ("flowing", token(1)["_data"])
+
+
 def test_a_lost_history_is_passed_once_and_leaves_a_record(led: LedBridge) -> None:
     """P12: it is decided once, beside a listener. A second decision finds that it has changed."""
     operations = led.operations

@@ -8,7 +8,7 @@ change that its operator has not seen, and two operators cannot undo each other'
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -137,7 +137,9 @@ def plan_command(act: Act, handler: str | None, partition: int | None) -> Plan:
     command = _COMMANDS[act.name]
     with reached(act.wiring) as store:
         images = _choose_partitions(act, store, handler, partition)
-        unable = _find_unable(act, images, handler) if command.idle else {}
+        unable, unmarked = _find_unable(act, images, handler) if command.idle else ({}, frozenset[str]())
+    if unmarked:
+        command = replace(command, write=partial(_mark_and_retry, unmarked))
     question = f"{act.name.capitalize()} every handler of bridge {act.wiring.name}?" if handler is None else None
     return _plan_on_partitions(act, command, images, partition, unable, question=question)
 
@@ -323,8 +325,15 @@ def _keep_change(act: Act, partitions: Partitions, image: Image) -> bool:
     raise AssertionError
 
 
-def _find_unable(act: Act, images: Sequence[Image], handler: str | None) -> dict[tuple[str, int], str]:
-    """Return the partitions whose next change this app cannot run, with reasons. Refuse such a named handler."""
+def _find_unable(
+    act: Act, images: Sequence[Image], handler: str | None
+) -> tuple[dict[tuple[str, int], str], frozenset[str]]:
+    """
+    Find the partitions whose next change this app cannot run. Refuse such a named handler.
+
+    Returns:
+        Them with reasons, and the ids of those whose change only a mark lets the next listener find.
+    """
     store, served = act.wiring.store, {each.name for each in act.wiring.handlers}
     if handler is not None and handler not in served:
         raise CommandRefusedError(f"Handler {handler} {UNSERVED}.")
@@ -332,26 +341,28 @@ def _find_unable(act: Act, images: Sequence[Image], handler: str | None) -> dict
     report = (lease.get("live") and lease.get("report")) or {}
     held = {(each["subscription"], each["partition"]) for each in report.get("held", ())}
     documents = {parse_name(document): document for document in store.subscriptions.read_all()}
-    found = {}
+    found, unmarked = {}, set()
     for image in images:
         place = image.subscription, image.index
         if image.subscription not in served:
             found[place] = UNSERVED
         elif image.head is not None and place not in held:
             document = documents.get(image.subscription, {})
-            if is_out_of_reach(document, image.head["resumeToken"]) and not _is_kept(store, image):
+            is_marked = image.stored is not None and image.stored["to"] >= token_data(image.head["resumeToken"])
+            if is_marked or not is_out_of_reach(document, image.head["resumeToken"]):
+                continue
+            if _fetch_halted(store, image) is None:
                 found[place] = _GONE
-    return found
+            else:
+                unmarked.add(image.id)
+    return found, frozenset(unmarked)
 
 
-def _is_kept(store: Store, image: Image) -> bool:
+def _mark_and_retry(unmarked: Collection[str], partitions: Partitions, image: Image) -> bool:
     """
-    Return True if the change at which a partition halted is stored. Then put it within the partition's mark.
+    Retry a partition. If its change is stored without a mark, put it within the mark first.
 
     The halting execution stores its change without a mark, because a listener still has it. When no listener has it any
     more, the mark lets the next one find it.
     """
-    assert image.head is not None, "only a halted partition has a halted change"
-    if image.stored and image.stored["to"] >= token_data(image.head["resumeToken"]):
-        return True
-    return _fetch_halted(store, image) is not None and store.partitions.mark_head(image)
+    return (image.id not in unmarked or partitions.mark_head(image)) and partitions.retry(image)

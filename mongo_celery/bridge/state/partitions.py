@@ -410,7 +410,9 @@ class Partitions(StateCollection):
         guard = self._guard(image, "halted")
         to = {"$max": ["$stored.to", literal(image.head["resumeToken"]["_data"])]}
         since = {"since": "$$NOW", "reason": "halted"}
-        return self._table.update(guard, [{"$set": {"stored": {"$mergeObjects": [since, "$stored", {"to": to}]}}}])
+        return update_one_or_raise_lock(
+            self._table, guard, [{"$set": {"stored": {"$mergeObjects": [since, "$stored", {"to": to}]}}}]
+        )
 
     def discard(self, image: Image) -> bool:
         """Skip the change at which a partition halted, without storing it."""
