@@ -19,7 +19,7 @@ from pymongo import MongoClient
 from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import read_token
-from mongo_celery.bridge.listener import read_back
+from mongo_celery.bridge.listener import read_back, storing
 from mongo_celery.bridge.listener.delay import Delay
 from mongo_celery.bridge.partitioning import partition_hash
 from mongo_celery.bridge.state.backlog import Backlog, StoredChange
@@ -451,6 +451,24 @@ def test_a_watermark_far_back_in_the_oplog_is_freed(begin: Begin) -> None:
     assert (term.marked(), term.flush()) == (token_data(3), token_data(3))
     term.run(run)
     assert term.work(until=3) == [1, 2, 3]
+
+
+def test_a_watermark_far_back_in_the_oplog_is_freed_of_a_change_behind_existing_documents(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P13: rows of a snapshot hold no watermark, and the change that holds it may wait behind many bulks of them."""
+    monkeypatch.setattr(storing, "_BULK_CHANGES", 5)
+    term = begin()
+    rows = range(1, 13)
+    term.append(*rows, after=20)
+    term.read(21, 22)
+    (run,) = term.dispatch()
+    term.share = 0.3
+    term.turn(_ENDED)
+    assert (term.marked(), term.flush()) == (token_data(22), token_data(22))
+    assert term.led.partitions[0].is_secured(token_data(22)), "the snapshot goes on"
+    term.run(run)
+    assert term.work(until=22) == [*rows, 21, 22]
 
 
 def test_what_is_stored_takes_no_memory(begin: Begin) -> None:

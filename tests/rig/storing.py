@@ -13,7 +13,8 @@ from bson.raw_bson import RawBSONDocument
 from pymongo import MongoClient
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.change import read_token
+from mongo_celery.bridge.change import read_token, wrap_event
+from mongo_celery.bridge.existing import make_token
 from mongo_celery.bridge.listener.housekeeping import Housekeeping
 from mongo_celery.bridge.listener.partition import Step
 from mongo_celery.bridge.listener.storing import AGAIN, Storing
@@ -50,6 +51,16 @@ def change(number: int, index: int = 0, padding: int = 0) -> ChangeEvent:
     document = event("insert", documentKey={"_id": key_of(index)}, fullDocument={"n": number, "padding": "x" * padding})
     raw = bson.encode({**document, "_id": {"_data": token_data(number)}})
     return ChangeEvent(mark(number), RawBSONDocument(raw, EVENT_TYPES), raw)
+
+
+def row(number: int, after: int, index: int = 0) -> ChangeEvent:
+    """An existing document of a snapshot, behind every change up to a place."""
+    time_ = mark(after).cluster_time
+    assert time_ is not None
+    data = make_token(time_, 1, number)
+    document = event("snapshot", documentKey={"_id": key_of(index)}, fullDocument={"n": number})
+    raw = bson.encode({**document, "_id": {"_data": data}})
+    return ChangeEvent(Mark({"_data": data}, data, time_), wrap_event(raw), raw)
 
 
 def number_of(raw: bytes) -> int:
@@ -90,6 +101,11 @@ class StoringTerm:
     def read(self, *numbers: int, index: int = 0, padding: int = 0) -> None:
         for number in numbers:
             self.led.ingest_item(change(number, index, padding))
+
+    def append(self, *numbers: int, after: int, index: int = 0) -> None:
+        """Append existing documents, as a snapshot does."""
+        rows = [self.led.admission.admit_existing(row(number, after, index)) for number in numbers]
+        assert self.led.append(rows)
 
     def pass_over(self, number: int) -> None:
         """Take in a place at which nothing is owed."""

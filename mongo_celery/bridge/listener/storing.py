@@ -19,7 +19,7 @@ done, the mark is cleared, and committed changes are removed (`removal`).
 | too large | no message has room for the next one | yes |
 | blocked | its first change has not run for `spill_after`: halted, paused, parked, waiting, running, rejected | no |
 | delayed | its first buffered change is older than `spill_after`, and the next one waits for its delay | no |
-| oplog | it holds a watermark with a quarter of the oplog's window after it | no |
+| oplog | one of them holds a watermark with a quarter of the oplog's window after it | no |
 | full | the buffer is full, and another partition is idle (`pressure`): the largest first | no |
 
 `spill_bytes` limits this bridge's stored changes, which the server measures every five seconds. At the limit only
@@ -196,7 +196,7 @@ class Storing:
             reason: the reason, for people.
 
         Returns:
-            The number of changes. None if the limit does not allow it.
+            The number of changes. 0 if nothing is left to store, or the limit does not allow it.
 
         Raises:
             LeaseLostError: the term has ended.
@@ -291,7 +291,7 @@ class Storing:
         if partition in subscription.too_large:
             return TOO_LARGE
         why, oldest = self._lasting_block_reason(subscription, partition, now), subscription.window.oldest
-        holds = oldest is not None and oldest is partition.queue.first
+        holds = oldest is not None and oldest.index == partition.index  # existing documents may be before it
         if why is None and holds and self._share_behind(subscription) >= AT_RISK:
             return OPLOG
         return FULL if why is None and self._pressure.must_store else why
