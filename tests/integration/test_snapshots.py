@@ -74,6 +74,33 @@ def test_an_empty_collection_and_one_that_is_not_there_are_done_at_once(world: S
     assert [each.operation for each in world.seen] == ["insert"]
 
 
+def test_a_handler_whose_collections_cannot_be_listed_keeps_no_other_snapshot_waiting(
+    world: SnapshotWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P12, P16: only what begins with these collections waits, and says so; with the right it begins."""
+    world.orders.insert_many([{"_id": number, "v": 1} for number in range(6)])
+    refuses = True
+
+    def find(*given: Any) -> Any:
+        if refuses:
+            raise OperationFailure("not authorized", 13)
+        return chunks.find_collections(*given)
+
+    monkeypatch.setattr(snapshot_thread, "find_collections", find)
+    term = world.term(sources=(f"{world.data}.*",)).begin()
+    ask(world, term)
+    term.finish()
+    term.until(lambda: term.leader.report()["unrequestedSnapshots"])
+    (found,) = term.leader.report()["unrequestedSnapshots"]
+    assert (found["subscription"], found["source"]) == (HANDLER, f"{world.data}.*")
+    assert "snapshot_not_started" in {getattr(record, "event", None) for record in caplog.records}
+    assert "snapshots_unread" not in {getattr(record, "event", None) for record in caplog.records}
+    refuses = False
+    term.until(lambda: len(world.records) == 2)
+    term.finish()
+    assert term.leader.report()["unrequestedSnapshots"] == []
+
+
 def test_inserts_that_are_faster_than_its_rate_keep_no_snapshot_from_ending(world: SnapshotWorld) -> None:
     """P1, P12: what is larger than all at the first T comes as an insert alone, also when another term goes on."""
     world.orders.insert_many([{"_id": number, "v": 1} for number in range(12)])

@@ -233,6 +233,13 @@ CASES: dict[str, list[Case]] = {
             snapshots=[ended("source gone", "it was dropped")],
             without={"snapshots": [ended(each) for each in ("source gone", "failed", "done")]},
         ),
+        Case(
+            "degraded",
+            "changes check",
+            lease=reporting(
+                unrequestedSnapshots=[{"subscription": "summarise", "source": "a.*", "error": "no", "attempts": 2}]
+            ),
+        ),
     ],
     "waiting": [
         Case(

@@ -45,7 +45,7 @@ from mongo_celery.bridge.raw_event import EVENT_TYPES, RawEvent
 from mongo_celery.bridge.stream.filter import EXPANDED_OPERATIONS, MOVES
 from mongo_celery.bridge.stream.items import ChangeEvent, ReadError
 from mongo_celery.bridge.window import Mark, PendingChange
-from mongo_celery.mongo.opening import with_majority
+from mongo_celery.mongo.opening import ANSWER_SECONDS, with_majority
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, error_code, is_transient, is_unanswered, judge_error
 
 if TYPE_CHECKING:
@@ -277,16 +277,24 @@ def concerns_a_document(error: Exception) -> bool:
 
 
 def find_collections(wiring: Wiring, source: Source) -> Iterator[str]:
-    """Return the namespaces of a source's existing collections. A collection may be created later."""
+    """
+    Return the namespaces of a source's existing collections. A collection may be created later.
+
+    Raises:
+        PyMongoError: a database did not answer within `ANSWER_SECONDS`, or the right to list collections is missing.
+    """
     if source.collection is not None:
         yield str(source)
         return
     client = wiring.client
-    databases = [source.database] if source.database is not None else client.list_database_names()
+    with pymongo.timeout(ANSWER_SECONDS):
+        databases = [source.database] if source.database is not None else client.list_database_names()
     for database in databases:
-        if database is None or database in _OF_THE_SERVER or database == wiring.options.database:
+        if database in _OF_THE_SERVER or database == wiring.options.database:
             continue
-        for each in client[database].list_collections(filter={"type": "collection"}):
+        with pymongo.timeout(ANSWER_SECONDS):  # for each database, because there may be thousands
+            found = list(client[database].list_collections(filter={"type": "collection"}))
+        for each in found:
             if not each["name"].startswith("system.") and source.covers(database, each["name"]):
                 yield f"{database}.{each['name']}"
 

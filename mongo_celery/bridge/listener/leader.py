@@ -171,6 +171,7 @@ class Leader:
             "repartitioning": self._repartitioning.report(),
             **stored,
             "snapshots": self.snapshots.report(),
+            "unrequestedSnapshots": self.snapshots.report_unrequested(),
             "refusedMatches": [{"subscription": name, "error": said} for name, said in self._refused.items()],
             "stopped": [{"subscription": name, "reason": reason} for name, reason in stopped.items()],
             "fedBack": [

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-import pymongo
 from pymongo.errors import InvalidOperation
 
 from mongo_celery.bridge.listener import chunks
@@ -36,7 +35,7 @@ from mongo_celery.bridge.listener.chunks import (
 )
 from mongo_celery.bridge.listener.pacing import RetryGate
 from mongo_celery.bridge.state.snapshots import FAILED, GONE, RUNNING
-from mongo_celery.mongo.opening import ANSWER_SECONDS
+from mongo_celery.findings import list_some
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.verdicts import ErrorContext, error_text, explain_error, is_outage, is_unanswered
 
@@ -67,7 +66,7 @@ PAUSES = Pauses(first=0.5, longest=30.0, jitter=0.2)
 @dataclass(slots=True)
 class Attempts:
     """
-    The attempts at the next chunk of one snapshot in this term.
+    The attempts at the next chunk of one snapshot in this term, or at the request of a handler's initial snapshots.
 
     Attributes:
         gate: the gate of the next attempt.
@@ -125,6 +124,7 @@ class SnapshotThread:
     Attributes:
         records: running snapshots of this term's handlers, by id.
         attempts: the attempts at the next chunk of each snapshot, by id.
+        unrequested: the failed attempts to request initial snapshots, by handler.
         reading: the chunk that is being read, or waits to be appended.
         appended: appended chunks that are not recorded, in the order of their numbers.
         allowed: names of the subscriptions for which chunks may begin.
@@ -141,6 +141,7 @@ class SnapshotThread:
     ) -> None:
         self.records: Mapping[str, Snapshot] = {}
         self.attempts: dict[str, Attempts] = {}
+        self.unrequested: dict[str, Attempts] = {}
         self.reading: Chunk | None = None
         self.appended: dict[Chunk, None] = {}
         self.has_polled = False
@@ -192,8 +193,8 @@ class SnapshotThread:
 
     @property
     def is_idle(self) -> bool:
-        """Return True if the last poll found no snapshot in progress or requested."""
-        return self.has_polled and not self.records
+        """Return True if the last poll found no snapshot in progress, and none is still to be requested."""
+        return self.has_polled and not (self.records or self._owed)
 
     def under_way(self) -> list[Chunk]:
         """Return the chunks that are not recorded yet, and last the one that is being read."""
@@ -301,13 +302,15 @@ class SnapshotThread:
 
         The start was pinned first, in the same write that made them owed. So all later writes are in the stream, even
         the first document of a later collection. Their names consist of that start and the collection. If a term ends
-        in between, the next one requests the rest, and nothing is requested twice.
+        in between, the next one requests the rest, and nothing is requested twice. If collections cannot be listed,
+        only this handler's snapshots wait.
         """
-        while self._owed:
-            plan, start = self._owed[0]
+        for owed in list(self._owed):
+            plan, start = owed
             name, pinned = plan.handler.name, f"{start.time:08x}{start.inc:08x}"
-            with pymongo.timeout(ANSWER_SECONDS):
-                found = {name for source in plan.selector.sources for name in find_collections(self._wiring, source)}
+            found = self._list_collections(plan)
+            if found is None:
+                continue
             self._store.insert(
                 {
                     "_id": self._store.make_id(name, f"{pinned}-{_brief(source)}"),
@@ -317,7 +320,23 @@ class SnapshotThread:
                 for source in sorted(found)
             )
             self._wiring.store.subscriptions.note_snapshot(name, plan.version)
-            del self._owed[0]
+            self._owed.remove(owed)
+
+    def _list_collections(self, plan: TermFacts) -> set[str] | None:
+        """Return the collections of a handler's initial snapshots. None if they cannot be listed now."""
+        name = plan.handler.name
+        tried = self.unrequested.get(name) or Attempts()
+        if not tried.gate.is_open(time.monotonic()):
+            return None
+        try:
+            found = {each for source in plan.selector.sources for each in find_collections(self._wiring, source)}
+        except InvalidOperation:  # the work has no more use
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the driver raises: it is tried again
+            self._postpone_request(plan, tried, error)
+            return None
+        self.unrequested.pop(name, None)
+        return found
 
     def _forget(self, snapshot_id: str) -> None:
         """Forget a record that is no longer running."""
@@ -497,6 +516,24 @@ class SnapshotThread:
             attempts.gate.opens_at - time.monotonic(),
             text,
             extra={"event": "snapshot_chunk_failed", "snapshot": record.id},
+        )
+
+    def _postpone_request(self, plan: TermFacts, tried: Attempts, error: Exception) -> None:
+        """Try to request a handler's initial snapshots again later."""
+        if self._is_closed:
+            return
+        name, sources = plan.handler.name, list_some([str(each) for each in plan.selector.sources])
+        concern = ErrorContext(f"the collections of {sources}", "listCollections there")
+        text = str(explain_error(error, concern) or error_text(error))
+        tried.note_failure(error, text)
+        self.unrequested[name] = tried
+        logger.warning(
+            "the snapshot of %s for handler %s has not started. The listener tries again in %.1f s: %s",
+            sources,
+            name,
+            tried.gate.opens_at - time.monotonic(),
+            text,
+            extra={"event": "snapshot_not_started", "handler": name},
         )
 
     def _give_up(self, record: Snapshot, sentence: str) -> None:

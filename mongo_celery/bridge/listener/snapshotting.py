@@ -44,6 +44,7 @@ from mongo_celery.bridge.existing import END, PLACE_CHARS, TOKEN_TYPE, extract_t
 from mongo_celery.bridge.listener.chunks import ChunkFailedError, SnapshotFailedError
 from mongo_celery.bridge.listener.snapshot_thread import SnapshotThread
 from mongo_celery.bridge.state.partitions import is_mostly_blocked
+from mongo_celery.findings import list_some
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.listener.chunks import Chunk
@@ -96,6 +97,19 @@ class Snapshotting:
         """Return the facts about repeatedly failing snapshots for `status`."""
         failing = [(name, each) for name, each in list(self.thread.attempts.items()) if each.error is not None]
         return [{"id": name, "error": each.error, "attempts": each.gate.failures} for name, each in failing]
+
+    def report_unrequested(self) -> list[dict[str, Any]]:
+        """Return the handlers whose initial snapshots cannot be requested, for `status`."""
+        return [
+            {
+                "subscription": name,
+                "source": list_some([str(source) for source in self._led[name].plan.selector.sources]),
+                "error": each.error,
+                "attempts": each.gate.failures,
+            }
+            for name, each in list(self.thread.unrequested.items())
+            if name in self._led
+        ]
 
     # -- the stream --------------------------------------------------------------------------------
 

@@ -22,14 +22,17 @@ BLOCKED = ("halted", "paused", "waiting", "retrying")
 PARTITION_STATES = (*BLOCKED, "not_led", "flowing")
 """States of a partition, the worst first."""
 
+NOT_STARTED = "not started"
+"""State of a handler's initial snapshots while their collections cannot be listed."""
+
 LEVELS: Mapping[str, Literal["ok", "warn", "bad"]] = {
     **dict.fromkeys(("healthy", "flowing", "running", "done"), "ok"),
-    **dict.fromkeys(("degraded", "paused", "waiting", "retrying", "not_led"), "warn"),
+    **dict.fromkeys(("degraded", "paused", "waiting", "retrying", "not_led", NOT_STARTED), "warn"),
     **dict.fromkeys(("failing", "halted", "history_lost", "match_refused", "stopped", "failed", "source gone"), "bad"),
 }
 """Level of a verdict, or of a state of a handler, a partition or a snapshot: its color in every view."""
 
-_CURRENT = ("running", "failed", "source gone")
+_CURRENT = (NOT_STARTED, "running", "failed", "source gone")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -382,8 +385,8 @@ class SnapshotStatus:
     One snapshot of a collection for a handler.
 
     Attributes:
-        source: the collection.
-        state: `running`, `done`, `source gone`, `stopped` or `failed`.
+        source: the collection, or the handler's sources.
+        state: `not started`, `running`, `done`, `source gone`, `stopped` or `failed`.
         done: number of rows read.
         estimated: estimated number of rows.
         per_second: rows a second, on average.

@@ -21,7 +21,7 @@ from mongo_celery.bridge.identity import ways_out
 from mongo_celery.bridge.listener.blocked import LAG_SECONDS, RETRYING_SECONDS
 from mongo_celery.bridge.listener.horizon import SERIOUS as OPLOG_SERIOUS
 from mongo_celery.bridge.listener.horizon import THRESHOLDS
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, HandlerStatus, PartitionStatus
+from mongo_celery.bridge.operations.bridge_snapshot import NOT_STARTED, BridgeSnapshot, HandlerStatus, PartitionStatus
 from mongo_celery.bridge.state.claims import owner_pid
 from mongo_celery.bridge.state.leases import FOREIGN, FORGED, MALFORMED, TAMPERED
 from mongo_celery.command_line import ANY_APP, CommandLine
@@ -106,8 +106,7 @@ def judge(
         line: the beginning of commands in findings.
         asked: findings about broker and workers, if queried.
     """
-    rules = (_judge_progress, _judge_listener, _judge_definitions, _judge_broker, _judge_backlog, _judge_leftovers)
-    found = [finding for rule in rules for finding in rule(snapshot, line)]
+    found = [finding for rule in _RULES for finding in rule(snapshot, line)]
     found += [finding for each in _list_served(snapshot) for finding in _judge_handler(each, snapshot, line)]
     judged = {each.code for each in found} | {"no_worker"}
     found += [each for each in asked or () if each.code in CODES and each.code not in judged and each.severity != "ok"]
@@ -439,9 +438,12 @@ def _judge_backlog(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]
         yield severe("backlog_bound", text, line.changes("status", "--all"))
 
 
-def _judge_leftovers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]:
-    """Judge snapshots, dead letters, handlers and messages that need attention."""
+def _judge_snapshots(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]:
     for each in seen.last_snapshots:
+        if each.state == NOT_STARTED:
+            text = f"The snapshot of {each.source} for {each.handler} has not started: {shorten(each.reason)}. Until "
+            text += "it starts, no existing document is delivered. Fix the reason. Then the listener starts it."
+            yield degraded("snapshot_failed", text, line.changes("check"))
         if each.state in ("failed", "source gone"):
             verb, fix = "stop", "Stop it to remove this finding."
             if each.state == "failed":
@@ -451,6 +453,10 @@ def _judge_leftovers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Findin
             yield failing(
                 "snapshot_failed", text, line.changes("snapshot", verb, each.handler, "--source", each.source)
             )
+
+
+def _judge_leftovers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Finding]:
+    """Judge dead letters, handlers and messages that need attention."""
     if seen.dead_letters:
         names = [each.name for each in seen.handlers if each.dead_letters]
         text = f"{number(seen.dead_letters, 'dead letter', 'dead letters')} of {list_some(names) or 'this bridge'}. "
@@ -489,6 +495,17 @@ def _judge_leftovers(seen: BridgeSnapshot, line: CommandLine) -> Iterator[Findin
         numbers = ", ".join(f"{seen.dropped.get(reason, 0)} {reason}" for reason in bad)
         text = f"Workers have dropped {numbers} messages, the last one within an hour. These messages have changed "
         yield degraded("dropped_messages", f"{text}nothing. Find the program that writes them to the broker.")
+
+
+_RULES = (
+    _judge_progress,
+    _judge_listener,
+    _judge_definitions,
+    _judge_broker,
+    _judge_backlog,
+    _judge_snapshots,
+    _judge_leftovers,
+)
 
 
 # -- words -----------------------------------------------------------------------------------------

@@ -1,15 +1,17 @@
 """
 The progress of a snapshot, and the reason if it does not advance. A blocked handler also blocks its snapshot.
 
-The function is pure. The rate is the average so far: scanned documents over the time since the start. The listener
+The functions are pure. The rate is the average so far: scanned documents over the time since the start. The listener
 begins a chunk by the same rules (`listener/snapshotting.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
-from mongo_celery.bridge.operations.bridge_snapshot import BridgeSnapshot, SnapshotStatus
+from mongo_celery.bridge.operations.bridge_snapshot import NOT_STARTED, BridgeSnapshot, SnapshotStatus
 from mongo_celery.bridge.operations.times import to_time
 from mongo_celery.bridge.state.snapshots import RUNNING, Snapshot
 
@@ -42,6 +44,23 @@ def describe_snapshot(snapshot: Snapshot, seen: BridgeSnapshot, tried: str | Non
         moved_at=moved,
         by=snapshot.by,
         reason=snapshot.sentence or hindrance or (tried if runs else None),
+    )
+
+
+def describe_unrequested(reported: Mapping[str, Any]) -> SnapshotStatus:
+    """Return a handler's initial snapshots that the listener cannot start yet, from its report."""
+    return SnapshotStatus(
+        id=reported["subscription"],
+        handler=reported["subscription"],
+        source=reported["source"],
+        state=NOT_STARTED,
+        done=0,
+        estimated=None,
+        per_second=None,
+        remaining_seconds=None,
+        since=None,
+        by="start_from='snapshot'",
+        reason=f"tried {reported['attempts']} times: {reported['error']}",
     )
 
 

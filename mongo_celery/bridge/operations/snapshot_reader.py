@@ -34,7 +34,7 @@ from mongo_celery.bridge.operations.bridge_snapshot import (
 )
 from mongo_celery.bridge.operations.broker_check import ask_servers
 from mongo_celery.bridge.operations.judgement import judge
-from mongo_celery.bridge.operations.snapshot_progress import describe_snapshot
+from mongo_celery.bridge.operations.snapshot_progress import describe_snapshot, describe_unrequested
 from mongo_celery.bridge.operations.times import to_time
 from mongo_celery.bridge.state.claims import describe_owner
 from mongo_celery.bridge.state.partitions import Image, visible_state
@@ -135,7 +135,9 @@ def shape(facts: Facts) -> BridgeSnapshot:
         handlers=handlers,
     )
     tried = {each["id"]: f"tried {each['attempts']} times: {each['error']}" for each in report.get("snapshots", ())}
-    return replace(seen, snapshots=tuple(describe_snapshot(each, seen, tried.get(each.id)) for each in facts.snapshots))
+    waiting = [describe_unrequested(each) for each in report.get("unrequestedSnapshots", ())]
+    known = [describe_snapshot(each, seen, tried.get(each.id)) for each in facts.snapshots]
+    return replace(seen, snapshots=(*waiting, *known))
 
 
 def _is_idle(report: Mapping[str, Any]) -> bool:
