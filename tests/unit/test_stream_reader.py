@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import bson
+from bson import Timestamp
 from bson.raw_bson import RawBSONDocument
 from pymongo.errors import NetworkTimeout, OperationFailure
 
-from mongo_celery.bridge.listener.stream_intake import ReadAhead
+from mongo_celery.bridge.listener.activity import Activity
+from mongo_celery.bridge.listener.stream_intake import ReadAhead, StreamIntake
 from mongo_celery.bridge.stream.cursor import Position
 from mongo_celery.bridge.stream.isolator import join_fragments
 from mongo_celery.bridge.stream.items import ChangeEvent
 from mongo_celery.bridge.stream.reader import StreamReader, _Attempt
 from mongo_celery.bridge.stream.source import Scope
+from tests.fixtures.process import wait_for
 from tests.fixtures.samples import mark, raw_event
 
 
@@ -28,6 +32,27 @@ def _make_reader() -> tuple[StreamReader, list[float]]:
 
     reader = StreamReader(make_client, Scope("shop", None, (), {}), Position(None, None), deliver=lambda _items: None)
     return reader, seconds
+
+
+def test_reopenings_are_counted_once_also_after_a_time_without_a_reader() -> None:
+    """P16: while all handlers have lost their history, nothing is read; the term's count does not begin anew."""
+
+    def make_client(_timeout: float) -> Any:
+        raise NetworkTimeout("timed out")
+
+    wiring: Any = SimpleNamespace(stream_client=make_client, options=SimpleNamespace(comment=None))
+    nothing: Any = SimpleNamespace(note_reopening=lambda: None, is_busy=False)
+    intake = StreamIntake(wiring, Scope("shop", None, (), {}), {}, nothing, nothing, lambda: None)
+    activity = Activity("shop", [], 30.0)
+    counts = [intake.reopenings]
+    for number in (1, 2):
+        intake.open_reader(Position(None, Timestamp(1, 1)))
+        wait_for(lambda least=number: intake.reopenings >= least)
+        intake.open_reader(None)
+        counts.append(intake.reopenings)
+        activity.note_sweep(intake.reopenings)
+    assert counts == sorted(counts)
+    assert activity.reopenings == counts[-1] >= 2
 
 
 def test_a_search_for_one_event_is_given_more_time_each_time_up_to_a_limit() -> None:

@@ -129,7 +129,8 @@ class StreamIntake:
     @property
     def reopenings(self) -> int:
         """Number of times that the stream had to be opened again in this term."""
-        return self._reader.status.reopenings if self._reader is not None else 0
+        status = self._reader.status if self._reader is not None else self._status
+        return status.reopenings if status is not None else 0
 
     @property
     def reading_time(self) -> Timestamp | None:
