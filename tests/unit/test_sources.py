@@ -43,6 +43,7 @@ CLIENT = MongoClient[dict[str, Any]]("mongodb://127.0.0.1:1", connect=False)
         ("shop.orders", ORDERS),
         ("shop.orders.old", Source("shop", "orders.old")),
         ("shop.*", Source("shop", None)),
+        ('shop-1_x.or ders/\\"é-1', Source("shop-1_x", 'or ders/\\"é-1')),
         ("*", Source(None, None)),
         ("orders", Source("main", "orders")),
         (CLIENT["shop"]["orders"], ORDERS),
@@ -59,6 +60,8 @@ def test_a_source_is_a_namespace_or_what_has_one(target: Any, source: Source) ->
     [
         "orders",
         *("admin.*", "config.x", "local.x", "", ".", "shop.", ".orders", "*.orders", "sh*op.orders", "shop.ord*"),
+        *("shop .orders", 'sh"op.orders', "sh/op.orders", "sh\\op.orders", "sh$op.*", "sh\0op.*"),
+        *("shop.or..ders", "shop..orders", "shop.orders.", "shop.or$ders", "shop.a*b", f"{'é' * 32}.orders"),
         *("$shop.orders", "shop.$x", "shop.a\0b", None, 7, b"shop.orders", ["shop.orders"], object(), int),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,

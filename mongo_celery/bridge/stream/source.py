@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 _IMAGES = ("fullDocument", "fullDocumentBeforeChange")
 _DEFAULTS = ("default", "off")
 _RESERVED = frozenset({"admin", "config", "local"})
+_DATABASE_BYTES = 63
+_OF_NO_DATABASE, _OF_NO_COLLECTION = frozenset('/\\. "$\0*'), frozenset("$\0*")
+"""Characters that MongoDB or PyMongo refuses in a name. A `*` is a mistaken pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +113,24 @@ def _check_source(source: Source, target: object) -> Source:
             f"source {target!r} cannot be watched, because {source.database!r} is a database of MongoDB itself. Use "
             "one of your databases."
         )
-    for part in (source.database, source.collection):
-        if part is not None and (not part or "\0" in part or part.startswith("$") or "*" in part):
-            raise ConfigurationError(f"source {target!r} must be of the form 'db.collection' or 'db.*'.")
+    if not (_is_database_name(source.database or "") and _is_collection_name(source.collection)):
+        raise ConfigurationError(
+            f"source {target!r} must be of the form 'db.collection' or 'db.*', with names that MongoDB and PyMongo "
+            "accept."
+        )
     return source
+
+
+def _is_database_name(name: str) -> bool:
+    return 0 < len(name.encode(errors="replace")) <= _DATABASE_BYTES and not _OF_NO_DATABASE.intersection(name)
+
+
+def _is_collection_name(name: str | None) -> bool:
+    """Return True for a valid name, and for None, which is all collections."""
+    if name is None:
+        return True
+    is_split = ".." in name or name.startswith(".") or name.endswith(".")
+    return bool(name) and not is_split and not _OF_NO_COLLECTION.intersection(name)
 
 
 def _from_class(model: Any) -> Source:
