@@ -80,3 +80,27 @@ def test_a_change_without_all_of_its_bytes_stays_undeliverable(before: Refusal) 
     """P16: also when the present code would take it."""
     stored = StoredChange(mark(1).data, b"" if before.halts else read(1).raw, 7, before)
     assert admission().judge_again(stored) is stored
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_delivered"),
+    [({}, True), ({"_mongoCelery": {"other": False}}, True), ({"_mongoCelery": {"summarise": False}}, False)],
+    ids=["none", "of another handler", "its own"],
+)
+def test_an_undeliverable_change_from_before_a_match_is_owed_as_when_it_was_read(
+    flags: Mapping[str, Any], is_delivered: bool
+) -> None:
+    """P14: the server judges a `match` while it reads, so nobody can say that a later one does not take the change."""
+    before = Refusal("the rule failed")
+    stored = StoredChange(mark(1).data, bson.encode(event("insert", **flags)), 0, before)
+    assert admission(match=MATCH).judge_again(stored).refusal == (None if is_delivered else before)
+    other = StoredChange(mark(1).data, bson.encode(event("insert", "shop.other", **flags)), 0, before)
+    assert admission(match=MATCH).judge_again(other).refusal == before
+
+
+def test_a_filter_that_fails_on_a_stored_change_is_not_the_partition_rules_fault() -> None:
+    """P14: what cannot be judged halts its partition, as when it is read."""
+    broken = bson.encode({**event("insert"), "operationType": ["insert"]})
+    found = admission().judge_again(StoredChange(mark(1).data, broken, 0, Refusal("the rule failed"))).refusal
+    assert found is not None
+    assert found.halts

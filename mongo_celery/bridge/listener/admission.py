@@ -110,12 +110,11 @@ class Admission:
         read_error, selector = event.read_error, self._selector
         try:
             if read_error is not None and not (read_error.only_match and self._is_judged(event)):
-                is_owed = self._flag(event) is not False and selector.may_select(event.document)
+                is_owed = self._flag(event.document) is not False and selector.may_select(event.document)
                 return is_owed, Refusal.because(read_error.sentence, lasts=True)
             return self._selects(event.document), None
         except Exception as error:  # noqa: BLE001 - whatever bytes do to a decoder
-            reason = f"the filters of handler {selector.name} fail on this change: {error_text(error)}"
-            return True, Refusal.because(reason, halts=True)
+            return True, _unfiltered(selector.name, error)
 
     def _selects(self, document: Mapping[str, Any]) -> bool:
         """Return True if the selector accepts it. A result for all changes of its operation is cached."""
@@ -130,27 +129,35 @@ class Admission:
         known = self._known[origin]
         return not self._selector.is_bookkeeping(document) if known is None else known
 
+    def _still_selects(self, document: Mapping[str, Any]) -> bool:
+        is_matched = self._selector.filter.match is None or self._flag(document) is not False
+        return is_matched and self._selector.may_select(document)
+
     def _is_judged(self, event: ChangeEvent) -> bool:
         """Return True unless this handler's `match` failed. A failed event has only the flags of other handlers."""
-        return self._selector.filter.match is None or self._flag(event) is not None
+        return self._selector.filter.match is None or self._flag(event.document) is not None
 
-    def _flag(self, event: ChangeEvent) -> Any:
+    def _flag(self, document: Mapping[str, Any]) -> Any:
         """Return the server's result of this handler's `match`. None if it is unknown, or there is no `match`."""
-        flags = event.document.get(FLAGS)
+        flags = document.get(FLAGS)
         return flags.get(self._selector.name) if isinstance(flags, Mapping) else None
 
     def judge_again(self, change: StoredChange) -> StoredChange:
         """
         Return a stored change with its current reason, or without one if the handler can get it.
 
-        It keeps its partition. If it was read incomplete, or its bytes are damaged, it does not change.
+        It keeps its partition. If it was read incomplete, or its bytes are damaged, it does not change. A `match` that
+        was deployed after the reading has no flag, and omits nothing: the handler wanted the change when it was read.
         """
         if change.refusal is None or change.refusal.lasts or not change.raw:
             return change
         event = wrap_event(change.raw)
         try:
-            if opens_stream(change.data) and not self._selector.selects(event):
+            if opens_stream(change.data) and not self._still_selects(event):
                 return change
+        except Exception as error:  # noqa: BLE001 - whatever bytes do to a decoder
+            return change if change.refusal.halts else replace(change, refusal=_unfiltered(self._selector.name, error))
+        try:
             self._partitioner.hash(event)
         except Exception as error:  # noqa: BLE001 - a user's function may raise whatever it likes
             return change if change.refusal.halts else replace(change, refusal=keyless(self._selector.name, error))
@@ -172,6 +179,11 @@ class Admission:
             change.refusal.reason,
             extra={"event": "change_refused", "partition": change.index},
         )
+
+
+def _unfiltered(handler: str, error: Exception) -> Refusal:
+    """Return the refusal of a change on which the filters failed."""
+    return Refusal.because(f"the filters of handler {handler} fail on this change: {error_text(error)}", halts=True)
 
 
 def keyless(handler: str, error: Exception) -> Refusal:
