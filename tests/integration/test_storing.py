@@ -427,6 +427,19 @@ def test_stored_changes_that_are_gone_are_told_and_the_mark_stays(
     assert new.marked() is None or not new.led.backlogs
 
 
+def test_a_term_ends_whose_partition_is_gone_when_its_stored_changes_are_looked_for(begin: Begin) -> None:
+    """P17: somebody has removed the handler, or its partitions are former ones; that is no error of the listener."""
+    term = begin()
+    halted(term, 1, 2)
+    term.store()
+    term.documents.delete_many({})
+    term.retry()
+    term.look()
+    assert term.rig.partitions.delete_many({}).deleted_count == PARTITIONS
+    with pytest.raises(LeaseLostError):
+        term.storing.turn(time.monotonic() + _BEGUN, at_end=False)
+
+
 def test_stored_changes_that_are_gone_after_others_are_reported(begin: Begin, caplog: pytest.LogCaptureFixture) -> None:
     """P16: also where the ones before them were in memory when they were looked for."""
     term = begin(run_size=1)

@@ -20,6 +20,7 @@ from mongo_celery.bridge.listener.partition import Partition
 from mongo_celery.bridge.listener.stored_range import StoredRange
 from mongo_celery.bridge.listener.subscription import Subscription
 from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.errors import LeaseLostError
 
 if TYPE_CHECKING:
     from mongo_celery.bridge.state.store import Store
@@ -53,6 +54,7 @@ class ReadBack:
             True if all were found.
 
         Raises:
+            LeaseLostError: a partition was removed, so the term has ended.
             PyMongoError: the state database gave no answer. Try again.
         """
         until = time.monotonic() + _TURN_SECONDS
@@ -98,7 +100,10 @@ class ReadBack:
         The mark stays. This package only removes committed changes, so a person must check.
         """
         backlog.read_at = time.monotonic() + _AGAIN_SECONDS
-        (image,) = self._store.partitions.look([partition.partition_id], self._session)
+        found = self._store.partitions.look([partition.partition_id], self._session)
+        if not found:  # a later term has removed it, or a person
+            raise LeaseLostError
+        image = found[0]
         if image.data != partition.image.data or image.stored is None:
             return
         was_missing, backlog.missing = backlog.missing, True
