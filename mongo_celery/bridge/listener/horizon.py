@@ -79,7 +79,7 @@ class Horizon:
     def share(self, subscription: Subscription) -> float:
         """
         Return the share of the oplog's window after a subscription, from the last reading. 0 if nothing
-        is removed.
+        is removed, or the oplog cannot be read.
         """
         oplog = self._read
         return max(oplog.lag_share(_place(subscription)), 0.0) if oplog is not None else 0.0
@@ -121,7 +121,8 @@ class Horizon:
             pass
         except DeploymentError as error:  # no right to read it, or a mongos without an oplog
             logger.info(
-                "this listener cannot read the age of the oplog, so it cannot warn before an oplog gap: %s",
+                "this listener cannot read the age of the oplog, so before an oplog gap it neither warns nor stores "
+                "slow changes: %s",
                 error,
                 extra={"event": "horizon_unseen"},
             )

@@ -22,6 +22,8 @@ done, the mark is cleared, and committed changes are removed (`removal`).
 | oplog | one of them holds a watermark with a quarter of the oplog's window after it | no |
 | full | the buffer is full, and another partition is idle (`pressure`): the largest first | no |
 
+If the oplog cannot be read (no right `serverStatus`, or a mongos), the reason `oplog` never applies.
+
 `spill_bytes` limits this bridge's stored changes, which the server measures every five seconds. At the limit only
 changes that cannot run otherwise are stored, and the stream waits, with log records, until there is room. Bridges that
 share a state database share the collection. Up to half of the limit the whole collection counts. Above, this bridge's

@@ -145,7 +145,7 @@ def _list_rights_on_data(wiring: Wiring, role: str) -> Iterator[Right]:
         yield Right(database, "", ("listCollections",), names, unread)
     reach = "`status` does not show how far the oplog reaches back" if role == "viewer" else None
     if role == "listener" and "oldest" not in (options.start_from, options.on_history_lost, *starts):
-        reach = "no warning precedes an oplog gap, and `reset --to oldest` is refused"
+        reach = "before an oplog gap, no slow change is stored and nothing warns. `reset --to oldest` is refused"
     yield Right(None, "", ("serverStatus",), "how far the oplog reaches back", reach)
     yield Right(
         "local", "oplog.rs", ("collStats",), "whether the oplog is full", "a young oplog is taken for a full one"
