@@ -556,6 +556,19 @@ def test_what_flows_is_stored_only_while_a_full_memory_keeps_another_partition_i
     assert term.work(until=last) == list(range(1, last + 1))
 
 
+@pytest.mark.parametrize("others", [(), ("audit",)], ids=["alone", "beside a new handler"])
+def test_a_handler_that_has_never_run_waits_behind_no_full_memory(begin: Begin, others: tuple[str, ...]) -> None:
+    """P12: its first change may be the next one in the stream; partitions that no key has used yet keep nobody busy."""
+    term = begin(buffer_bytes=20_000, run_size=1, names=("record", *others))
+    term.read(*range(1, 41), padding=1000)
+    (waiting,) = term.dispatch()
+    for _ in range(3):
+        term.turn(_BEGUN)
+    assert bool(term.stored()) is bool(others)
+    term.run(waiting)
+    assert term.work(until=40) == list(range(1, 41))
+
+
 def keyless(event: Mapping[str, Any]) -> Any:
     return event["documentKey"]["nothing"]
 

@@ -74,9 +74,10 @@ class RefusedError(Exception):
 
 class StoringTerm:
     """
-    One term over one subscription, from its take-over on.
+    One term over one subscription, from its take-over on, and over others that get nothing.
 
     Attributes:
+        all: all subscriptions, by name.
         ran: places of the changes that workers have run, in order.
         share: of the oplog's window that lies behind the subscription.
     """
@@ -86,11 +87,11 @@ class StoringTerm:
         self.takeover = self.rig.take_over()
         stored = self.takeover.documents["record"].get("resumeToken")
         at = Mark(stored, stored["_data"], None) if stored else marks
-        (self.led,) = self.rig.led(self.takeover, {"record": at})
+        self.led, *idle = self.rig.led(self.takeover, {"record": at})
         self.share = 0.0
         self.housekeeping = Housekeeping()
-        led = {"record": self.led}
-        self.storing = Storing(self.rig.wiring, led, self.rig.version, lambda _: self.share, self.housekeeping)
+        self.all = {each.name: each for each in (self.led, *idle)}
+        self.storing = Storing(self.rig.wiring, self.all, self.rig.version, lambda _: self.share, self.housekeeping)
         self.housekeeping.start()
         self.watermarks = Watermarks(self.rig.store, self.rig.renewal, STREAM, dict)
         self.ran: list[int] = []
@@ -115,7 +116,7 @@ class StoringTerm:
         """Read all partitions; LeaseLostError where a later term has them."""
         found = self.rig.store.partitions.of(list_partitioning_terms(self.takeover.layouts), self.storing.session)
         for image in found:
-            if self.led.observe(image, time.monotonic()) is Step.SUPERSEDED:
+            if self.all[image.subscription].observe(image, time.monotonic()) is Step.SUPERSEDED:
                 raise LeaseLostError
 
     def turn(self, later: float = 0.0) -> None:

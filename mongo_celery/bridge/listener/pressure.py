@@ -39,7 +39,7 @@ class Pressure:
         Take in the size of the buffer, and the flowing partitions without work.
 
         Args:
-            idle: partitions that had work before. Empty if the stream has no more changes.
+            idle: partitions that may get the next changes. Empty if the stream has no more changes.
         """
         if self._observed_at is not None:
             earned = 2.0 * self._bound * (now - self._observed_at) / _MINUTE

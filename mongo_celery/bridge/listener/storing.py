@@ -316,14 +316,19 @@ class Storing:
         return why if seconds >= self._options.spill_after and not waits else None
 
     def _find_idle(self) -> list[Partition]:
-        """Return the idle flowing partitions that had work before, and would get the next changes."""
-        return [
-            partition
-            for subscription in self._led.values()
-            if not (subscription.lost or subscription.is_draining)
-            for partition in subscription.partitions.values()
-            if partition.image.committed and partition.image.state == "flowing" and not partition.is_busy
-        ]
+        """
+        Return the idle flowing partitions that may get the next changes: those that had work before, and all of a
+        handler that never had any.
+        """
+        found: list[Partition] = []
+        for subscription in self._led.values():
+            if subscription.lost or subscription.is_draining:
+                continue
+            partitions = subscription.partitions.values()
+            is_new = not any(each.image.committed or each.is_busy for each in partitions)
+            free = (each for each in partitions if each.image.state == "flowing" and not each.is_busy)
+            found += [each for each in free if is_new or each.image.committed]
+        return found
 
     # -- failures and removals ---------------------------------------------------------------------
 
