@@ -26,7 +26,7 @@ _BROKER_SECONDS = 5
 
 class PeriodicRequests:
     """
-    The requests of one term. If one fails, it is sent again.
+    The requests of one term. If one fails, the next one follows after its period.
 
     Args:
         app: the Celery app.
@@ -54,4 +54,4 @@ class PeriodicRequests:
             with bounded_connection(self._app, _BROKER_SECONDS) as connection:
                 task.apply_async(arguments, expires=expires, connection=connection, retry=False)
         except Exception as error:  # noqa: BLE001 - of the broker's client, or no such task yet; the next one is soon
-            logger.debug("the listener could not send %s, and tries again: %s", name, short(error))
+            logger.debug("the listener could not send %s, and sends it after its period: %s", name, short(error))

@@ -223,7 +223,7 @@ class Storing:
         return len(stored)
 
     def _next_bulk(self, subscription: Subscription, partition: Partition, reason: str) -> list[PendingChange]:
-        """Return the changes to store next. Above the limit, only the needed ones."""
+        """Return the changes to store next. Above the limit, only the needed ones, or none."""
         if reason == TOO_LARGE:  # even if nothing is left of it
             subscription.too_large.discard(partition)
         first, room = partition.queue.first, self._options.spill_bytes - self._removal.size

@@ -152,7 +152,7 @@ def _split(path: str, value: Any, levels: int = 2) -> Iterator[tuple[str, Any]]:
 
 
 def find_touched_fields(description: Mapping[str, Any]) -> set[str]:
-    """Return the top-level fields that an update has touched. None if unknown."""
+    """Return the top-level fields that an update has touched. Empty if its description cannot be read."""
     try:
         return {_find_field(path) for path, _ in list_touched(description)}
     except Exception:  # noqa: BLE001 - whatever bytes do to a decoder
@@ -225,7 +225,7 @@ def _drop_paths(paths: Any, hidden: set[str]) -> Any:
 
 def exclusion_stages(outboxes: Collection[tuple[str, str]]) -> list[Mapping[str, Any]]:
     """
-    Return the stage that excludes updates of nothing but an outbox's field. None without an outbox.
+    Return the stage that excludes updates of nothing but an outbox's field. Empty without an outbox.
 
     Args:
         outboxes: full name and field for each.
