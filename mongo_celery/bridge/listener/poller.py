@@ -38,6 +38,7 @@ from mongo_celery.bridge.listener.fairness import make_fairness
 from mongo_celery.bridge.listener.partition import Partition, Step
 from mongo_celery.bridge.state.claims import name_place
 from mongo_celery.errors import LeaseLostError
+from mongo_celery.findings import list_some
 from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.verdicts import brief, raise_if_final
 
@@ -137,10 +138,10 @@ class LockedPartitions:
         self._tried_at = time.monotonic()
         if self._locked:
             logger.warning(
-                "open transactions lock %d partitions, among them %s. Their changes wait, and other partitions "
+                "open transactions lock %d partitions: %s. Their changes wait, and other partitions "
                 "continue. Nothing needs to be done: MongoDB ends them after transactionLifetimeLimitSeconds",
                 len(self._locked),
-                ", ".join(map(name_place, self.names[:_NAMED])),
+                list_some([*map(name_place, self.names)], _NAMED),
                 extra={"event": "partitions_locked", "count": len(self._locked)},
             )
 
@@ -162,9 +163,9 @@ class LockedPartitions:
         won = [f"{image.subscription}/{image.index}" for image in images if image.term == self._version]
         if won:
             logger.info(
-                "%d partitions are no longer locked and continue, among them %s",
+                "%d partitions are no longer locked and continue: %s",
                 len(won),
-                ", ".join(won[:_NAMED]),
+                list_some(won, _NAMED),
                 extra={"event": "partitions_unlocked", "count": len(won)},
             )
         return images
@@ -324,11 +325,9 @@ class PartitionPoller:
         heads = {
             self._led[image.subscription].partitions[image.index].partition_id: image.committed + 1 for image in images
         }
-        more = [f"{len(heads) - _NAMED} more"] if len(heads) > _NAMED else []
-        named = [*map(name_place, list(heads)[:_NAMED]), *more]
         logger.info(
             "the listener commits partitions %s, because their commit messages are late",
-            ", ".join(named),
+            list_some([*map(name_place, heads)], _NAMED),
             extra={"event": "commit_late"},
         )
         self._wiring.store.claims.commit_all(heads)

@@ -45,6 +45,7 @@ from mongo_celery.broker.connection import bounded_connection, demand_answer
 from mongo_celery.broker.occupancy import Occupancy, read_occupancy
 from mongo_celery.broker.workers import ask_for_queues
 from mongo_celery.command_line import CommandLine
+from mongo_celery.findings import list_some
 from mongo_celery.mongo.redaction import short
 
 logger = logging.getLogger("mongo_celery.listener")
@@ -284,8 +285,7 @@ class UnclaimedRuns:
 
     def _log(self, *, queues: list[str], answered: bool | None, unclaimed: bool) -> None:
         line = CommandLine.of(self._app)
-        more = f" and {len(queues) - _NAMED} more" if len(queues) > _NAMED else ""
-        shown = ", ".join(queues[:_NAMED]) + more
+        shown = list_some(queues, _NAMED)
         if unclaimed:
             logger.error(
                 "workers took messages from %s, but ran none of them. Changes there wait. These workers cannot use "

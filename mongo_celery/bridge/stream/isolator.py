@@ -36,6 +36,7 @@ from mongo_celery.bridge.existing import unread_place
 from mongo_celery.bridge.stream.cursor import AWAIT_SECONDS, EventCursor, Position, token_of
 from mongo_celery.bridge.stream.items import ReadError
 from mongo_celery.bridge.stream.verdicts import closes_connection, concerns_an_event, judge_stream_error
+from mongo_celery.findings import list_some
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.verdicts import Code, Verdict, brief, judge_error, quote
 
@@ -300,8 +301,7 @@ def _find_refusal(client: MongoClient[RawBSONDocument], scope: Scope) -> str | N
 def _explain_match(error: PyMongoError, names: Collection[str]) -> ReadError | None:
     if not names:
         return None
-    failed = sorted(names)
-    handlers = ", ".join(failed[:_NAMES_MAX]) + (" and others" if len(failed) > _NAMES_MAX else "")
+    handlers = list_some(sorted(names), _NAMES_MAX)
     sentence = (
         f"The `match` of {handlers} failed on this change. Make it work for every document, for example with $ifNull, "
         f"$type or $convert. Then reset the handler to a time before this change, or skip it. {quote(error)}"
