@@ -197,6 +197,14 @@ MUTANTS = (
         (f"{_STORING}test_what_stands_is_stored_and_runs_in_order_when_it_is_retried",),
     ),
     Mutant(
+        "P13",
+        "A change that holds the watermark is stored before the oplog loses it, wherever it waits in its queue",
+        "bridge/listener/storing.py",
+        "oldest.index == partition.index",
+        "oldest is partition.queue.first",
+        (f"{_STORING}test_a_watermark_far_back_in_the_oplog_is_freed_of_a_change_behind_existing_documents",),
+    ),
+    Mutant(
         "P13 P5",
         "A mark is written behind what it promises",
         "bridge/listener/storing.py",
