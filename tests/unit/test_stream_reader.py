@@ -45,9 +45,13 @@ def test_reopenings_are_counted_once_also_after_a_time_without_a_reader() -> Non
     intake = StreamIntake(wiring, Scope("shop", None, (), {}), {}, nothing, nothing, lambda: None)
     activity = Activity("shop", [], 30.0)
     counts = [intake.reopenings]
-    for number in (1, 2):
+
+    def has_counted() -> bool:
+        return intake.reopenings > counts[-1]
+
+    for _ in range(2):
         intake.open_reader(Position(None, Timestamp(1, 1)))
-        wait_for(lambda least=number: intake.reopenings >= least)
+        wait_for(has_counted)
         intake.open_reader(None)
         counts.append(intake.reopenings)
         activity.note_sweep(intake.reopenings)

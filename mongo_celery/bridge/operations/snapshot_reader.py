@@ -136,8 +136,8 @@ def shape(facts: Facts) -> BridgeSnapshot:
     )
     tried = {each["id"]: f"tried {each['attempts']} times: {each['error']}" for each in report.get("snapshots", ())}
     waiting = [describe_unrequested(each) for each in report.get("unrequestedSnapshots", ())]
-    known = [describe_snapshot(each, seen, tried.get(each.id)) for each in facts.snapshots]
-    return replace(seen, snapshots=(*waiting, *known))
+    others = [describe_snapshot(each, seen, tried.get(each.id)) for each in facts.snapshots]
+    return replace(seen, snapshots=(*waiting, *others))
 
 
 def _is_idle(report: Mapping[str, Any]) -> bool:
