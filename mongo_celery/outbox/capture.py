@@ -86,9 +86,11 @@ _OF_THE_CALL = (
     "result_cls",
     "add_to_parent",
     "task_type",
-    "route_name",
+    "retry",
+    "retry_policy",
+    "event_dispatcher",
 )
-"""Arguments of `send_task` about the sending itself, which are not task options."""
+"""Options of `send_task` for the sending process. They are not stored, because the publisher has its own."""
 
 IS_MESSAGE = "is_message"
 """The mark of a captured signature. True if `apply_async` of its task has already run, False if it was sent by name."""

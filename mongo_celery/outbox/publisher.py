@@ -200,7 +200,8 @@ class Publisher:
             return
         name = signature.task
         task = self.app.tasks[name] if signature[IS_MESSAGE] else None
-        self.app.send_task(name, signature.args, signature.kwargs, task_type=task, **signature.options, **options)
+        options = {**signature.options, **options}  # the user's `retry` may be among them
+        self.app.send_task(name, signature.args, signature.kwargs, task_type=task, **options)
 
     def _decode(self, entry: Entry, document_id: object) -> Any:
         try:

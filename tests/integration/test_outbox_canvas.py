@@ -120,6 +120,15 @@ def test_what_is_sent_late_has_its_headers_and_the_times_of_its_call(rig: Rig) -
     assert first.body[2]["chain"][0]["options"]["countdown"] == 30
 
 
+def test_a_canvas_with_a_retry_policy_of_its_own_is_sent(rig: Rig) -> None:
+    outbox = rig.outbox(at_once=False)
+    own: Any = {"retry": True, "retry_policy": {"max_retries": 3}}
+    tasks = [rig.add.s(1, 1).set(**own), rig.add.s(1, 2).set(link=rig.add.s(1), **own)]
+    outbox.insert_one({"_id": 1}, tasks=[*tasks, chain(rig.add.s(1, 3).set(**own), rig.add.s(2).set(**own))])
+    outbox.runtime.relay.deliver(1)
+    assert rig.sent() == [[1, 1], [1, 2], [1, 3]]
+
+
 def test_a_serializer_that_the_app_does_not_accept_is_never_loaded(rig: Rig) -> None:
     """A task with pickle takes what JSON cannot hold. A pickle in a document is no way to run code."""
     outbox = rig.outbox(at_once=False, failure_policy="dead_letter")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -236,6 +237,34 @@ def test_a_task_class_that_sends_in_its_own_way_runs_once(rig: Rig, outbox: Outb
     assert [message.args for message in messages] == [[1], [2], [3]]
     assert all(message.headers["locked"] for message in messages)
     assert [bool(message.headers["expires"]) for message in messages] == [True, False, True]
+
+
+def test_options_about_the_sending_itself_do_not_keep_a_message_from_the_broker(
+    rig: Rig, outbox: OutboxCollection
+) -> None:
+    """The dispatcher has its own connection and repetitions. Whatever else the user gives reaches the worker."""
+    policy = {"max_retries": 3, "errback": print}
+    rig.app.conf.task_routes = {"routed.*": {"queue": "routed"}}
+    shown: Any = {"shadow": "shown", "ignore_result": True, "reply_to": "me", "root_id": "root", "parent_id": "parent"}
+    add: Any = rig.add
+
+    def body(_session: Any) -> None:
+        add.apply_async((1, 1), retry=True, retry_policy=policy, timeout=3.0, confirm_timeout=3.0)
+        add.apply_async((1, 2), producer=object(), add_to_parent=False, **shown)
+        rig.app.send_task("add", (1, 3), retry=False, publisher=object(), result_cls=rig.app.AsyncResult)
+        chain(add.s(1, 4), add.s(1)).apply_async(retry=True, retry_policy={"max_retries": 3})
+        add.apply_async((1, 5), eta=datetime(2030, 1, 1, tzinfo=UTC), expires=datetime(2031, 1, 1, tzinfo=UTC))
+        add.apply_async((1, 6), route_name="routed.add")
+
+    rig.run(body)
+    deliver(outbox)
+    messages = rig.drain()
+    assert [message.args for message in messages] == [[1, each] for each in range(1, 6)]
+    assert {name: messages[1].headers.get(name) for name in shown if name != "reply_to"} == {
+        name: value for name, value in shown.items() if name != "reply_to"
+    }
+    assert [messages[4].headers[name][:4] for name in ("eta", "expires")] == ["2030", "2031"]
+    assert [message.args for message in rig.drain("routed")] == [[1, 6]]
 
 
 def test_tasks_of_another_app_are_sent_by_name(rig: Rig, outbox: OutboxCollection) -> None:

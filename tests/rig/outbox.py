@@ -109,9 +109,9 @@ class Rig:
         """The outbox's field of a document, as if empty where it has none; its count is checked on the way."""
         return pending(self.database, identity, collection)
 
-    def drain(self) -> list[Message]:
+    def drain(self, queue: str = "celery") -> list[Message]:
         found = []
-        while (raw := self._redis.rpop("celery")) is not None:
+        while (raw := self._redis.rpop(queue)) is not None:
             message = json.loads(raw)
             body = base64.b64decode(message["body"])
             is_json = message["content-type"] == "application/json"
