@@ -37,6 +37,7 @@ from mongo_celery.exits import close_at_exit
 from mongo_celery.mongo.identity import NO_ID, id_key, parse_filter_id
 from mongo_celery.mongo.redaction import format_traceback, short
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.outbox.commands import log_undeliverable
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.options import OutboxOptions
 from mongo_celery.outbox.publisher import Publisher
@@ -380,7 +381,7 @@ class OutboxDispatcher:
             found = self._poll() if is_poll_due else []
             keys = {id_key(each, self._outbox.collection.codec_options): each for each in (*batch, *found)}
             # Also without documents: something may still have to be removed.
-            delivery = self._outbox.deliver_queued(list(keys.values()))
+            delivery = self._deliver(list(keys.values()))
             with self._thread.changed:
                 self._note(delivery, found)
         except PyMongoError as error:
@@ -398,6 +399,24 @@ class OutboxDispatcher:
             with self._thread.changed:
                 self._is_in_turn = False
                 self._thread.changed.notify_all()
+
+    def _deliver(self, document_ids: Sequence[Any]) -> Delivery:
+        """Deliver some documents. An unreadable one does not stop others."""
+        try:
+            return self._outbox.deliver_queued(document_ids)
+        except PyMongoError:
+            raise
+        except Exception as error:
+            if not document_ids:
+                raise
+            self._outbox.deliver_queued([])  # raises again if the error is not about a document
+            if len(document_ids) == 1:
+                log_undeliverable(self._name_safely(), document_ids[0], error)
+                return Delivery(left=1, error=short(error), is_refused=True)
+            total = Delivery()
+            for document_id in document_ids:
+                total = total.and_(self._deliver([document_id]))
+            return total
 
     def _take_due_polls(self) -> bool:
         """Return True if a poll is due. Several due polls count as one."""

@@ -59,7 +59,9 @@ class PendingDocuments:
     def __init__(self, collection: Collection[dict[str, Any]], origin: EntryOrigin) -> None:
         self.place = f"{collection.full_name}/{FIELD}"
         self._origin = origin
-        self._collection = collection.with_options(read_concern=ReadConcern("local"))
+        # An `_id` that is no valid text must not end a poll. No write can name it, so its own delivery fails.
+        types = collection.codec_options.with_options(unicode_decode_error_handler="surrogateescape")
+        self._collection = collection.with_options(types, read_concern=ReadConcern("local"))
         self.indexes = Indexes(collection, [PENDING_INDEX], "each sweep reads the whole collection")
 
     def find_due(self, older_than: float, limit: int = 0) -> Iterator[Any]:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bson.codec_options import DatetimeConversion
 from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.read_concern import ReadConcern
@@ -103,6 +105,16 @@ class OutboxRuntime:
         """The name for commands and logs. It may open the collection."""
         return self.known_name or self.collection.full_name
 
+    @property
+    def label(self) -> str:
+        """The name for log records, even if the collection cannot be opened."""
+        try:
+            return self.name
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception:  # noqa: BLE001 - whatever the user's callable raises
+            return f"(not opened: {getattr(self._source, '__qualname__', type(self._source).__name__)})"
+
     @per_process
     def collection(self) -> Collection[Any]:
         """The user's collection with its own types, majority writes and majority reads from the primary."""
@@ -110,8 +122,10 @@ class OutboxRuntime:
 
     @per_process
     def plain(self) -> Collection[dict[str, Any]]:
-        """The collection with plain dicts, whatever types the user's collection has."""
-        return with_majority(self.collection, plain_types(self.collection))
+        """The collection with plain dicts, whatever types the user's collection has. It can read any stored time."""
+        return with_majority(
+            self.collection, plain_types(self.collection, datetime_conversion=DatetimeConversion.DATETIME_AUTO)
+        )
 
     @per_process
     def latest(self) -> Collection[dict[str, Any]]:

@@ -62,14 +62,16 @@ class OutboxSweep:
 
     Attributes:
         total: the total of the results.
-        failure: the MongoDB error that ended it.
+        has_run: True after its first turn without such an error.
+        failure: the error that ended it: MongoDB's, or one from opening the collection.
     """
 
     def __init__(self, outbox: OutboxRuntime, older_than: float | None = None, rounds: float = _ROUNDS) -> None:
         self.outbox = outbox
         self.id: ObjectId | None = None
         self.total = Delivery()
-        self.failure: PyMongoError | None = None
+        self.failure: Exception | None = None
+        self.has_run = False
         self.older_than = outbox.options.sweep_after if older_than is None else older_than
         self._due: Iterator[Any] | None = None
         self._more: list[Any] = []
@@ -84,9 +86,19 @@ class OutboxSweep:
 
         Raises:
             PyMongoError: MongoDB did not answer, or refused the query.
+            Exception: the collection cannot be opened.
         """
+        if self.has_run or self.id is not None:
+            self.outbox.sweeps.note(_NOTE_SECONDS, self.id, has_run=self.has_run)
+        has_more = self._deliver_some(deadline)
+        if not self.has_run:
+            self.has_run = True
+            if self.id is None:  # otherwise the next turn or the end notes it
+                self.outbox.sweeps.note(0.0)
+        return has_more
+
+    def _deliver_some(self, deadline: float) -> bool:
         relay = self.outbox.relay
-        self.outbox.sweeps.note(_NOTE_SECONDS, self.id)
         if self._due is None:
             self._due = self.outbox.pending.find_due(self.older_than)
         found = list(islice(self._due, _TURN))
@@ -107,7 +119,7 @@ def take_turns(sweeps: Iterable[OutboxSweep], seconds: float = math.inf) -> None
     """
     Deliver due documents of some outboxes, until none is due or deliverable.
 
-    If MongoDB does not answer for an outbox, or refuses it, the others continue.
+    If an outbox cannot be opened or MongoDB does not answer for it, or refuses it, the others continue.
 
     Args:
         sweeps: the sweeps of the outboxes.
@@ -121,14 +133,23 @@ def take_turns(sweeps: Iterable[OutboxSweep], seconds: float = math.inf) -> None
                 return
             try:
                 has_more = sweep.take_turn(deadline)
-            except PyMongoError as error:
+            except SoftTimeLimitExceeded:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever opening the collection or reading an `_id` raises
                 has_more = False
-                renew_connections(sweep.outbox.collection.database.client, error)
+                if isinstance(error, PyMongoError):
+                    _renew(sweep.outbox, error)
                 sweep.failure, sweep.total = error, sweep.total.and_(Delivery(error=short(error)))
             if sweep.total.broker_down:
                 return
             if not has_more:
                 waiting.remove(sweep)
+
+
+def _renew(outbox: OutboxRuntime, error: PyMongoError) -> None:
+    """Replace unusable connections, unless the collection cannot be opened at all."""
+    with suppress(Exception):
+        renew_connections(outbox.collection.database.client, error)
 
 
 def _deliver(outbox: OutboxRuntime, relay: Relay, document_ids: list[Any], deadline: float) -> Delivery:
@@ -163,6 +184,38 @@ def _report_unknown_tasks(outbox: OutboxRuntime) -> None:
         )  # fmt: skip
 
 
+def _begin(sweep: OutboxSweep) -> bool:
+    """Begin a sweep. Return False if another one is delivering the outbox."""
+    sweep.id = ObjectId()
+    try:
+        if not sweep.outbox.sweeps.note(0.0, sweep.id, has_run=False):
+            return False
+        _report_unknown_tasks(sweep.outbox)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # noqa: BLE001 - its turn meets the same error, and reports it
+        logger.debug("A sweep could not be prepared: %s", short(error))
+    return True
+
+
+def _end(sweep: OutboxSweep) -> None:
+    """Let the next sweep begin, and log a failure."""
+    if sweep.failure is not None:
+        logger.warning(
+            "outbox %s was not swept. The next sweep tries again: %s",
+            sweep.outbox.label,
+            short(sweep.failure),
+            extra={"event": "sweep_failed"},
+        )
+    try:
+        if sweep.id is not None:
+            sweep.outbox.sweeps.end(sweep.id, has_run=sweep.has_run or sweep.failure is None)
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception as error:  # noqa: BLE001 - the collection cannot be opened, so there is no note either
+        logger.debug("The end of a sweep could not be recorded: %s", short(error))
+
+
 def sweep_all(outboxes: Iterable[OutboxRuntime]) -> dict[str, Any]:
     """
     Deliver due documents of some outboxes in turns. Skip an outbox that another sweep is delivering.
@@ -173,24 +226,14 @@ def sweep_all(outboxes: Iterable[OutboxRuntime]) -> dict[str, Any]:
     sweeps, begun = [OutboxSweep(each, rounds=math.inf) for each in outboxes], list[OutboxSweep]()
     try:
         for sweep in sweeps:  # includes those without a turn, because the broker is down
-            sweep.id = ObjectId()
-            with suppress(PyMongoError):
-                if not sweep.outbox.sweeps.note(0.0, sweep.id):
-                    continue
-                _report_unknown_tasks(sweep.outbox)
-            begun.append(sweep)
+            if _begin(sweep):
+                begun.append(sweep)
         take_turns(begun, _SWEEP_SECONDS)
     finally:
         for sweep in begun:
-            if sweep.id is not None:
-                sweep.outbox.sweeps.end(sweep.id)
-            if sweep.failure is not None:
-                failed = sweep.outbox.name, short(sweep.failure)
-                logger.warning(
-                    "outbox %s was not swept. The next sweep tries again: %s", *failed, extra={"event": "sweep_failed"}
-                )
+            _end(sweep)
     return {
-        sweep.outbox.name: {
+        sweep.outbox.label: {
             "dispatched": sweep.total.dispatched,
             "dead": sweep.total.dead,
             "error": sweep.total.error,

@@ -45,13 +45,15 @@ class SweepRecords(PeriodicNotes):
 
     _noted_at = -math.inf
 
-    def note(self, every: float, sweep: ObjectId | None = None) -> bool:
+    def note(self, every: float, sweep: ObjectId | None = None, *, has_run: bool = True) -> bool:
         """
         Note that this process sweeps, unless it has done so within these seconds.
 
         Args:
             every: seconds between two notes.
             sweep: id of the sweep, if no other sweep may run at the same time.
+            has_run: False for a sweep that has delivered nothing yet. It only delays others: a sweep that fails each
+                time must not look like one that runs.
 
         Returns:
             False if another sweep delays this one. Then nothing was noted.
@@ -59,7 +61,9 @@ class SweepRecords(PeriodicNotes):
         now = time.monotonic()
         if now - self._noted_at < every:
             return True
-        hold = {} if sweep is None else {"sweep": sweep, "until": after(_HELD_SECONDS)}
+        hold: dict[str, object] = {} if has_run else {"at": "$at"}
+        if sweep is not None:
+            hold |= {"sweep": sweep, "until": after(_HELD_SECONDS)}
         is_ahead = {"$gt": ["$until", after(_LONGEST_SECONDS)]}
         is_held = {"$and": [{"$gt": ["$until", "$$NOW"]}, {"$not": [is_ahead]}, {"$ne": ["$sweep", sweep]}]}
         try:
@@ -72,10 +76,11 @@ class SweepRecords(PeriodicNotes):
         self._noted_at = now
         return True
 
-    def end(self, sweep: ObjectId) -> None:
-        """Let the next sweep begin."""
+    def end(self, sweep: ObjectId, *, has_run: bool = True) -> None:
+        """Let the next sweep begin. Note this one's time if it has run."""
+        change = {"$unset": {"until": ""}, **({"$currentDate": {"at": True}} if has_run else {})}
         with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):
-            self.collection.update_one({**self._this, "sweep": sweep}, {"$unset": {"until": ""}})
+            self.collection.update_one({**self._this, "sweep": sweep}, change)
         self._noted_at = -math.inf
 
     def read_age(self) -> float | None:
@@ -86,7 +91,7 @@ class SweepRecords(PeriodicNotes):
             PyMongoError: MongoDB did not answer, or refused it.
         """
         found = self.read()
-        return None if found is None else float(found["seconds"])
+        return None if found is None or "at" not in found else float(found["seconds"])
 
 
 def make_sweep_watch(

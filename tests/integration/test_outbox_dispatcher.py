@@ -33,6 +33,7 @@ from tests.rig.outbox import (
     Rig,
     due_again,
     held_up,
+    leave_strange_ids,
     opened,
     pending,
     publishing,
@@ -246,6 +247,23 @@ def test_one_thread_serves_all_outboxes_in_turns_whatever_one_of_them_raises(
     monkeypatch.undo()
     wait_for(lambda: settled(broken))
     assert rig.sent() == [[3, 0]]
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_document_that_nobody_can_read_holds_up_no_other(
+    rig: Rig, caplog: pytest.LogCaptureFixture, *, is_alone: bool
+) -> None:
+    """P12: the thread delivers the others one by one, and does not pause."""
+    leave_strange_ids(rig)
+    outbox = rig.outbox(at_once=True)
+    if not is_alone:
+        outbox.runtime.dispatcher.hint(*range(5))
+    outbox.runtime.dispatcher.hint()
+    wait_for(lambda: outbox.status().pending == 1)
+    outbox.insert_one({"_id": "later"}, tasks=[rig.add.s(1, 3)])
+    wait_for(lambda: outbox.status().pending == 1)
+    assert sorted(rig.sent()) == [[1, 1], [1, 3]]
+    assert {each.__dict__["event"] for each in caplog.records} == {"document_undeliverable"}
 
 
 @pytest.mark.usefixtures("impatient")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from bson import ObjectId
 from celery.exceptions import SoftTimeLimitExceeded
-from pymongo.errors import OperationFailure
+from pymongo.errors import ConnectionFailure, OperationFailure
 
 from mongo_celery import Outbox
 from mongo_celery.outbox import claims, pending_documents
 from mongo_celery.outbox.pending import NOBODY
 from mongo_celery.outbox.sweep import OutboxSweep, sweep_all, take_turns
-from tests.rig.outbox import Publish, Rig, hold, publishing
+from tests.rig.outbox import Publish, Rig, hold, leave_strange_ids, publishing
 
 
 def sweep_now(outbox: Outbox) -> dict[str, Any]:
@@ -90,6 +90,39 @@ def test_a_sweep_that_mongodb_refuses_is_logged(rig: Rig, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, "mongo_celery.outbox"), publishing(other, interrupt), ended:
         sweep_all([refused.runtime, other.runtime])
     assert "sweep_failed" in [each.__dict__["event"] for each in caplog.records]
+    assert refused.runtime.sweeps.read_age() is None, "a note would say that it is swept"
+
+
+@pytest.mark.parametrize("error", [ValueError, ConnectionFailure])
+def test_an_outbox_that_cannot_be_opened_keeps_no_other_waiting(
+    rig: Rig, caplog: pytest.LogCaptureFixture, error: type[Exception]
+) -> None:
+    """P12, P9: the callable is the user's code, and may raise anything."""
+
+    def open_collection() -> Any:
+        raise error("no settings in this process")
+
+    closed = Outbox(rig.app, open_collection, sweep_every=None, database=rig.database.name)
+    leave(rig, "orders", 1)
+    outbox = rig.outbox(at_once=False, sweep_after=0.001)
+    with caplog.at_level(logging.WARNING, "mongo_celery.outbox"):
+        results = sweep_all([closed.runtime, outbox.runtime])
+    assert results[outbox.name]["dispatched"] == 1
+    assert [bool(each["error"]) for each in results.values()] == [True, False]
+    assert "sweep_failed" in [each.__dict__["event"] for each in caplog.records]
+    with pytest.raises(error):
+        closed.sweep()
+
+
+def test_a_strange_id_keeps_no_document_waiting(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """P12: dates of any year are delivered. No Python can name text that is not UTF-8."""
+    leave(rig, "orders", 1)
+    leave_strange_ids(rig)
+    outbox = rig.outbox(at_once=False)
+    with caplog.at_level(logging.ERROR, "mongo_celery.outbox"):
+        assert sweep_now(outbox)[outbox.name]["dispatched"] == 2
+    assert sorted(rig.sent()) == [[0, 0], [1, 1]]
+    assert [each.__dict__["event"] for each in caplog.records] == ["document_undeliverable"]
 
 
 def test_a_document_with_more_than_its_share_goes_on_when_the_others_have_had_theirs(rig: Rig) -> None:

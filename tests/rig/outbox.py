@@ -12,9 +12,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import bson
 import pytest
 import redis
 from bson import ObjectId
+from bson.datetime_ms import DatetimeMS
+from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
@@ -145,6 +148,14 @@ def deliver_in_writes(outbox: BaseOutbox) -> None:
             runtime._relay.deliver_all(known)
 
     runtime.dispatch = dispatch  # type: ignore[method-assign]
+
+
+def leave_strange_ids(rig: Rig) -> None:
+    """Leave a document whose `_id` is a date that Python does not have, and one whose `_id` is not UTF-8."""
+    outbox = rig.outbox(name="writer of strange ids", at_once=False)
+    rig.orders.insert_one(outbox.with_tasks({"_id": DatetimeMS(2**60)}, [rig.add.s(1, 1)]))
+    broken = bson.encode(outbox.with_tasks({"_id": "not utf-8"}, [rig.add.s(1, 2)]))
+    rig.orders.insert_one(RawBSONDocument(broken.replace(b"not utf-8", b"\xff" * 9)))  # type: ignore[arg-type]
 
 
 def run_together(*calls: Callable[[], object]) -> None:
