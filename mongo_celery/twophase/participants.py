@@ -99,10 +99,10 @@ def read_part(document: Mapping[str, Any]) -> Part:
         cluster,
         namespace,
         document["id"],
-        _value(document["apply"]),
-        _value(document["revert"]),
-        _value(document["require"]),
-        _value(document.get("revertRequire", "{}")),
+        read_value(document["apply"]),
+        read_value(document["revert"]),
+        read_value(document["require"]),
+        read_value(document.get("revertRequire", "{}")),
     )
 
 
@@ -212,7 +212,13 @@ def _minus(value: Any) -> Any:
     return type(value)(-value)
 
 
-def _value(text: str) -> dict[str, Any]:
+def read_value(text: str) -> dict[str, Any]:
+    """
+    Return a filter or update from its stored text. As text, because MongoDB 4.4 stores no names with `$`.
+
+    Raises:
+        Exception: it is not the text of a document. The error may be of any kind.
+    """
     value = from_text(text)
     if not isinstance(value, dict):
         raise TypeError(f"{text} is not a document")

@@ -16,8 +16,8 @@ from bson.int64 import Int64
 
 from mongo_celery.errors import ConfigurationError, TransactionStateError
 from mongo_celery.mongo.identity import same_bson
-from mongo_celery.twophase.participants import Part, increase, read_part
-from mongo_celery.twophase.values import Codec
+from mongo_celery.twophase.participants import Part, increase, read_part, read_value
+from mongo_celery.twophase.values import Codec, to_text
 
 _OTHER_SPELLINGS = {"cancelled": "canceled"}
 """Spelling in some editions of the tutorial."""
@@ -163,7 +163,12 @@ def refuse_other_request(stored: Mapping[str, Any], fields: Mapping[str, Any], c
     """
 
     def encode(name: str, document: Mapping[str, Any]) -> bytes | None:
-        return bson.encode({name: document[name]}, codec_options=codec) if name in document else None
+        if name not in document:
+            return None
+        value = document[name]
+        if name == "require" and isinstance(value, Mapping):  # stored by other code
+            value = to_text(value)
+        return bson.encode({name: value}, codec_options=codec)
 
     other = [name for name in _GIVEN if encode(name, stored) != encode(name, fields)]
     if other:
@@ -198,7 +203,10 @@ def _read_parts(document: Mapping[str, Any], accounts: str) -> tuple[Part, ...]:
     namespace = document.get("accounts", accounts)
     if not isinstance(namespace, str) or not all(namespace.partition(".")):
         raise TypeError(f"accounts {namespace!r} is not of the form 'db.collection'")
-    parts = transfer_parts(namespace, document["source"], document["destination"], value, document.get("require"))
+    rule = document.get("require")
+    if isinstance(rule, str):  # other code may have stored the filter itself
+        rule = read_value(rule)
+    parts = transfer_parts(namespace, document["source"], document["destination"], value, rule)
     if same_bson(parts[0].id, parts[1].id):
         raise ValueError("source and destination are the same account")
     return parts

@@ -35,7 +35,7 @@ from mongo_celery.twophase.transaction import (
     refuse_other_request,
     transfer_parts,
 )
-from mongo_celery.twophase.values import plain, plain_id
+from mongo_celery.twophase.values import plain, plain_id, to_text
 
 PROTOCOLS = ("auto", "documents")
 
@@ -273,7 +273,7 @@ class TwoPhaseCommit:
         require = None if require is None else plain("require", dict(require), codec)
         parts = transfer_parts(accounts, source, destination, value, require)
         fields = {"source": source, "destination": destination, "value": value, "accounts": accounts}
-        given = fields if require is None else {**fields, "require": require}
+        given = fields if require is None else {**fields, "require": to_text(require)}
         return self._begin(given, parts, id, session, run=run)
 
     # -- advancing ---------------------------------------------------------------------------------

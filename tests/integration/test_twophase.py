@@ -130,6 +130,29 @@ def test_the_same_id_with_the_same_fields_has_the_same_outcome(bank: TwoPhaseCom
     assert balances(database) == {"A": 901, "B": 1099}
 
 
+def test_a_transfer_has_a_rule_with_operators(bank: TwoPhaseCommit, database: Db) -> None:
+    """Also with MongoDB 4.4, which stores no names with `$`, and also if other code has stored the filter itself."""
+    rule = {"balance": {"$gte": 5}, "$or": [{"closed": {"$exists": False}}]}
+    for _ in range(2):
+        bank.transfer("A", "B", 900, id=1, require=rule)
+        bank.transfer("A", "B", 1, id=2, require=rule, run=False)
+    bank.run(2)
+    with pytest.raises(TransactionCanceledError):
+        bank.transfer("A", "B", 1, require={"balance": {"$gte": 100}})
+    assert balances(database) == {"A": 99, "B": 1901}
+
+
+@pytest.mark.needs_mongodb(5, 0)
+def test_a_rule_that_is_stored_as_it_is_counts(bank: TwoPhaseCommit, database: Db) -> None:
+    rule = {"balance": {"$gte": 1000}}
+    for _ in range(2):
+        bank.transfer("A", "B", 1, id=1, require=rule, run=False)
+        database["transactions"].update_one({"_id": 1}, [{"$set": {"require": {"$literal": rule}}}])
+    bank.run(1)
+    bank.transfer("A", "B", 1, id=1, require=rule)
+    assert balances(database) == {"A": 999, "B": 1001}
+
+
 def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database: Db) -> None:
     """Also where the difference is a rule, a type, the kind or the accounts, and where the document is other code's."""
     bank.transfer("A", "B", 1, id=1)
