@@ -17,7 +17,7 @@ from typing import Any
 from celery import Celery, signals
 from celery.exceptions import BackendError, SoftTimeLimitExceeded
 from kombu import Connection, Exchange
-from kombu.exceptions import OperationalError
+from kombu.exceptions import LimitExceeded, OperationalError
 from kombu.pools import ProducerPool
 
 from mongo_celery.broker.connection import bounded_connection, count_retries, reach_broker
@@ -231,6 +231,8 @@ class Publisher:
             producer = self._producers.get().acquire(block=True, timeout=_BROKER_SECONDS)
         except (OperationalError, OSError) as error:
             raise BrokerUnavailableError(error) from error
+        except (LimitExceeded, RuntimeError) as error:  # other threads use all of them, or one has closed them
+            raise BrokerUnavailableError(error, answers=True) from error
         with producer:
             yield producer
 

@@ -19,6 +19,7 @@ from kombu.serialization import register, unregister
 
 from mongo_celery import Event, Outbox
 from mongo_celery.mongo.repeating import Pauses
+from mongo_celery.outbox import publisher as module
 from mongo_celery.outbox.claims import build_count
 from mongo_celery.outbox.delivery import Delivery
 from mongo_celery.outbox.entries import Entry
@@ -261,6 +262,29 @@ def test_a_time_limit_that_strikes_while_a_payload_is_read_is_no_entrys_fault(ri
         unregister("interrupted")
 
     assert (outbox.status().pending, outbox.status().failing) == (1, 0)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_process_without_a_free_connection_is_no_entrys_fault(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, *, is_closed: bool
+) -> None:
+    """P14: other threads have all connections, or one of them has just closed them."""
+    monkeypatch.setattr(module, "_PRODUCERS_MAX", 1)
+    monkeypatch.setattr(module, "_BROKER_SECONDS", 1)
+    outbox = rig.outbox(at_once=False)
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    outbox.insert_one({"_id": 2}, tasks=[rig.add.s(1, 2), rig.add.s(1, 3)])
+    pool = outbox.runtime.publisher._producers.get()
+    if is_closed:
+        pool.force_close_all()
+        outbox.runtime.relay.deliver_all([1, 2])
+        outbox.runtime.publisher.close()
+    else:
+        with pool.acquire(block=True):
+            outbox.runtime.relay.deliver_all([1, 2])
+    assert [entry["attempts"] for identity in (1, 2) for entry in rig.pending(identity)["events"]] == [0] * 3
+    due_again(rig.orders)
+    assert outbox.sweep(older_than=0).dispatched == 3
 
 
 def test_what_was_published_is_removed_after_so_many_entries(rig: Rig) -> None:
