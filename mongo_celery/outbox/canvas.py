@@ -178,6 +178,11 @@ def bind_message(canvas: dict[str, Any], bind: str, document_id: object) -> dict
     return canvas
 
 
+def is_elsewhere(canvas: Mapping[str, Any]) -> bool:
+    """Return True if the sender of a message did not know its task."""
+    return canvas["task"] in canvas.get(ELSEWHERE, ())
+
+
 def leaves(canvas: Any) -> Iterator[dict[str, Any]]:
     """Yield all single tasks of a canvas: members, bodies, later steps of a chain and links."""
     return (node for node in _nodes(canvas) if node.get("subtask_type") is None)

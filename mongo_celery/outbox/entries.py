@@ -20,6 +20,7 @@ from mongo_celery.outbox.canvas import (
     find_ids,
     freeze_messages,
     has_stored_id,
+    is_elsewhere,
     parse_signature,
     show_arguments,
     substitute_id,
@@ -49,6 +50,7 @@ class Entry:
         broker: address of that app's broker. Empty if unknown.
         bind: placeholder of the document's `_id` in the payload, whose ids are then derived from it. Empty if the `_id`
             was known, or is not used.
+        elsewhere: True if the task was sent by name and its sender did not know it. So no process has to know it.
         signature: the outbox's signature over all published parts. See `signing`.
     """
 
@@ -65,6 +67,7 @@ class Entry:
     app: str = ""
     broker: str = ""
     bind: str = ""
+    elsewhere: bool = False
     signature: bytes = b""
 
     def to_document(self) -> dict[str, Any]:
@@ -83,6 +86,8 @@ class Entry:
         }
         texts = {"app": self.app, "broker": self.broker, "bind": self.bind}
         document |= {name: value for name, value in texts.items() if value}
+        if self.elsewhere:
+            document["elsewhere"] = True
         if self.trace:
             document["trace"] = dict(self.trace)
         return document
@@ -110,6 +115,7 @@ class Entry:
             app=str(document.get("app", "")),
             broker=str(document.get("broker", "")),
             bind=str(document.get("bind", "")),
+            elsewhere=document.get("elsewhere") is True,
             signature=bytes(signature) if isinstance(signature, bytes) else b"",
         )
 
@@ -159,6 +165,7 @@ def _message_entry(app: Celery, message: Signature, now: datetime, document_id: 
         payload=payload,
         trace=trace_to_store(),
         bind=bind,
+        elsewhere=is_elsewhere(message),
     )
 
 

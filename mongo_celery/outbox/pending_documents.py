@@ -127,9 +127,11 @@ class PendingDocuments:
         """
         Return unknown tasks that documents wait for, those of most documents first.
 
-        Later steps of a canvas are not checked. The index finds the documents that a relay has held back.
+        Later steps of a canvas are not checked, and no process has to know tasks of other apps. The index finds the
+        documents that a relay has held back.
         """
-        name = {"$let": {"vars": {"head": HEAD}, "in": {"$cond": [{"$eq": ["$$head.kind", "task"]}, "$$head.name", 0]}}}
+        is_awaited = {"$and": [{"$eq": ["$$head.kind", "task"]}, {"$ne": ["$$head.elsewhere", True]}]}
+        name = {"$let": {"vars": {"head": HEAD}, "in": {"$cond": [is_awaited, "$$head.name", 0]}}}
         pipeline: list[dict[str, Any]] = [
             {"$match": {**WITH_ENTRIES, UNTIL: {"$gt": LONG_AGO}}},
             {"$group": {"_id": name, "documents": {"$sum": 1}, "oldest": {"$min": OLDEST}}},

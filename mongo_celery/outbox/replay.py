@@ -19,7 +19,7 @@ from pymongo.errors import DuplicateKeyError
 from mongo_celery.command_line import CommandLine
 from mongo_celery.errors import CommandRefusedError
 from mongo_celery.mongo.redaction import short
-from mongo_celery.outbox.canvas import show_arguments
+from mongo_celery.outbox.canvas import is_elsewhere, show_arguments
 from mongo_celery.outbox.dead_letters import DeadLetter
 from mongo_celery.outbox.entries import Entry, decode_canvas
 from mongo_celery.outbox.pending import EVENTS, FIELD, append_entries, explain_refusals
@@ -151,4 +151,4 @@ def _read_signed_entry(outbox: BaseOutbox, found: DeadLetter, *, sign: bool) -> 
         canvas = decode_canvas(outbox.app, replace(entry, bind=""), None)
     except Exception as error:
         raise CommandRefusedError(f"Dead letter {found.id} cannot be read: {short(error)}.") from error
-    return replace(entry, name=str(canvas.task), argsrepr=show_arguments(canvas))
+    return replace(entry, name=str(canvas.task), argsrepr=show_arguments(canvas), elsewhere=is_elsewhere(canvas))

@@ -17,8 +17,9 @@ from pymongo.errors import OperationFailure
 from mongo_celery import OutboxCollection, transactional
 from mongo_celery.errors import OutboxRefusedError, TransactionError
 from mongo_celery.locking import after_commit
+from mongo_celery.outbox.pending import NOBODY
 from mongo_celery.testing import assert_pending
-from tests.rig.outbox import Document, Rig
+from tests.rig.outbox import Document, Rig, due_again, hold
 
 TRANSIENT: Any = {"errorLabels": ["TransientTransactionError"]}
 
@@ -277,6 +278,13 @@ def test_tasks_of_another_app_are_sent_by_name(rig: Rig, outbox: OutboxCollectio
     rig.run(body)
     deliver(outbox)
     assert rig.sent() == [[1, 1], [2, 2]]
+    rig.run(lambda _: rig.app.send_task("elsewhere.ship", args=(4, 4)))
+    for identity in rig.database["outbox"].distinct("_id"):
+        hold(rig.database["outbox"], identity, owner=NOBODY)
+    assert outbox.runtime.find_unknown_tasks() == [], "it waits for the broker"
+    due_again(rig.database["outbox"])
+    deliver(outbox)
+    assert rig.sent() == [[4, 4]]
     rig.run(lambda _: rig.app.send_task("add", args=(3, 3)))
     rig.app.tasks.pop("add")
     outbox.sweep(older_than=0)
