@@ -23,7 +23,7 @@ from typing import Any
 import bson
 from bson.binary import UuidRepresentation
 from bson.code import Code
-from bson.codec_options import CodecOptions, DatetimeConversion
+from bson.codec_options import CodecOptions, DatetimeConversion, TypeRegistry
 from bson.decimal128 import Decimal128
 from bson.raw_bson import RawBSONDocument
 from bson.regex import Regex
@@ -39,6 +39,7 @@ _STORED: CodecOptions[Any] = CodecOptions(
 )
 _PLAIN = {str, int, bson.ObjectId}
 """Types that every codec sends as they are."""
+_NO_TYPES = TypeRegistry()
 _HASHED_AS_IS = {str, bson.ObjectId, bool, type(None)}
 
 
@@ -81,6 +82,25 @@ def _key(value: Any) -> Hashable:
     if isinstance(value, Code) and value.scope is not None:
         return "code", bytes(value, "utf-8"), _key(value.scope)
     return bson.encode({"": value}, codec_options=_STORED)
+
+
+def to_stored(value: Any, codec: CodecOptions[Any]) -> Any:
+    """
+    Return a value as a client without a type registry would read it. So any client can send it.
+
+    Args:
+        value: the value, as users write it or as it was read.
+        codec: the codec of the collection, with which it is sent.
+
+    Raises:
+        OverflowError, InvalidDocument: BSON cannot hold it.
+    """
+    if type(value) in _PLAIN or codec.type_registry == _NO_TYPES:
+        return value
+    plain = codec.with_options(
+        document_class=dict, type_registry=_NO_TYPES, datetime_conversion=DatetimeConversion.DATETIME_AUTO
+    )
+    return bson.decode(bson.encode({"": value}, codec_options=codec), codec_options=plain)[""]
 
 
 def same_bson(one: Any, other: Any) -> bool:

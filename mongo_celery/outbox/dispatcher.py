@@ -34,7 +34,7 @@ from pymongo.collection import Collection
 from pymongo.errors import PyMongoError
 
 from mongo_celery.exits import close_at_exit
-from mongo_celery.mongo.identity import NO_ID, id_key, parse_filter_id
+from mongo_celery.mongo.identity import NO_ID, id_key, parse_filter_id, to_stored
 from mongo_celery.mongo.redaction import format_traceback, short
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.outbox.commands import log_undeliverable
@@ -325,9 +325,10 @@ class OutboxDispatcher:
         """Queue documents, or leave them to the index."""
         is_away = self._thread.down_until is not None or self._thread.closing_by is not None
         for document_id in document_ids:
-            key = id_key(document_id, self._outbox.collection.codec_options)
+            codec = self._outbox.collection.codec_options
+            key = id_key(document_id, codec)
             if key in self._queue or not (is_away or len(self._queue) >= QUEUE_MAX):
-                self._queue[key] = document_id
+                self._queue[key] = to_stored(document_id, codec)
             else:
                 self._passed_over += 1
                 self._plan(_POLLS_AFTER[-1])

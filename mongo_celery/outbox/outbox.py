@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
+from bson import encode
+from bson.raw_bson import RawBSONDocument
 from celery import Celery
 from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
@@ -248,7 +250,8 @@ class Outbox(BaseOutbox):
         guarded = {**filter, "$and": [*filter.get("$and", ()), {COUNT: {"$not": {"$gt": 0}}}]}
         result = self.collection.delete_one(guarded, session=session, **options)
         if not result.deleted_count:
-            found = self.runtime.latest.find_one(filter, {"_id": 1}, session=session, **_finding(options))
+            encoded = RawBSONDocument(encode(filter, codec_options=self.collection.codec_options))
+            found = self.runtime.latest.find_one(encoded, {"_id": 1}, session=session, **_finding(options))
             if found is not None:
                 self.runtime.dispatch([found["_id"]], session)
                 raise OutboxRefusedError(

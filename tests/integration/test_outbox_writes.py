@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import pytest
-from bson import ObjectId
+from bson import Decimal128, ObjectId
+from bson.codec_options import CodecOptions, TypeCodec, TypeRegistry
 from celery import chain, chord, group
 from pymongo import (
     AsyncMongoClient,
@@ -36,8 +38,8 @@ from mongo_celery.outbox.pending import NOBODY
 from mongo_celery.outbox.replay import replay
 from mongo_celery.testing import pending_entries
 from tests.fixtures.mongo import MakeClient
-from tests.fixtures.process import wait_for
-from tests.rig.outbox import Document, Rig, hold, opened
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
+from tests.rig.outbox import Document, Rig, held_up, hold, opened, settled
 
 
 @pytest.fixture(name="outbox")
@@ -448,6 +450,47 @@ def test_a_document_near_16_mb_is_refused_or_delivered_never_stuck(rig: Rig, out
         outbox.update_one({"_id": "x"}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
     assert outbox.runtime.relay.deliver("x").dispatched == 1
     assert rig.sent() == [[1, 1]]
+
+
+class Number:
+    """A user's type for an `_id`."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class NumberCodec(TypeCodec):
+    python_type = Number
+    bson_type = Decimal128
+
+    def transform_python(self, value: Any) -> Any:
+        return Decimal128(str(value.number))
+
+    def transform_bson(self, value: Any) -> Any:
+        return Number(int(value.to_decimal()))
+
+
+def test_a_collection_with_types_of_its_own_is_delivered_at_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    orders = rig.orders.with_options(codec_options=CodecOptions(type_registry=TypeRegistry([NumberCodec()])))
+    outbox = rig.outbox(orders, at_once=True)
+    outbox.insert_one({"_id": Number(1)}, tasks=[rig.add.s(1, 1)])
+    wait_for(lambda: settled(outbox))
+    outbox.insert_many([{"_id": Number(2)}, {"_id": Number(3)}], tasks=[rig.add.s(2, 2)])
+    outbox.update_one({"_id": Number(1)}, {"$set": {"paid": True}}, tasks=[rig.add.s(3, 3)])
+    orders.insert_one(outbox.with_tasks({"_id": Number(4)}, [rig.add.s(4, 4)]))
+    outbox.dispatch(Number(4))
+    wait_for(lambda: settled(outbox))
+    assert sorted(rig.sent()) == [[1, 1], [2, 2], [2, 2], [3, 3], [4, 4]]
+    assert [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING] == []
+
+    with held_up(outbox) as (_asked, begun):
+        outbox.insert_one({"_id": Number(5)}, tasks=[rig.add.s(5, 5)])
+        assert begun.wait(PATIENCE_SECONDS)
+        with pytest.raises(OutboxRefusedError):
+            outbox.delete_one({"_id": Number(5)})
+    wait_for(lambda: settled(outbox))
+    assert outbox.delete_one({"_id": Number(5)}).deleted_count == 1
+    assert outbox.delete_one({"_id": Number(5)}).deleted_count == 0
 
 
 def test_a_delete_is_refused_while_something_is_pending(rig: Rig, outbox: Outbox) -> None:
