@@ -203,9 +203,10 @@ def _run_in_transaction(
     run: Callable[[ClientSession], Any],
 ) -> Any:
     """Run a call and store its record in one transaction. Use the surrounding one, if there is one."""
-    identity, owner = this.identity, ObjectId()
+    identity = this.identity
 
     def body(session: ClientSession) -> tuple[IdempotencyClaim, Any]:
+        owner = ObjectId()  # a new one each time: an earlier attempt may have committed without an answer
         claim = IdempotencyClaim(owner) if identity is None else store.claim_done(identity, owner, session)
         if claim.owner is None:
             return claim, None

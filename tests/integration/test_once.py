@@ -284,6 +284,30 @@ def test_a_record_is_committed_and_aborted_with_a_transaction_of_the_driver(data
     assert (effects.count_documents({}), done.count_documents({})) == (2, 0), "the driver commits what is there"
 
 
+def test_a_commit_whose_answer_is_lost_with_its_transaction_has_run(
+    app: Celery, database: Database[Document], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has committed, and when the commit is repeated it no longer knows the transaction."""
+    effects, commit, lost = database.create_collection("effects"), ClientSession.commit_transaction, [1]
+
+    def commit_and_forget(self: ClientSession) -> None:
+        commit(self)
+        if lost:
+            lost.pop()
+            raise OperationFailure("gone", 251, {"errorLabels": ["TransientTransactionError"]})
+
+    @app.task(shared=False)
+    @once(database["done"])
+    def pay(amount: int, *, session: Any) -> str:
+        return str(effects.insert_one({"amount": amount}, session=session).inserted_id)
+
+    database["done"].insert_one({"_id": "its index"})
+    monkeypatch.setattr(ClientSession, "commit_transaction", commit_and_forget)
+    paid = run(pay, "t1", 5)
+    assert lost == []
+    assert [str(each["_id"]) for each in effects.find()] == [paid]
+
+
 def test_a_record_cannot_be_part_of_an_async_transaction(database: Database[Document], mongo_url: str) -> None:
     """It is refused there; after the commit, or in a thread of its own, it is in no transaction."""
     steps: list[str] = []
