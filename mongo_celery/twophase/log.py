@@ -29,6 +29,9 @@ Document = dict[str, Any]
 _OVERDUE_SECONDS = 30.0
 """After its deadline, a transaction whose last step is this old is abandoned, whatever `older_than` is."""
 
+_AHEAD_SECONDS = 60.0
+"""Largest difference between the clocks of two members. A last step that is further ahead counts as long ago."""
+
 _LATE_PART = 0.9
 """
 Share of the deadline. Documents are removed only after the deadline, so nothing is stored twice before
@@ -467,9 +470,14 @@ def log_cancel(identity: Any, reason: str) -> None:
 
 
 def _is_abandoned(older_than: float) -> Document:
-    """Return the condition, by the server's clock, that its last step is this old or its deadline has passed."""
+    """
+    Return the condition, by the server's clock, that its last step is this old or its deadline has passed.
+
+    A time far ahead comes from a primary whose clock was ahead, and counts as long ago.
+    """
     overdue = {"$and": [_IS_OVERDUE, _is_older(min(older_than, _OVERDUE_SECONDS))]}
-    return {"$or": [_is_older(older_than), overdue]}
+    is_ahead = {"$gt": [_MODIFIED, after(_AHEAD_SECONDS)]}
+    return {"$or": [_is_older(older_than), overdue, is_ahead]}
 
 
 def _is_older(seconds: float) -> Document:

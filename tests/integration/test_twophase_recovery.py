@@ -138,6 +138,19 @@ def test_a_take_over_whose_answer_is_lost_is_finished_by_the_same_recovery(
     assert balances(database) == {"A": 990, "B": 1010}
 
 
+def test_a_step_under_a_clock_that_was_ahead_is_recovered(bank: TwoPhaseCommit, database: Db) -> None:
+    """P17: an election has ended that clock. What nobody has begun waits for as long as it may."""
+    waiting = bank.transfer("A", "B", 5, run=False)
+    begun = bank.transfer("A", "B", 10, run=False)
+    ahead = datetime.now(UTC) + timedelta(hours=5)
+    database["transactions"].update_many({}, {"$set": {"lastModified": ahead}})
+    database["transactions"].update_one({"_id": begun}, {"$set": {"state": "pending", "application": "bank"}})
+    [recovered] = bank.recover()
+    assert (recovered.id, recovered.after) == (begun, "done")
+    assert database["transactions"].distinct("state", {"_id": waiting}) == ["initial"]
+    assert balances(database) == {"A": 990, "B": 1010}
+
+
 def test_many_steps_of_one_moment_are_all_read(bank: TwoPhaseCommit) -> None:
     """More than a page of them, some without a time, and behind them the next moment; what is no good is passed by."""
     many = [{"_id": number, "state": "pending", "lastModified": LONG_AGO} for number in range(205)]
