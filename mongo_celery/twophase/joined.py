@@ -140,17 +140,18 @@ class JoinedCalls:
         reason = self._engine.local.find_unmet(seen.parts, self._session)
         if reason is None:
             self._change(seen)
-        else:
-            log_cancel(identity, reason)
         fields: dict[str, Any] = {} if reason is None else {"reason": reason}
         state = State.DONE if reason is None else State.CANCELED
-        return self._log.move(seen, state, coordinator=ObjectId(), session=self._session, **fields)
+        ended = self._log.move(seen, state, coordinator=ObjectId(), session=self._session, **fields)
+        hook = self._find_commit_hook()
+        if reason is not None and hook is not None:  # without a commit it is not canceled
+            hook(partial(log_cancel, identity, reason))
+        return ended
 
     def _change(self, seen: Transaction) -> None:
         try:
             self._engine.local.change(seen.parts, self._session)
         except RefusedError as error:
-            log_cancel(seen.id, str(error))
             raise TransactionCanceledError(
                 f"Transaction {seen.id!r} was rolled back, and the open transaction with it: {error}.",
                 id=seen.id,

@@ -127,8 +127,9 @@ class LocalTransactions:
 
         reason = self._commit(transaction.parts, body, until)
         if reason is not None:
+            canceled = self._log.move(transaction, State.CANCELED, reason=reason)
             log_cancel(transaction.id, reason)
-            return self._log.move(transaction, State.CANCELED, reason=reason)
+            return canceled
         return after[0]
 
     def _commit(self, parts: Sequence[Part], body: Callable[[ClientSession], None], until: float) -> str | None:

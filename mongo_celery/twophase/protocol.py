@@ -205,8 +205,9 @@ class Coordinator:
     # -- backward ----------------------------------------------------------------------------------
 
     def _cancel(self, transaction: Transaction, reason: str) -> Transaction:
+        canceling = self._log.move(transaction, State.CANCELING, coordinator=self.identity, reason=reason)
         log_cancel(transaction.id, reason)
-        return self._log.move(transaction, State.CANCELING, coordinator=self.identity, reason=reason)
+        return canceling
 
     def _undo(self, transaction: Transaction) -> Transaction:
         """Undo each one. If one fails or does not answer, still restore the others."""

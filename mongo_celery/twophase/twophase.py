@@ -534,8 +534,8 @@ class TwoPhaseCommit:
             id=identity,
         )
         if reason is not None:
-            log_cancel(identity, reason)
             self._store({**fields, "reason": reason}, identity, deadline, storer, State.CANCELED)
+            log_cancel(identity, reason)
             raise _make_canceled_error(identity, reason)
 
     def _store(

@@ -17,6 +17,8 @@ from pymongo import WriteConcern
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
+from mongo_celery.twophase.log import TransactionLog
+from mongo_celery.twophase.transaction import State, Transaction
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.mongo import MakeClient
 from tests.integration.twophase_rig import LONG_AGO, Db, Document, Tutorial, balances, make_accounts, markers
@@ -151,6 +153,43 @@ def test_a_rule_that_is_stored_as_it_is_counts(bank: TwoPhaseCommit, database: D
     bank.run(1)
     bank.transfer("A", "B", 1, id=1, require=rule)
     assert balances(database) == {"A": 999, "B": 1001}
+
+
+def test_a_cancel_is_logged_by_the_process_that_stored_it(
+    bank: TwoPhaseCommit, database: Db, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    move, others = TransactionLog.move, [1]
+
+    def overtaken(self: TransactionLog, seen: Transaction, state: State, **given: Any) -> Transaction:
+        if state in {State.CANCELED, State.CANCELING} and others:
+            others.pop()
+            database["transactions"].update_one({"_id": seen.id}, {"$set": {"version": 99}})
+        return move(self, seen, state, **given)
+
+    monkeypatch.setattr(TransactionLog, "move", overtaken)
+    identity = bank.transfer("A", "B", 5000, run=False)
+    with pytest.raises(TransactionCanceledError):
+        bank.run(identity)
+    assert others == []
+    assert [each.__dict__["event"] for each in caplog.records] == ["transaction_canceled"]
+
+
+def test_a_cancel_that_another_process_has_stored_is_not_logged_again(
+    bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    insert, others = TransactionLog.insert, [1]
+
+    def overtaken(self: TransactionLog, *given: Any, **more: Any) -> bool:
+        if more.get("state") is State.CANCELED and others:
+            others.pop()
+            with pytest.raises(TransactionCanceledError):
+                bank.transfer("A", "B", 5000, id=1)
+        return insert(self, *given, **more)
+
+    monkeypatch.setattr(TransactionLog, "insert", overtaken)
+    with pytest.raises(TransactionCanceledError):
+        bank.transfer("A", "B", 5000, id=1)
+    assert [each.__dict__["event"] for each in caplog.records] == ["transaction_canceled"]
 
 
 def test_the_same_id_with_other_fields_is_refused(bank: TwoPhaseCommit, database: Db) -> None:

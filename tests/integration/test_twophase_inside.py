@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pymongo
@@ -41,6 +42,22 @@ def client(bank: TwoPhaseCommit) -> Client:
 
 def orders(bank: TwoPhaseCommit) -> list[Any]:
     return [each["_id"] for each in bank.transactions.database["orders"].find().sort("_id", 1)]
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_cancel_is_logged_when_it_is_committed(
+    bank: TwoPhaseCommit, client: Client, caplog: pytest.LogCaptureFixture, *, is_committed: bool
+) -> None:
+    def body(_session: ClientSession) -> None:
+        with pytest.raises(TransactionCanceledError):
+            bank.transfer("A", "B", 5000)
+        assert caplog.records == []
+        if not is_committed:
+            raise ValueError
+
+    with nullcontext() if is_committed else pytest.raises(ValueError):  # noqa: PT011
+        transactional(client).run(body)
+    assert [each.__dict__["event"] for each in caplog.records] == ["transaction_canceled"] * is_committed
 
 
 def test_what_is_refused_or_canceled_inside_fails_nothing_else(
