@@ -195,6 +195,8 @@ class Publisher:
                 raise verdict from error
 
     def _send_task(self, signature: Any, **options: Any) -> None:
+        options["add_to_parent"] = False  # the sweep may be a running task
+        _keep_parent(signature)
         if IS_MESSAGE not in signature:
             signature.apply_async(**options)
             return
@@ -309,6 +311,13 @@ def _add_headers(signature: Any, headers: Mapping[str, str]) -> None:
         own = leaf["options"].get("headers") or {}
         if isinstance(own, Mapping):
             leaf["options"]["headers"] = {**headers, **own}
+
+
+def _keep_parent(signature: Any) -> None:
+    """Send a task without a parent as it is. Otherwise the running task, such as the sweep, would become its parent."""
+    own = signature.options.get("headers") or {}
+    if not signature.options.get("parent_id") and isinstance(own, Mapping):
+        signature.options["headers"] = {**own, "parent_id": None}
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

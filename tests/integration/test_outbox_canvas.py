@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from bson import ObjectId
 from celery import chain, chord, group
+from celery._state import _task_stack  # type: ignore[attr-defined]
 from celery.signals import task_prerun
 from pymongo.database import Database
 
@@ -118,6 +119,26 @@ def test_what_is_sent_late_has_its_headers_and_the_times_of_its_call(rig: Rig) -
         assert headers["tenant"] == "acme"
     assert 119 < (datetime.fromisoformat(single.headers["expires"]) - before).total_seconds() < 130
     assert first.body[2]["chain"][0]["options"]["countdown"] == 30
+
+
+def test_a_running_sweep_is_no_parent_of_what_it_sends(rig: Rig) -> None:
+    """Root and parent are those of the write, in messages of a transaction, too."""
+    add: Any = rig.add
+    outbox, messages, running = rig.outbox(at_once=False), rig.messages(every_transaction=True), rig.total
+    outbox.insert_one({"_id": 1}, tasks=[add.s(1, 1), add.s(1, 2).set(parent_id="mine", headers={"tenant": "a"})])
+    rig.run(lambda _: add.delay(1, 3))
+    running.push_request(id="sweep", called_directly=False, root_id="sweep", children=[])  # as a worker begins one
+    _task_stack.push(running)
+    try:
+        assert [each.sweep(older_than=0).dispatched for each in (outbox, messages)] == [2, 1]
+        assert running.request.children == []
+    finally:
+        _task_stack.pop()
+        running.pop_request()
+    sent = rig.drain()
+    assert [each.headers["root_id"] for each in sent] == [each.id for each in sent]
+    assert [each.headers["parent_id"] for each in sent] == [None, "mine", None]
+    assert sent[1].headers["tenant"] == "a"
 
 
 def test_a_canvas_with_a_retry_policy_of_its_own_is_sent(rig: Rig) -> None:
