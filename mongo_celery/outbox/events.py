@@ -71,7 +71,7 @@ def cloud_event(
         OutboxRefusedError: JSON cannot hold the body, or the formats refuse a routing key or an attribute.
     """
     key = event.routing_key
-    if not isinstance(key, str) or not key or len(key.encode()) > _KEY_BYTES_MAX:
+    if not isinstance(key, str) or not 0 < _count_bytes(key) <= _KEY_BYTES_MAX:
         raise OutboxRefusedError(f"The routing key {key!r} must be text of 1 to {_KEY_BYTES_MAX} bytes.")
     for name in event.attributes:
         if not (isinstance(name, str) and name.isascii() and name.isalnum() and name.lower() == name) or name in _OWN:
@@ -95,6 +95,14 @@ def cloud_event(
         return json.dumps(document, default=_plain, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise OutboxRefusedError(f"The event {key!r} cannot be encoded as JSON: {short(error)}.") from error
+
+
+def _count_bytes(text: str) -> int:
+    """Return the size of a text in UTF-8. 0 if it has none, because of half a surrogate pair."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return 0
 
 
 def with_document(payload: str, bind: str, document_id: object) -> tuple[str, str]:

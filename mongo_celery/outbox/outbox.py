@@ -102,7 +102,8 @@ class Outbox(BaseOutbox):
         Insert a document with its tasks and events, like PyMongo's `insert_one`. Then dispatch them.
 
         Args:
-            document: gets an `_id` if it has none, as with PyMongo. Otherwise it does not change.
+            document: gets an `_id` if it has none, as with PyMongo. Otherwise it does not change. One that cannot be
+                changed, such as a `RawBSONDocument`, is stored with a new `_id`, and the result has it.
             tasks: as for `with_tasks`.
             events: as for `with_tasks`.
             session: inside a transaction nothing is dispatched before the commit.
@@ -115,8 +116,8 @@ class Outbox(BaseOutbox):
         with self._explain():
             self.collection.insert_one(carried, session=session, **options)
         if tasks or events:
-            self.runtime.dispatch([document["_id"]], session)
-        return InsertOneResult(document["_id"], acknowledged=True)
+            self.runtime.dispatch([carried["_id"]], session)
+        return InsertOneResult(carried["_id"], acknowledged=True)
 
     def insert_many(
         self,
@@ -143,7 +144,7 @@ class Outbox(BaseOutbox):
         """
         documents, tasks, events = list(documents), list_given(tasks), list_given(events)
         carried = [self._values.of_document(document, tasks, events) for document in documents]
-        ids = [document["_id"] for document in documents]
+        ids = [each["_id"] for each in carried]
         try:
             with self._explain("earlier documents of the list may have been inserted"):
                 self.collection.insert_many(carried, session=session, **options)

@@ -12,8 +12,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from bson import Decimal128, ObjectId
+from bson import Decimal128, ObjectId, encode
 from bson.codec_options import CodecOptions, TypeCodec, TypeRegistry
+from bson.raw_bson import RawBSONDocument
 from celery import chain, chord, group
 from pymongo import (
     AsyncMongoClient,
@@ -185,6 +186,7 @@ def test_what_cannot_carry_tasks_is_refused_when_the_value_is_made(outbox: Outbo
         "what makes a signature": lambda: carry({"a": 1}, [rig.add.s]),
         "no event": lambda: carry({"a": 1}, events=[{"a": 1}]),
         "no routing key": lambda: carry({"a": 1}, events=[Event("", 1)]),
+        "half of a character in a routing key": lambda: carry({"a": 1}, events=[Event("\ud800", 1)]),
         "an event's body": lambda: carry({"a": 1}, events=[Event("k", object())]),
     }
     accepted = []
@@ -450,6 +452,15 @@ def test_a_document_near_16_mb_is_refused_or_delivered_never_stuck(rig: Rig, out
         outbox.update_one({"_id": "x"}, {"$set": {"a": 1}}, tasks=[rig.add.s(2, 2)])
     assert outbox.runtime.relay.deliver("x").dispatched == 1
     assert rig.sent() == [[1, 1]]
+
+
+def test_a_document_that_cannot_be_changed_gets_an_id(rig: Rig, outbox: Outbox) -> None:
+    raw: Any = RawBSONDocument(encode({"total": 1}))
+    found = outbox.insert_one(raw, tasks=[rig.add.s(1, 1)]).inserted_id
+    more = outbox.insert_many([raw, {"_id": "known"}], tasks=[rig.add.s(1, 2)]).inserted_ids
+    assert {each["_id"] for each in rig.orders.find()} == {found, *more}
+    outbox.sweep(older_than=0)
+    assert sorted(rig.sent()) == [[1, 1], [1, 2], [1, 2]]
 
 
 class Number:
