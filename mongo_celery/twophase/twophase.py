@@ -320,6 +320,7 @@ class TwoPhaseCommit:
         Raises:
             TransactionStateError: it does not exist, is final, or belongs to another application.
             ConfigurationError: there is no Celery app.
+            TransactionTimeoutError: MongoDB did not answer in time, and no task was sent.
         """
         if self.app is None:
             raise ConfigurationError(
@@ -330,8 +331,9 @@ class TwoPhaseCommit:
         if (joined := self._join(session)) is not None:
             joined.queue(id, publish)
         else:
-            with self._engine.limit_calls():
-                self._engine.log.queue(id)
+            with self._engine.limit_calls() as deadline:
+                hint = "Recovery may run it. To be sure, call delay again"
+                self._engine.until_answered(lambda: self._engine.log.queue(id), deadline, hint=hint, id=identity)
             publish()
         self._watch.needed()
         return self.app.AsyncResult(task_id)

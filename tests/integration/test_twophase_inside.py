@@ -44,6 +44,14 @@ def orders(bank: TwoPhaseCommit) -> list[Any]:
     return [each["_id"] for each in bank.transactions.database["orders"].find().sort("_id", 1)]
 
 
+@pytest.mark.parametrize("failure", [{"errorCode": 112}, {"closeConnection": True}])
+def test_a_delay_asks_mongodb_again(bank: TwoPhaseCommit, database: Db, failpoint: Failpoint, failure: Any) -> None:
+    identity = bank.transfer("A", "B", 1, run=False)
+    with failpoint(mode={"times": 3}, failCommands=["update"], **failure):
+        bank.delay(identity)
+    assert database["transactions"].count_documents({"_id": identity, "queuedAt": {"$exists": True}}) == 1
+
+
 @pytest.mark.parametrize("is_committed", [True, False])
 def test_a_cancel_is_logged_when_it_is_committed(
     bank: TwoPhaseCommit, client: Client, caplog: pytest.LogCaptureFixture, *, is_committed: bool
