@@ -358,7 +358,7 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig) -> None:
     outbox = rig.outbox(at_once=False)
     outbox.insert_one({"_id": "good"}, tasks=[rig.add.s(1, 1)])
     field = rig.pending("good")
-    longest = Int64(2**63 - 1)
+    longest, shortest = Int64(2**63 - 1), Int64(-(2**63))
     untils: list[Any] = [longest, float("nan"), {}, [1], "long", Timestamp(1, 1), MaxKey(), Decimal128("1")]
     claims: list[Any] = [None, 3, [], [{}], {"owner": [], "more": 1}, [field["claim"]]]
     attempts: list[Any] = [longest, {}]
@@ -368,6 +368,7 @@ def test_no_stored_value_makes_a_claim_or_a_status_fail(rig: Rig) -> None:
         *({**field, "claim": claim} for claim in claims),
         *({**field, "count": count} for count in (float("inf"), longest, 0.5, Decimal128("Infinity"))),
         *({**field, "events": [{**field["events"][0], "attempts": times, "app": 7, "at": 3}]} for times in attempts),
+        *({**field, "events": [{**field["events"][0], "at": at}]} for at in (shortest, longest, DatetimeMS(-(2**63)))),
     ]
     rig.orders.insert_many([{"pendingEvents": each} for each in [*strange, [field], [[field]]]])
 
