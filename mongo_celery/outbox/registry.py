@@ -58,9 +58,10 @@ class BaseOutbox:
 
     def prepare(self) -> None:
         """
-        Read the signing key now, so that no later write of this process waits for it.
+        Read the signing key now, so that the first write of this process does not wait for it.
 
-        For asyncio, call it at the start in a thread: `await asyncio.to_thread(outbox.prepare)`.
+        Later writes read it again once a minute, but never in an event loop. For asyncio, call it at the start in a
+        thread: `await asyncio.to_thread(outbox.prepare)`.
 
         Raises:
             DeploymentError, PyMongoError: it could not be read.

@@ -18,8 +18,9 @@ def store_compensation(engine: Engine, identity: Any, deadline: float, session: 
     """
     Return the id of the single compensation of a transaction. Store one if there is none, or it was canceled.
 
-    From then on recovery finishes it. The transaction stores the number of its last attempt. If that attempt was
-    removed from the log, its outcome is unknown, and no other attempt may follow.
+    Recovery finishes it from then on, or from the commit of the session's transaction. The transaction stores the
+    number of its last attempt. If that attempt was removed from the log, its outcome is unknown, and no other attempt
+    may follow.
 
     Args:
         engine: the engine of the log.
@@ -54,7 +55,7 @@ def store_compensation(engine: Engine, identity: Any, deadline: float, session: 
             if joined is not None:  # another caller has just stored it
                 raise OvertakenError from error
         log.note_compensated(done, attempt, noted, joined)
-        if joined is None:  # after the note: otherwise recovery could take back a transaction that this call refused
+        if joined is None:  # after the note: if that is refused, recovery must not run the compensation
             _queue(log, next_id)
 
     if session is not None:
