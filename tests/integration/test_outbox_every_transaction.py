@@ -248,11 +248,12 @@ def test_options_about_the_sending_itself_do_not_keep_a_message_from_the_broker(
     rig.app.conf.task_routes = {"routed.*": {"queue": "routed"}}
     shown: Any = {"shadow": "shown", "ignore_result": True, "reply_to": "me", "root_id": "root", "parent_id": "parent"}
     add: Any = rig.add
+    send: Any = rig.app.send_task
 
     def body(_session: Any) -> None:
         add.apply_async((1, 1), retry=True, retry_policy=policy, timeout=3.0, confirm_timeout=3.0)
         add.apply_async((1, 2), producer=object(), add_to_parent=False, **shown)
-        rig.app.send_task("add", (1, 3), retry=False, publisher=object(), result_cls=rig.app.AsyncResult)
+        send("add", (1, 3), retry=False, publisher=object(), result_cls=rig.app.AsyncResult)
         chain(add.s(1, 4), add.s(1)).apply_async(retry=True, retry_policy={"max_retries": 3})
         add.apply_async((1, 5), eta=datetime(2030, 1, 1, tzinfo=UTC), expires=datetime(2031, 1, 1, tzinfo=UTC))
         add.apply_async((1, 6), route_name="routed.add")

@@ -482,7 +482,7 @@ class NumberCodec(TypeCodec):
 
 
 def test_a_collection_with_types_of_its_own_is_delivered_at_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    orders = rig.orders.with_options(codec_options=CodecOptions(type_registry=TypeRegistry([NumberCodec()])))
+    orders: Any = rig.orders.with_options(codec_options=CodecOptions(type_registry=TypeRegistry([NumberCodec()])))
     outbox = rig.outbox(orders, at_once=True)
     outbox.insert_one({"_id": Number(1)}, tasks=[rig.add.s(1, 1)])
     wait_for(lambda: settled(outbox))

@@ -155,7 +155,7 @@ def leave_strange_ids(rig: Rig) -> None:
     outbox = rig.outbox(name="writer of strange ids", at_once=False)
     rig.orders.insert_one(outbox.with_tasks({"_id": DatetimeMS(2**60)}, [rig.add.s(1, 1)]))
     broken = bson.encode(outbox.with_tasks({"_id": "not utf-8"}, [rig.add.s(1, 2)]))
-    rig.orders.insert_one(RawBSONDocument(broken.replace(b"not utf-8", b"\xff" * 9)))  # type: ignore[arg-type]
+    rig.orders.insert_one(RawBSONDocument(broken.replace(b"not utf-8", b"\xff" * 9)))
 
 
 def run_together(*calls: Callable[[], object]) -> None:
