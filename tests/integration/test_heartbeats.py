@@ -128,6 +128,18 @@ def test_a_write_that_takes_too_long_is_followed_by_a_smaller_one(
             beats.end(beat)
 
 
+def test_a_claim_of_a_change_that_replaces_others_is_renewed_and_lost_like_any_other(rig: PartitionRig) -> None:
+    """P14: with `coalesce`, a claim names the changes that its first one replaces."""
+    claim = replace(rig.claim(ttl=3600.0), passed_over={"count": 1, "tokens": ["one"]})
+    beats = Heartbeats(rig.claims, 1.5)
+    beat = beats.begin(claim, time.monotonic())
+    before = beat.renewed
+    wait_for(lambda: beat.renewed > before)
+    rig.spoil(fencingToken=claim.fencing_token + 1)
+    wait_for(lambda: beat.lost)
+    beats.end(beat)
+
+
 def _lives_longer(rig: PartitionRig, before: datetime) -> bool:
     return bool(rig.document["claim"]["until"] > before)
 

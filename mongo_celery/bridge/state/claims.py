@@ -158,7 +158,7 @@ class Claim:
     parked: frozenset[int] = frozenset()
     at: datetime | None = None
     error: str | None = None
-    passed_over: Mapping[str, Any] | None = None
+    passed_over: Mapping[str, Any] | None = field(default=None, hash=False)
     rewound: int = 0
     taken: float = field(default_factory=time.monotonic, compare=False, repr=False)
 
