@@ -18,6 +18,7 @@ pytest_plugins = [
     "tests.fixtures.memory",
     "tests.fixtures.leaks",
     "tests.fixtures.mongo",
+    "tests.fixtures.name_server",
     "tests.fixtures.redis",
     "tests.fixtures.failpoint",
     "tests.fixtures.proxy",

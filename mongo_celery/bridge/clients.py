@@ -20,7 +20,7 @@ _CLOSING_SECONDS = 1.0
 
 _CLIENT_DEFAULTS: dict[str, Any] = {
     "appname": "mongo_celery",
-    "connecttimeoutms": 2000,  # also limits the time until a frozen primary is noticed
+    "connecttimeoutms": 2000,  # also for name servers, and until a frozen primary is noticed
     "heartbeatfrequencyms": 2000,
     "serverselectiontimeoutms": 30_000,  # longer than an election: shorter operations have their own limit
     "datetime_conversion": "DATETIME_AUTO",  # the year 10000 must not block a partition

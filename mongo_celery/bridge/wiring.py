@@ -34,7 +34,7 @@ from mongo_celery.errors import ConfigurationError
 from mongo_celery.forking import PerProcess, per_process
 from mongo_celery.mongo.opening import find_collection, ping, to_user_error
 from mongo_celery.mongo.redaction import short
-from mongo_celery.mongo.verdicts import ErrorContext
+from mongo_celery.mongo.verdicts import ErrorContext, is_unresolved
 from mongo_celery.outbox import Outbox
 
 T = TypeVar("T")
@@ -260,10 +260,18 @@ class Wiring:
 
     @per_process
     def client(self) -> MongoClient[dict[str, Any]]:
-        """This process's client. It connects at first use, and a forked process gets a new one."""
+        """
+        This process's client. It connects at first use, and a forked process gets a new one.
+
+        Raises:
+            ConfigurationError: the URL is not valid.
+            PyMongoError: no name server resolved the URL.
+        """
         try:
             return open_client(weakref.ref(self), self.url)
         except (InvalidURI, ClientConfigurationError, ValueError) as error:
+            if is_unresolved(error):
+                raise
             raise self._bad_url(error) from None
 
     @per_process
@@ -295,12 +303,12 @@ class Wiring:
         Return this process's client for one command, after the primary has answered.
 
         Raises:
-            ServerUnavailableError: no primary answered within `ANSWER_SECONDS`.
+            ServerUnavailableError: no primary answered within `ANSWER_SECONDS`, or no name server.
             AccessError: the login was refused.
             ConfigurationError: the URL is not valid.
         """
-        client = self.client
         try:
+            client = self.client
             ping(client)
         except PyMongoError as error:
             raise to_user_error(error, self.state_concern) from error

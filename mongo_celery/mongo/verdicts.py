@@ -169,9 +169,22 @@ def judge_error(error: BaseException | None) -> Verdict:
 
 def is_unanswered(error: BaseException | None) -> bool:
     """Return True if no server has answered in time, or the one that did is not ready for any client."""
-    if isinstance(error, ConnectionFailure) or is_refused_session(error):
+    if isinstance(error, ConnectionFailure) or is_refused_session(error) or is_unresolved(error):
         return True
     return isinstance(error, PyMongoError) and error.timeout
+
+
+def is_unresolved(error: BaseException | None) -> bool:
+    """
+    Return True if no name server resolved a `mongodb+srv://` URL, which PyMongo reports as a wrong configuration.
+
+    A name that does not exist counts, too, like an unknown host of a `mongodb://` URL. A name that no server can have
+    does not.
+    """
+    if not isinstance(error, ConfigurationError):
+        return False
+    module = type(error.__cause__ or error.__context__).__module__  # older versions suppress the cause
+    return module.startswith("dns.") and module != "dns.name"
 
 
 def is_refused_session(error: BaseException | None) -> bool:
@@ -217,7 +230,7 @@ def is_outage(error: BaseException) -> bool:
     if isinstance(error, BulkWriteError):
         failures = list_failures(error.details)
         return bool(failures) and all(_is_outage_code(each.get("code")) for each in failures)
-    if isinstance(error, (ConnectionFailure, WTimeoutError)) or is_refused_session(error):
+    if isinstance(error, (ConnectionFailure, WTimeoutError)) or is_refused_session(error) or is_unresolved(error):
         return True
     if not isinstance(error, PyMongoError):
         return False

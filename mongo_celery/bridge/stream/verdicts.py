@@ -22,7 +22,7 @@ from mongo_celery.errors import (
     TopologyError,
     UnreadableEventError,
 )
-from mongo_celery.mongo.verdicts import Code, Verdict, judge_error, login_refused, quote
+from mongo_celery.mongo.verdicts import Code, Verdict, is_unresolved, judge_error, login_refused, quote
 
 UNKNOWN_LIMIT = 5
 """Number of unknown errors in a row that reopen the stream. The next one is final."""
@@ -52,7 +52,7 @@ def judge_stream_error(error: BaseException, *, opening: bool) -> Verdict:
         opening: True if the stream was being opened. Then a parser's assertion is final.
     """
     if isinstance(error, ClientConfigurationError):
-        return Verdict.REFUSED
+        return Verdict.TRANSIENT if is_unresolved(error) else Verdict.REFUSED
     if not isinstance(error, (ConnectionFailure, OperationFailure)) or isinstance(error, WTimeoutError):
         return Verdict.UNKNOWN
     verdict = judge_error(error)

@@ -7,7 +7,7 @@ times in a row.
 
 | error of the handler | belongs to |
 |---|---|
-| an error of PyMongo that means that servers or network failed (`mongo.verdicts.is_outage`) | infrastructure |
+| an error of PyMongo for failed servers, name servers or networks (`mongo.verdicts.is_outage`) | infrastructure |
 | `kombu.exceptions.OperationalError`: the broker accepted no message | infrastructure |
 | an error of Redis, or an `OSError`, raised inside kombu or Celery's result backends | infrastructure |
 | `SoftTimeLimitExceeded` while PyMongo was selecting a server | infrastructure |
