@@ -17,9 +17,11 @@ def replace_connections(client: MongoClient[Any] | AsyncMongoClient[Any]) -> Non
     """
     Make a client open new connections. A used one closes after its operation, so no operation fails.
 
-    `close()` would end the client for all its users.
+    `close()` would end the client for all its users. A client that was never used has none.
     """
     topology: Any = client._topology  # noqa: SLF001
+    if topology is None:  # the name of a `mongodb+srv://` URL is not resolved yet
+        return
     for server in list(topology._servers.values()):  # noqa: SLF001
         server.pool.gen.inc(None)
 

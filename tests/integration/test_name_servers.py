@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any
 
+import dns.asyncresolver
 import dns.rcode
 import pytest
 from celery import Celery
-from pymongo import MongoClient
+from pymongo import AsyncMongoClient, MongoClient
 from pymongo.database import Database
 from pymongo.errors import PyMongoError
 
@@ -17,7 +19,9 @@ from mongo_celery.bridge.event_loop import EVENT_LOOP
 from mongo_celery.bridge.stream.verdicts import judge_stream_error
 from mongo_celery.bridge.worker.attribution import infrastructure_cause
 from mongo_celery.errors import ConfigurationError, ServerUnavailableError
+from mongo_celery.mongo.driver_internals import replace_connections
 from mongo_celery.mongo.verdicts import Verdict, is_transient
+from mongo_celery.testing import BridgeRunner
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.name_server import DOMAIN, NameServer
 from tests.fixtures.process import wait_for
@@ -115,3 +119,43 @@ def test_a_wrong_url_is_refused(url: str, name_server: NameServer, database: Dat
     bridge = bridge_on(f"{url}?tls=false", database)
     with pytest.raises(ConfigurationError):
         bridge.wiring.reach()
+
+
+def test_a_transactional_coroutine_runs_with_the_first_use_of_its_client(
+    srv_url: str, name_server: NameServer, database: Database[Document], caplog: pytest.LogCaptureFixture
+) -> None:
+    """P1, P14: PyMongo asks the name server when an asyncio client is first used. Until then the change waits."""
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    bridge = Bridge(app, f"{srv_url}&appName={APP}", name="shop", autodiscover=False)
+
+    @bridge.on_change(f"{database.name}.orders", transactional=True)
+    async def together(change: Change) -> None:
+        copies = bridge.async_client[database.name]["copies"]
+        await copies.insert_one({"_id": change.document_key["_id"]}, session=change.session)
+
+    def has_failed() -> bool:
+        return "claim_failed" in [vars(each).get("event") for each in caplog.records]
+
+    resolver = dns.asyncresolver.get_default_resolver()
+    resolver.port = 1  # nothing answers there
+
+    def repair() -> None:
+        wait_for(has_failed)
+        resolver.port = name_server.port
+
+    with BridgeRunner(bridge) as runner, ThreadPoolExecutor(1) as threads:
+        database["orders"].insert_one({"_id": 1})
+        repaired = threads.submit(repair)
+        runner.deliver()
+        repaired.result()
+    assert database["copies"].find_one() == {"_id": 1}
+    EVENT_LOOP.get().run(bridge.async_client.close)
+
+
+def test_connections_of_an_unresolved_client_are_not_replaced(srv_url: str) -> None:
+    """P17: whoever renews connections has no other error to handle."""
+
+    async def replace() -> None:
+        replace_connections(AsyncMongoClient(srv_url))
+
+    EVENT_LOOP.get().run(replace)

@@ -213,10 +213,13 @@ class Execution:
 
     def _try_claim(self, started: float) -> Claim:
         where, owner = name_place(self.subject.run.partition_id), new_owner()
-        session = None if self.session is None else self.session.session_id["id"]
+        client, session = self._client, None
         try:
-            if session is not None:  # its locks would block the handler
-                self._end_lapsed_transaction()
+            if self.session is not None:
+                if isinstance(client, AsyncMongoClient):  # it has no sessions before it is connected
+                    EVENT_LOOP.get().run(client.aconnect)
+                session = self.session.session_id["id"]
+                self._end_lapsed_transaction()  # its locks would block the handler
             claim = self.subject.take_claim(owner, self._ttl, session)
         except SoftTimeLimitExceeded as error:
             self._relinquish(owner)
