@@ -20,6 +20,8 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery import Change, Changes
 from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.bridge.state.dead_letters import REQUESTED
+from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Carrier, Run
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
@@ -635,3 +637,56 @@ def test_a_dead_letter_that_kills_its_workers_stays_a_dead_letter(begin: Begin) 
     assert letter.error.startswith("HandlerCrashedError")
     assert worker.requests == []
     assert worker.got == [("b", 2)]
+
+
+@pytest.mark.parametrize("error", [AutoReconnect(), SoftTimeLimitExceeded()], ids=["no answer", "soft limit"])
+def test_a_start_of_a_replay_in_which_nothing_ran_counts_no_crash(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """P14: the start was recorded, and its answer was lost, or came too late."""
+    worker = begin()
+    worker.bad = {"a"}
+    worker.flow("a")
+    worker.ask()
+    worker.bad = set()
+    start = Replays.start
+
+    def lose(*args: Any) -> None:
+        assert start(*args) is not None
+        raise error
+
+    with monkeypatch.context() as lost:
+        lost.setattr(Replays, "start", lose)
+        for starts in range(worker.bridge.options.max_crashes + 1):
+            (request,) = worker.requests
+            assert (request.starts, request.crashes, request.state) == (starts, 0, REQUESTED)
+            with pytest.raises(Ignore):
+                worker.replay()
+    assert worker.rig.image.claim is None
+    worker.replay()
+    assert worker.got == [("a", 1)]
+    assert not worker.find().letters
+
+
+def test_a_worker_that_was_frozen_in_a_replay_counts_no_crash(begin: Begin) -> None:
+    """P14: another worker has started the replay, and counted the crash, before the first one continues."""
+    worker = begin()
+    worker.bad = {"a"}
+    worker.flow("a")
+    worker.ask()
+    worker.bad = set()
+
+    def freeze(_: Changes) -> None:
+        worker.handle = bool
+        worker.rig.lapse()
+        (request,) = worker.requests
+        claim = worker.rig.claims.take_for_replay(worker.rig.where, request.letter, owner="next", term=TERM)
+        assert claim is not None
+        again = worker.rig.store.replays.start(claim, request.letter, request.starts)
+        assert again is not None
+        assert again.crashes == 1
+
+    worker.handle = freeze
+    with pytest.raises(Ignore):
+        worker.replay()
+    wait_for(lambda: worker.requests[0].crashes == 0)

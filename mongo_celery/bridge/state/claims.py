@@ -79,8 +79,10 @@ from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, Update, call
 PARKED_MAX = 1000
 """Limit of parked keys in one partition, because each of its claims reads them all."""
 
+LAPSED_MAX = 16
+"""Limit of owners whose crashes can be withdrawn."""
+
 _PARKED_CHARS = 200
-_LAPSED_MAX = 16
 _REPLACED: dict[str, Any] = {"$gt": ["$claim", None]}
 _CHARGED: dict[str, Any] = {"$and": [_REPLACED, {"$ne": ["$claim.leaving", True]}]}
 
@@ -91,7 +93,7 @@ def _charge(living: Sequence[str] = ()) -> dict[str, Any]:
     owners = {"$concatArrays": [{"$ifNull": ["$retry.lapsed", []]}, {"$cond": [charged, ["$claim.owner"], []]}]}
     return {
         "crashes": {"$add": [{"$ifNull": ["$retry.crashes", 0]}, {"$cond": [charged, 1, 0]}]},
-        "lapsed": {"$slice": [owners, -_LAPSED_MAX]},
+        "lapsed": {"$slice": [owners, -LAPSED_MAX]},
     }
 
 

@@ -14,7 +14,8 @@ index. It exists from the command until the dead letter is removed or has failed
    meanwhile, and each start has its own fencing token. Its outcome and the end of that claim are one transaction, so a
    replaced claim writes no outcome.
 2. The claim counts for no change: its lapse is not counted, and the counts of the partition's first change do not
-   change. The request has the counts of the dead letter.
+   change. The request has the counts of the dead letter. A start after one without an outcome counts a crash, and
+   names it in `lapsed`. A process that lives, or started no handler, withdraws its crash (`withdraw`).
 3. Targets do not see the claim's fencing token, but the next of those that were reserved after the change's attempts
    (see `dead_letters`), in the partitioning of that time. So a target refuses an older attempt of the same dead letter,
    and refuses the dead letter if a later change has written. The claim's token is the newest of all: with it, older
@@ -52,7 +53,7 @@ from pymongo import ReturnDocument
 from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 
-from mongo_celery.bridge.state.claims import Claim, claim_filter, record_session
+from mongo_celery.bridge.state.claims import LAPSED_MAX, Claim, claim_filter, record_session
 from mongo_celery.bridge.state.dead_letters import (
     ASKED,
     PARKED,
@@ -191,12 +192,14 @@ class Replays:
         Returns:
             The replay. None if another message has started it, or nothing is left to replay.
         """
-        is_again = {"$cond": [{"$eq": ["$replay.state", STARTED]}, 1, 0]}
+        is_again = {"$eq": ["$replay.state", STARTED]}
+        lapsed = {"$cond": [is_again, ["$replay.fencingToken"], []]}
         change = {
             "replays": {"$add": ["$replays", Int64(1)]},
             "replay": {
                 "state": STARTED,
-                "crashes": {"$add": [{"$ifNull": ["$replay.crashes", 0]}, is_again]},
+                "crashes": {"$add": [{"$ifNull": ["$replay.crashes", 0]}, {"$cond": [is_again, 1, 0]}]},
+                "lapsed": {"$slice": [{"$concatArrays": [{"$ifNull": ["$replay.lapsed", []]}, lapsed]}, -LAPSED_MAX]},
                 "fencingToken": Int64(claim.fencing_token),
                 "notBefore": REMOVED,
             },
@@ -207,6 +210,23 @@ class Replays:
                 guard, [{"$set": change}], REPLAY_FIELDS, return_document=ReturnDocument.AFTER
             )
         return parse_replay(found)
+
+    def withdraw(self, letter: str, fencing_token: int) -> bool:
+        """
+        Withdraw the crash that was counted for a start, or will be, because its process lives or started no handler.
+
+        Returns:
+            False if none is counted: the start has an outcome, or the crash was withdrawn.
+        """
+        token = Int64(fencing_token)
+        unused = {"_id": letter, "replay.state": STARTED, "replay.fencingToken": token}
+        if self._table.update(unused, _build_postponement({})):
+            return True
+        change = {
+            "crashes": {"$subtract": ["$replay.crashes", 1]},
+            "lapsed": {"$filter": {"input": "$replay.lapsed", "cond": {"$ne": ["$$this", token]}}},
+        }
+        return self._table.update({"_id": letter, "replay.lapsed": token}, [{"$set": {"replay": change}}])
 
     def succeed(self, claim: Claim, letter: str) -> bool:
         """Remove a dead letter whose handler succeeded. Return False if a newer execution decides."""

@@ -199,7 +199,8 @@ class Execution:
     # -- the claim ---------------------------------------------------------------------------------
 
     def _begin_beat(self, started: float) -> Heartbeat:
-        return self._beats.begin(self.claim, started, ttl=self._ttl, renew=not self.handler.transactional)
+        renew, withdraw = not self.handler.transactional, self.subject.withdraw
+        return self._beats.begin(self.claim, started, ttl=self._ttl, renew=renew, withdraw=withdraw)
 
     def _take_claim(self, started: float) -> Claim:
         """Return the claim. If the first attempt gets no answer, try once more."""
@@ -256,9 +257,9 @@ class Execution:
 
     def _relinquish(self, owner: str) -> None:
         """End an unused claim, now or when MongoDB answers again. If it lapsed, that would count as a crash."""
-        where, claims = self.subject.run.partition_id, self._claims
+        where, subject = self.subject.run.partition_id, self.subject
         try:
-            if claims.relinquish(where, owner):
+            if subject.relinquish(owner):
                 return
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             logger.warning(
@@ -269,7 +270,7 @@ class Execution:
             )
         self._wiring.of_process(DeferredWrites).add(
             f"the end of a claim of partition {name_place(where)}",
-            lambda: claims.relinquish(where, owner) or claims.withdraw(where, owner),
+            lambda: subject.relinquish(owner) or subject.withdraw(owner),
             answers=_LOST_CLAIM_ANSWERS,
         )
 
@@ -700,7 +701,7 @@ class Execution:
     def _leave(self) -> None:
         """End the claim if this execution still holds it. A refused write may have happened, with a lost answer."""
         try:
-            self._claims.relinquish(self.claim.partition_id, self.claim.owner)
+            self.subject.relinquish(self.claim.owner)
         except PyMongoError:
             logger.debug("the worker could not end its claim of partition %s", name_place(self.claim.partition_id))
 
@@ -721,7 +722,7 @@ class Execution:
             if not accepted or outcome.name == "progress":  # no execution continues after it
                 accepted = self._claims.relinquish(claim.partition_id, claim.owner) and accepted
             if not accepted and not beat.charged:  # the next owner may have counted this execution
-                beats.withdraw(claim)
+                beats.withdraw(beat)
             if accepted:
                 _report(outcome)
             return accepted

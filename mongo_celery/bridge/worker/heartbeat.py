@@ -30,7 +30,9 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pymongo.errors import InvalidOperation, PyMongoError
 
@@ -62,6 +64,7 @@ class Heartbeat:
         ttl: seconds for which the claim lives after that.
         leaving: True if the claim is marked as belonging to a worker that is shutting down.
         charged: True if the handler itself would cause its lapse.
+        withdraw: withdraws the crash that was or will be counted for its lapse. Returns False if there is none.
         lost: True if the claim belongs to another execution.
     """
 
@@ -69,6 +72,7 @@ class Heartbeat:
     due: float
     renewed: float
     ttl: float
+    withdraw: Callable[[], bool]
     leaving: bool = False
     charged: bool = False
     lost: bool = False
@@ -82,12 +86,20 @@ class Heartbeats:
         self._ttl = ttl
         self._period = ttl / 3
         self._beats: dict[int, Heartbeat] = {}
-        self._withdrawals: deque[Claim] = deque(maxlen=_WITHDRAWALS_MAX)
+        self._withdrawals: deque[Heartbeat] = deque(maxlen=_WITHDRAWALS_MAX)
         self._write_size = _LARGEST_WRITE
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def begin(self, claim: Claim, started: float, *, ttl: float | None = None, renew: bool = True) -> Heartbeat:
+    def begin(
+        self,
+        claim: Claim,
+        started: float,
+        *,
+        ttl: float | None = None,
+        renew: bool = True,
+        withdraw: Callable[[str], bool] | None = None,
+    ) -> Heartbeat:
         """
         Keep a claim alive from now on.
 
@@ -96,8 +108,10 @@ class Heartbeats:
             started: monotonic time at which the claim call began.
             ttl: seconds for which the claim lives. By default those of the bridge's claims.
             renew: False for a claim that is long enough already: any write would abort its transaction.
+            withdraw: withdraws a crash that was counted for an owner. By default that of the partition.
         """
-        beat = Heartbeat(claim, started + self._period if renew else float("inf"), started, ttl or self._ttl)
+        end = partial(withdraw or partial(self._claims.withdraw, claim.partition_id), claim.owner)
+        beat = Heartbeat(claim, started + self._period if renew else float("inf"), started, ttl or self._ttl, end)
         with self._changed:
             self._beats[id(beat)] = beat
             self._start_thread()
@@ -108,7 +122,7 @@ class Heartbeats:
         with self._changed:
             self._beats.pop(id(beat), None)
         if not beat.lost and not beat.charged and time.monotonic() - beat.renewed > beat.ttl:
-            self.withdraw(beat.claim)
+            self.withdraw(beat)
 
     def living(self, partition_id: str) -> list[str]:
         """Return owners in this process whose lapsed claims of a partition are not crashes."""
@@ -118,10 +132,10 @@ class Heartbeats:
             return []
         return [beat.claim.owner for beat in beats if beat.claim.partition_id == partition_id and not beat.charged]
 
-    def withdraw(self, claim: Claim) -> None:
+    def withdraw(self, beat: Heartbeat) -> None:
         """Withdraw the crash if a claim's lapse was counted or will be."""
         with self._changed:
-            self._withdrawals.append(claim)
+            self._withdrawals.append(beat)
             self._start_thread()
 
     def _start_thread(self) -> None:
@@ -204,18 +218,18 @@ class Heartbeats:
     def _withdraw_crashes(self) -> None:
         """Withdraw crashes that were counted for living owners. Stop at an error, which would delay heartbeats."""
         for _ in range(len(self._withdrawals)):
-            claim = self._withdrawals.popleft()
+            beat = self._withdrawals.popleft()
             try:
-                is_withdrawn = self._claims.withdraw(claim.partition_id, claim.owner)
+                is_withdrawn = beat.withdraw()
             except InvalidOperation:  # the client was closed: this process cannot withdraw any more
                 self._withdrawals.clear()
                 return
             except PyMongoError as error:
-                self._withdrawals.append(claim)
+                self._withdrawals.append(beat)
                 logger.warning(
                     "a crash was counted for partition %s although this worker is alive. The worker could not "
                     "withdraw the crash, and tries again: %s",
-                    name_place(claim.partition_id),
+                    name_place(beat.claim.partition_id),
                     brief(error),
                     extra={"event": "withdrawal_failed"},
                 )
@@ -223,7 +237,7 @@ class Heartbeats:
             if is_withdrawn:
                 logger.info(
                     "the claim of partition %s lapsed, but is not counted as a crash, because this worker is alive",
-                    name_place(claim.partition_id),
+                    name_place(beat.claim.partition_id),
                     extra={"event": "crash_withdrawn"},
                 )
 
@@ -244,4 +258,4 @@ class Heartbeats:
             extra={"event": "claim_lost"},
         )
         if not beat.charged:
-            self.withdraw(beat.claim)
+            self.withdraw(beat)

@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from bson.binary import Binary
     from celery.exceptions import Retry
 
+    from mongo_celery.bridge.handlers import Handler
     from mongo_celery.bridge.state.claims import Claim
+    from mongo_celery.bridge.wiring import Wiring
+    from mongo_celery.bridge.worker.envelope import Run
 
 logger = logging.getLogger("mongo_celery.worker")
 
@@ -61,6 +64,10 @@ class ReplaySubject(Subject):
     _place: Place
     """Set by `load`."""
 
+    def __init__(self, wiring: Wiring, handler: Handler, run: Run, patience: float) -> None:
+        super().__init__(wiring, handler, run, patience)
+        self._fencing_tokens: dict[str, int] = {}  # by owner: an answer may be lost, and the claim taken again
+
     @property
     def _letter_id(self) -> str:
         assert self.run.dead_letter is not None, "a replay has the id of its dead letter"
@@ -85,6 +92,7 @@ class ReplaySubject(Subject):
         )
         if claim is None:
             return None
+        self._fencing_tokens[owner] = claim.fencing_token
         request = replays.start(claim, self._letter_id, run.starts)
         if request is None:
             claims.relinquish(run.partition_id, owner)
@@ -92,6 +100,16 @@ class ReplaySubject(Subject):
         self._request = request
         retries, crashes, waits, doubts = request.retries, request.crashes, request.waits, request.doubts
         return replace(claim, retries=retries, crashes=crashes, waits=waits, doubts=doubts)
+
+    def relinquish(self, owner: str) -> bool:
+        """End an unused claim. Its start is not counted as a crash."""
+        self.withdraw(owner)
+        return super().relinquish(owner)
+
+    def withdraw(self, owner: str) -> bool:
+        """Withdraw the crash that was or will be counted for a start in this process."""
+        token = self._fencing_tokens.get(owner)
+        return token is not None and self._store.replays.withdraw(self._letter_id, token)
 
     def load(self, claim: Claim) -> Decision:
         """Read the dead letter: its bytes, and the place at which targets compare its change."""

@@ -126,6 +126,14 @@ class Subject(ABC):
     def load(self, claim: Claim) -> Decision:
         """Read the changes. Return an outcome if the handler must not get the first one, or None if it may start."""
 
+    def relinquish(self, owner: str) -> bool:
+        """End an unused claim, without counting a start. Return False if there is none."""
+        return self._store.claims.relinquish(self.run.partition_id, owner)
+
+    def withdraw(self, owner: str) -> bool:
+        """Withdraw the crash that was counted for an owner in this process. Return False if there is none."""
+        return self._store.claims.withdraw(self.run.partition_id, owner)
+
     def iterate_changes(self, claim: Claim, offsets: Iterable[int]) -> Iterator[Change]:
         """Yield changes for the handler, each decoded at first use. What a list's hundreds share is computed once."""
         run, codec, token, replays, view = self.run, self._codec, self.token(claim), self.replays, self._view
