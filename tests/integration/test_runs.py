@@ -20,12 +20,14 @@ from pymongo.errors import AutoReconnect
 
 from mongo_celery import Change, Changes
 from mongo_celery.bridge.state.backlog import StoredChange
+from mongo_celery.bridge.state.claims import Claims
 from mongo_celery.bridge.state.dead_letters import REQUESTED
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Carrier, Run
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
-from mongo_celery.signals import change_halted
+from mongo_celery.locking import after_commit
+from mongo_celery.signals import change_dead_lettered, change_halted
 from tests.fixtures.failpoint import Failpoint
 from tests.fixtures.process import wait_for
 from tests.fixtures.samples import event
@@ -690,3 +692,90 @@ def test_a_worker_that_was_frozen_in_a_replay_counts_no_crash(begin: Begin) -> N
     with pytest.raises(Ignore):
         worker.replay()
     wait_for(lambda: worker.requests[0].crashes == 0)
+
+
+@pytest.mark.parametrize("patience", [5.0, 0.0], ids=["repeated", "deferred"])
+@pytest.mark.parametrize(
+    ("policy", "name", "signal"),
+    [("halt", "halt", change_halted), ("dead_letter", "set_aside", change_dead_lettered)],
+    ids=["halt", "dead letter"],
+)
+def test_an_outcome_whose_answer_was_lost_is_reported(
+    begin: Begin,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    name: str,
+    signal: Any,
+    patience: float,
+) -> None:
+    """P9, P16: the repeated write is refused, because the first one has ended the claim."""
+    worker = begin(failure_policy=policy)
+    worker.bad, worker.patience = {"a"}, patience
+    write, sent = getattr(Claims, name), list[Any]()
+    lost = [AutoReconnect()]
+
+    def lose(*args: Any, **options: Any) -> Any:
+        accepted = write(*args, **options)
+        if lost:
+            raise lost.pop()
+        return accepted
+
+    def note(**found: Any) -> None:
+        sent.append(found["key"])
+
+    monkeypatch.setattr(Claims, name, lose)
+    signal.connect(note)
+    try:
+        with pytest.raises(WantedError if patience else Ignore):
+            worker.run(1, "a")
+        wait_for(lambda: sent)
+    finally:
+        signal.disconnect(note)
+    assert len(sent) == 1
+    assert events(caplog).count("change_failed") == 1
+    assert "outcome_refused" not in events(caplog)
+    image = worker.rig.image
+    assert (image.state, image.committed) == (("halted", 0) if policy == "halt" else ("flowing", 1))
+
+
+def test_a_change_whose_key_was_just_released_is_no_sign_of_another_worker(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P16: a person has released the key between the claim and the write. The change then runs."""
+    worker = begin(failure_policy="park_key")
+    worker.bad = {"a"}
+    worker.flow("a")
+    worker.bad = set()
+    write = Claims.set_aside
+
+    def release(*args: Any, **options: Any) -> bool:
+        worker.rig.spoil(parkedKeys=None)
+        return write(*args, **options)
+
+    with monkeypatch.context() as released:
+        released.setattr(Claims, "set_aside", release)
+        with pytest.raises(Ignore):
+            worker.run(2, "a")
+    assert "outcome_refused" not in events(caplog)
+    worker.flow("a")
+    assert worker.got == [("a", 2)]
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b"]], ids=["the last", "the first of two"])
+def test_a_time_limit_after_the_commit_changes_no_outcome(
+    begin: Begin, caplog: pytest.LogCaptureFixture, keys: list[str]
+) -> None:
+    """P16: the callback was interrupted, but the effects and the outcome are one transaction."""
+    worker = begin(transactional=True)
+
+    def limit() -> None:
+        raise SoftTimeLimitExceeded
+
+    worker.handle = lambda changes: after_commit(limit) if number_of(changes[0]) == 1 else None
+    worker.run(1, *keys)
+    assert worker.got == [("a", 1)]
+    assert not {"change_failed", "outcome_refused", "outcome_not_storable"} & {*events(caplog)}
+    worker.rig.claims.commit(worker.rig.where)
+    image = worker.rig.image
+    assert (image.committed, image.claim, image.crashes) == (1, None, 0)

@@ -60,7 +60,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 from bson.binary import Binary
 from bson.int64 import Int64
@@ -429,6 +429,22 @@ class Claims:
     def is_mine(self, claim: Claim) -> bool:
         """Return True if the claim is still valid. This is a majority read."""
         return self._table.find_one(claim_filter(claim), {"_id": 1}) is not None
+
+    def find_end(self, claim: Claim) -> Literal["stored", "held", "replaced"]:
+        """
+        Return the reason why the outcome of an execution was refused. Call it before anything else ends the claim.
+
+        Returns:
+            `stored`: the same outcome was stored before, and its answer was lost. Only this execution ends its claim
+            without another fencing token. `held`: the claim is still valid, so another condition of the outcome failed.
+            `replaced`: a newer execution or a command has replaced the claim.
+        """
+        found = self._table.find_one({"_id": claim.partition_id}, {"fencingToken": 1, "claim.owner": 1}) or {}
+        token, holder = found.get("fencingToken"), found.get("claim")
+        if holder is None:
+            is_own = token in (claim.fencing_token, claim.fencing_token + REPLAYS_MAX)  # see `set_aside`
+            return "stored" if is_own else "replaced"
+        return "held" if (token, holder.get("owner")) == (claim.fencing_token, claim.owner) else "replaced"
 
     def handle(self, claim: Claim, last: int, token: Mapping[str, Any]) -> bool:
         """

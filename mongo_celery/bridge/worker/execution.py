@@ -363,7 +363,10 @@ class Execution:
         except Exception as error:  # noqa: BLE001 - whatever a handler raises becomes an outcome
             if is_raised_by_shutdown(error):
                 self._crash(error, given)
-            return self._handle_failure(error, given)
+            if not self.attempt.is_committed:
+                return self._handle_failure(error, given)
+            logger.debug("partition %s is committed, whatever comes after", name_place(self.claim.partition_id))
+            count, self._until = len(given), min(self._until, time.monotonic())  # a time limit is used up
         except BaseException as error:  # noqa: BLE001 - it is raised again where it may be
             self._crash(error, given)
         if count < len(given):
@@ -681,10 +684,26 @@ class Execution:
                     raise
                 continue
             if not accepted:
-                self._supersede(outcome.name)
+                self._check_refusal(outcome)
             break
         _report(outcome)
         return outcome
+
+    def _check_refusal(self, outcome: Outcome) -> None:
+        """Return if a refused outcome was stored before, with a lost answer. Otherwise end quietly."""
+        end = "replaced"
+        with suppress(PyMongoError):
+            end = self._claims.find_end(self.claim)
+        if end == "stored" and outcome.name != "progress":  # without its claim the run cannot continue
+            return
+        if end == "held" and outcome.name == "dead_letter":
+            self._leave()
+            logger.debug(
+                "a change of partition %s runs again, because its key was just released",
+                name_place(self.claim.partition_id),
+            )
+            raise SupersededError
+        self._supersede(outcome.name)
 
     def _supersede(self, outcome: str) -> NoReturn:
         """End quietly, because a newer execution has replaced this one."""
@@ -707,7 +726,7 @@ class Execution:
 
     def _defer(self, outcome: Outcome, error: Exception) -> NoReturn:
         """Let the process write an outcome as soon as MongoDB answers. Keep the claim alive until then."""
-        claim, beat, beats = self.claim, self._beat, self._beats
+        claim, beat, beats, claims = self.claim, self._beat, self._beats, self._claims
         logger.warning(
             "MongoDB does not answer. The worker writes the outcome '%s' of partition %s as soon as it answers: %s",
             outcome.name,
@@ -718,9 +737,9 @@ class Execution:
         self._is_owed = True
 
         def write_late() -> bool:
-            accepted = outcome.write()
+            accepted = outcome.write() or claims.find_end(claim) == "stored"
             if not accepted or outcome.name == "progress":  # no execution continues after it
-                accepted = self._claims.relinquish(claim.partition_id, claim.owner) and accepted
+                accepted = claims.relinquish(claim.partition_id, claim.owner) and accepted
             if not accepted and not beat.charged:  # the next owner may have counted this execution
                 beats.withdraw(beat)
             if accepted:
