@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from mongo_celery.bridge.state.dead_letters import REQUESTED
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Carrier, Run
+from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
 from mongo_celery.locking import after_commit
 from mongo_celery.signals import change_dead_lettered, change_halted
@@ -779,3 +781,24 @@ def test_a_time_limit_after_the_commit_changes_no_outcome(
     worker.rig.claims.commit(worker.rig.where)
     image = worker.rig.image
     assert (image.committed, image.claim, image.crashes) == (1, None, 0)
+
+
+def test_a_claim_that_no_thread_can_renew_is_ended(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P14, P17: the process had too many threads, which is no crash. The next message starts the heartbeats."""
+    worker, start = begin(), threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "mongo_celery-heartbeat":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            worker.run(1, "a")
+    image = worker.rig.image
+    assert (image.claim, image.crashes, worker.calls) == (None, 0, [])
+    heartbeats = worker.bridge.wiring.of_process(WorkerRuntime).heartbeats
+    worker.handle = lambda _: wait_for(lambda: heartbeats._thread is not None and heartbeats._thread.is_alive())
+    worker.flow("a")
+    assert worker.got == [("a", 1)]

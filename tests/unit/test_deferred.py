@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from pymongo.errors import AutoReconnect, DuplicateKeyError
 
+from mongo_celery.bridge.state.leases import FORGED
 from mongo_celery.bridge.worker.deferred import DeferredWrites
+from mongo_celery.bridge.worker.dropping import Dropper
+from mongo_celery.command_line import CommandLine
 from tests.fixtures.process import wait_for
 
 
@@ -38,3 +43,37 @@ def test_a_write_is_made_until_it_is_answered(answers: tuple[bool | Exception, .
     deferred.add("an outcome", write, answers=patience, ended=lambda: ended.append(len(made)))
     wait_for(lambda: ended)
     assert ended == [calls]
+
+
+def test_a_thread_that_cannot_start_is_started_with_the_next_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P17: the process had too many threads. The write that met that is refused, and no other one."""
+    deferred, made = DeferredWrites(cast("Any", SimpleNamespace(name="shop"))), list[str]()
+
+    def write(name: str) -> bool:
+        made.append(name)
+        return True
+
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", _refuse)
+        with pytest.raises(RuntimeError):
+            deferred.add("an outcome", lambda: write("first"))
+    deferred.add("an outcome", lambda: write("second"))
+    wait_for(lambda: made)
+    assert made == ["second"]
+
+
+def test_dropped_messages_are_counted_by_the_next_thread_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P16: dropping fails for no message."""
+    counted = Counter[str]()
+    drops = SimpleNamespace(count=lambda counts, _: counted.update(counts))
+    wiring = SimpleNamespace(name="shop", store=SimpleNamespace(drops=drops), line=CommandLine.of(None))
+    dropper = Dropper(cast("Any", wiring))
+    with monkeypatch.context() as crowded:
+        crowded.setattr(threading.Thread, "start", _refuse)
+        dropper.drop(FORGED)
+    dropper.drop(FORGED)
+    wait_for(lambda: counted[FORGED] == 2)
+
+
+def _refuse(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -64,12 +64,16 @@ class DeferredWrites:
         Repeat a write until it is answered. With `answers`, until it is accepted or was refused that often.
 
         Then call `ended`, which must not raise.
+
+        Raises:
+            RuntimeError: the process can start no thread, so the write is not made.
         """
         with self._changed:
-            self._writes.append(DeferredWrite(what, write, answers, ended))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._writes.append(DeferredWrite(what, write, answers, ended))
             self._changed.notify()
 
     def _run(self) -> None:

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pymongo.errors import PyMongoError
@@ -112,7 +113,6 @@ class Dropper:
             if reason == FOREIGN:
                 self._process = about or self._process
             if not self._is_waiting:
-                self._is_waiting = True
                 self._schedule_write(max(0.0, self._written_at + _WRITE_SECONDS - time.monotonic()))
         if count := self._repetitions.add(f"{reason} {about}" if reason == MOVED else reason):
             logger.warning(
@@ -126,7 +126,9 @@ class Dropper:
     def _schedule_write(self, seconds: float) -> None:
         timer = threading.Timer(seconds, self._write)
         timer.daemon = True
-        timer.start()
+        with suppress(RuntimeError):  # the process can start no thread, and the next dropped message tries again
+            timer.start()
+            self._is_waiting = True
 
     def _write(self) -> None:
         with self._lock:

@@ -184,7 +184,11 @@ class Execution:
         started = time.monotonic()
         self.claim = self._take_claim(started)
         self._first = self.claim.first
-        self._beat = self._begin_beat(started)
+        try:
+            self._beat = self._begin_beat(started)
+        except RuntimeError:  # no thread can start, so the claim would lapse, and count as a crash
+            self._relinquish(self.claim.owner)
+            raise
         token = current.set(self)
         try:
             decision = self._load() or self._run_parts(call)
@@ -734,7 +738,6 @@ class Execution:
             error_text(error),
             extra={"event": "outcome_deferred", "outcome": outcome.name},
         )
-        self._is_owed = True
 
         def write_late() -> bool:
             accepted = outcome.write() or claims.find_end(claim) == "stored"
@@ -751,6 +754,7 @@ class Execution:
             write_late,
             ended=lambda: beats.end(beat),
         )
+        self._is_owed = True
         raise Ignore from error
 
     def _crash(self, error: BaseException, given: Sequence[int]) -> NoReturn:

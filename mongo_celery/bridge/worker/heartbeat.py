@@ -31,6 +31,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -109,12 +110,15 @@ class Heartbeats:
             ttl: seconds for which the claim lives. By default those of the bridge's claims.
             renew: False for a claim that is long enough already: any write would abort its transaction.
             withdraw: withdraws a crash that was counted for an owner. By default that of the partition.
+
+        Raises:
+            RuntimeError: the process can start no thread. Nothing renews the claim.
         """
         end = partial(withdraw or partial(self._claims.withdraw, claim.partition_id), claim.owner)
         beat = Heartbeat(claim, started + self._period if renew else float("inf"), started, ttl or self._ttl, end)
         with self._changed:
-            self._beats[id(beat)] = beat
             self._start_thread()
+            self._beats[id(beat)] = beat
         return beat
 
     def end(self, beat: Heartbeat) -> None:
@@ -136,12 +140,14 @@ class Heartbeats:
         """Withdraw the crash if a claim's lapse was counted or will be."""
         with self._changed:
             self._withdrawals.append(beat)
-            self._start_thread()
+            with suppress(RuntimeError):  # the process can start no thread, and the next claim tries again
+                self._start_thread()
 
     def _start_thread(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mongo_celery-heartbeat", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="mongo_celery-heartbeat", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         idle_since = time.monotonic()
