@@ -802,3 +802,21 @@ def test_a_claim_that_no_thread_can_renew_is_ended(begin: Begin, monkeypatch: py
     worker.handle = lambda _: wait_for(lambda: heartbeats._thread is not None and heartbeats._thread.is_alive())
     worker.flow("a")
     assert worker.got == [("a", 1)]
+
+
+@pytest.mark.parametrize("policy", ["none has failed", "halt", "dead_letter"])
+def test_an_outcome_without_a_right_is_written_when_the_right_is_granted(
+    begin: Begin, failpoint: Failpoint, policy: str
+) -> None:
+    """P14: whoever takes a right away, or makes the user anew, has no part in the change."""
+    worker = begin(failure_policy=policy) if policy in ("halt", "dead_letter") else begin()
+    worker.bad = {"a"} if policy in ("halt", "dead_letter") else set()
+    with failpoint(failCommands=["update"], appName=APP_NAME, errorCode=13), pytest.raises(Ignore):
+        worker.run(1, "a")
+    wait_for(lambda: worker.rig.document.get("handled") or worker.rig.document["claim"] is None)
+    worker.rig.claims.commit(worker.rig.where)
+    image = worker.rig.image
+    assert (image.committed, image.state, image.crashes) == (
+        (0, "halted", 0) if policy == "halt" else (1, "flowing", 0)
+    )
+    assert len(worker.letters) == (policy == "dead_letter")

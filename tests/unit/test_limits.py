@@ -11,9 +11,10 @@ from celery.worker.request import Request
 from kombu.message import Message
 
 from mongo_celery import Bridge
-from mongo_celery.bridge.worker import limits
+from mongo_celery.bridge.worker import limits, tasks
 from mongo_celery.bridge.worker.limits import RUN_SECONDS, RunLimits
 from mongo_celery.bridge.worker.runtime import UNEXPECTED
+from tests.rig.changes import make_run
 
 
 class Handlers:
@@ -103,3 +104,24 @@ def test_a_message_has_the_limits_of_its_handler_and_none_of_its_own() -> None:
     assert made.time_limits == (None, 5.5)
     assert made.request_dict[RUN_SECONDS] == 0.5
     assert sorted(made.request_dict[UNEXPECTED]) == [RUN_SECONDS, "timelimit"]
+
+
+@pytest.mark.parametrize(("conf", "seconds"), [({}, 30.0), ({"task_time_limit": 8}, 2.0)], ids=["none", "of the app"])
+def test_a_commit_waits_for_mongodb_well_within_its_time_limit(
+    monkeypatch: pytest.MonkeyPatch, conf: dict[str, Any], seconds: float
+) -> None:
+    """P14: a hard limit kills the process, with whatever else it runs."""
+    waits = list[float]()
+
+    def persist(*given: Any) -> bool:
+        waits.append(given[-1])
+        return True
+
+    monkeypatch.setattr(tasks, "persist", persist)
+    handlers = Handlers()
+    handlers.app.conf.update(conf)
+    handlers.task()
+    run = make_run(1, 1)
+    tasks._commit(handlers.app.tasks[tasks.COMMIT_TASK], handlers.bridge.wiring, run)
+    assert waits == [seconds]
+    handlers.bridge.client.close()

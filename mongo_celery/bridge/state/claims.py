@@ -72,6 +72,7 @@ from mongo_celery.bridge.existing import is_existing
 from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, store
 from mongo_celery.bridge.state.state_collection import to_unsigned
 from mongo_celery.mongo.expressions import REMOVED, after, literal, millis, next_number, whole
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.oplog import time_of_token
 from mongo_celery.mongo.steps import Session, Steps, see_collection
 from mongo_celery.mongo.table import ACKNOWLEDGED, MAJORITY, Table, Update, call_timeout
@@ -429,6 +430,10 @@ class Claims:
     def is_mine(self, claim: Claim) -> bool:
         """Return True if the claim is still valid. This is a majority read."""
         return self._table.find_one(claim_filter(claim), {"_id": 1}) is not None
+
+    def renew_connections(self, error: BaseException) -> None:
+        """Replace the connections if the error of a write means that one of them is unusable. See `opening`."""
+        renew_connections(self._table.collection.database.client, error)
 
     def find_end(self, claim: Claim) -> Literal["stored", "held", "replaced"]:
         """

@@ -1,6 +1,8 @@
 """
 Writes to the state without MongoDB's answer, repeated in the background until it answers.
 
+A refused login and a missing right are no answer either: an operator usually causes and ends both.
+
 An execution does not wait for the end of an outage: its process must end the task within time limits. A thread of the
 process continues with the unfinished writes. The owner of the claim guards each write, so a late one is refused and
 changes nothing.
@@ -16,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mongo_celery.bridge.wiring import Wiring
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.repeating import Pauses
-from mongo_celery.mongo.verdicts import is_transient, traceback_text
+from mongo_celery.mongo.verdicts import is_refused_user, is_transient, traceback_text
 from mongo_celery.visible import Lines
 
 logger = logging.getLogger("mongo_celery.worker")
@@ -52,6 +55,7 @@ class DeferredWrites:
     """
 
     def __init__(self, wiring: Wiring) -> None:
+        self._wiring = wiring
         self._name = f"mongo_celery-deferred-{wiring.name}"
         self._writes: list[DeferredWrite] = []
         self._changed = threading.Condition()
@@ -61,7 +65,7 @@ class DeferredWrites:
         self, what: str, write: Callable[[], bool], *, answers: int = 0, ended: Callable[[], None] = lambda: None
     ) -> None:
         """
-        Repeat a write until it is answered. With `answers`, until it is accepted or was refused that often.
+        Repeat a write until it is answered. With `answers`, until it is accepted or its guard refused it that often.
 
         Then call `ended`, which must not raise.
 
@@ -97,7 +101,8 @@ class DeferredWrites:
         try:
             accepted = deferred.write()
         except Exception as error:  # noqa: BLE001 - an unexpected failure is logged, and the write given up
-            if is_transient(error):
+            renew_connections(self._wiring.client, error)
+            if is_transient(error) or is_refused_user(error):
                 return False
             logger.error(
                 "the worker cannot write %s, so its claim lapses and the change runs again: %s",

@@ -40,7 +40,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery.bridge.change import Changes, token_data
 from mongo_celery.bridge.event_loop import EVENT_LOOP
-from mongo_celery.bridge.state.claims import Claim, name_place, new_owner
+from mongo_celery.bridge.state.claims import Claim, Claims, name_place, new_owner
 from mongo_celery.bridge.worker.attribution import (
     Attempt,
     WaitReason,
@@ -53,6 +53,7 @@ from mongo_celery.bridge.worker.attribution import (
 )
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.lifetime import describe_end, is_leaving, is_raised_by_shutdown, is_sent_away
+from mongo_celery.bridge.worker.limits import ANSWER_SECONDS
 from mongo_celery.bridge.worker.outcome import Decision, Outcome, SupersededError, retry_time
 from mongo_celery.bridge.worker.parts import Parts, read_document_key
 from mongo_celery.bridge.worker.replay_subject import ReplaySubject
@@ -61,7 +62,7 @@ from mongo_celery.errors import HandlerCrashedError, HandlerUsageError, Outdated
 from mongo_celery.mongo.opening import STRICT, renew_connections
 from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 from mongo_celery.mongo.steps import Session, Steps
-from mongo_celery.mongo.verdicts import brief, error_text, explain_error, is_transient
+from mongo_celery.mongo.verdicts import brief, error_text, explain_error, is_logged_out, is_refused_user, is_transient
 from mongo_celery.outbox.once import RunningElsewhereError
 
 if TYPE_CHECKING:
@@ -71,9 +72,6 @@ if TYPE_CHECKING:
     from mongo_celery.bridge.worker.heartbeat import Heartbeat
 
 logger = logging.getLogger("mongo_celery.worker")
-
-ANSWER_SECONDS = 30.0
-"""Seconds for which an execution waits for MongoDB to store its outcome."""
 
 _PAUSES = Pauses(first=0.05, longest=1.0)
 _TIME_OUTS_MAX = 3
@@ -282,7 +280,7 @@ class Execution:
         """Raise SupersededError if a newer execution has replaced this one. Called after a target refused a write."""
         claim = self.claim
         try:
-            is_mine = persist(lambda: self._claims.is_mine(claim), name_place(claim.partition_id), self._patience)
+            is_mine = self._persist(lambda: self._claims.is_mine(claim), name_place(claim.partition_id))
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             self._relinquish(claim.owner)
             raise Ignore from error
@@ -484,7 +482,7 @@ class Execution:
         """
         claim, started = self.claim, time.monotonic()
         try:
-            lost = persist(lambda: bool(self._claims.extend([claim])), name_place(claim.partition_id), self._patience)
+            lost = self._persist(lambda: bool(self._claims.extend([claim])), name_place(claim.partition_id))
         except (PyMongoError, SoftTimeLimitExceeded) as error:
             self._defer(self.subject.release(claim), error)
         if lost:
@@ -668,14 +666,16 @@ class Execution:
             Exception: none can be stored. The claim lapses, which is counted.
         """
         claim = self.claim
+        forbidden: Outcome | None = None
         for outcome in decision:
             try:
-                accepted = persist(
-                    outcome.write, f"an outcome of partition {name_place(claim.partition_id)}", self._patience
-                )
+                accepted = self._persist(outcome.write, f"an outcome of partition {name_place(claim.partition_id)}")
             except Exception as error:
                 if isinstance(error, SoftTimeLimitExceeded) or is_transient(error):
                     self._defer(outcome, error)
+                forbidden = forbidden or (outcome if is_refused_user(error) else None)
+                if outcome is decision[-1] and forbidden is not None:
+                    self._defer(forbidden, error)
                 logger.error(
                     "MongoDB cannot store the outcome '%s' of partition %s. The worker stores a simpler one, or lets "
                     "the claim lapse: %s",
@@ -692,6 +692,9 @@ class Execution:
             break
         _report(outcome)
         return outcome
+
+    def _persist(self, write: Callable[[], bool], what: str) -> bool:
+        return persist(self._claims, write, what, self._patience)
 
     def _check_refusal(self, outcome: Outcome) -> None:
         """Return if a refused outcome was stored before, with a lost answer. Otherwise end quietly."""
@@ -732,7 +735,7 @@ class Execution:
         """Let the process write an outcome as soon as MongoDB answers. Keep the claim alive until then."""
         claim, beat, beats, claims = self.claim, self._beat, self._beats, self._claims
         logger.warning(
-            "MongoDB does not answer. The worker writes the outcome '%s' of partition %s as soon as it answers: %s",
+            "MongoDB does not accept the outcome '%s' of partition %s. The worker writes it as soon as it does: %s",
             outcome.name,
             name_place(claim.partition_id),
             error_text(error),
@@ -800,15 +803,23 @@ class Execution:
         raise Ignore from error
 
 
-def persist(write: Callable[[], bool], what: str, seconds: float = ANSWER_SECONDS) -> bool:
+def persist(claims: Claims, write: Callable[[], bool], what: str, seconds: float) -> bool:
     """
     Write to the state, for a bounded time until MongoDB answers. Return True if the write was accepted.
+
+    A connection whose user was dropped is replaced, as the user may have been created again.
 
     Raises:
         PyMongoError: the last attempt's error, or one that a repetition cannot fix.
     """
+
+    def may_repeat(error: Exception) -> bool:
+        claims.renew_connections(error)
+        return is_transient(error) or is_logged_out(error)
+
     return retry_until_answered(
         write,
+        repeatable=may_repeat,
         deadline=time.monotonic() + seconds,
         pauses=_PAUSES,
         note=lambda error: logger.warning(

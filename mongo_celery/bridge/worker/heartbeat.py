@@ -208,6 +208,7 @@ class Heartbeats:
                 brief(error),
                 extra={"event": "heartbeat_failed"},
             )
+            self._claims.renew_connections(error)
             self._postpone(beats)
             if error.timeout:
                 self._write_size = max(min(self._write_size, len(beats)) // 8, _SMALLEST_WRITE)
@@ -231,6 +232,7 @@ class Heartbeats:
                 self._withdrawals.clear()
                 return
             except PyMongoError as error:
+                self._claims.renew_connections(error)
                 self._withdrawals.append(beat)
                 logger.warning(
                     "a crash was counted for partition %s although this worker is alive. The worker could not "

@@ -21,6 +21,9 @@ from weakref import WeakKeyDictionary
 
 from celery.utils.time import rate
 
+ANSWER_SECONDS = 30.0
+"""Seconds for which an execution waits for MongoDB to store its outcome."""
+
 RUN_SECONDS = "mongo_celery_run_seconds"
 """Request header, never in a message: seconds after which no further change of the run begins."""
 
@@ -61,6 +64,12 @@ def hard_limit(task: Any) -> float | None:
     """Return the seconds after which Celery kills the process of a running task. None for never."""
     given = (task.request.timelimit or (None, None))[0] if task else None
     return float(given) if given else call_limit(task)
+
+
+def wait_seconds(task: Any) -> float:
+    """Return the seconds for which a task may wait for MongoDB, well before its hard limit kills its process."""
+    hard = hard_limit(task)
+    return min(ANSWER_SECONDS, hard / 4) if hard else ANSWER_SECONDS
 
 
 def call_limit(task: Any) -> float | None:

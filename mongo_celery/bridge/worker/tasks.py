@@ -37,8 +37,8 @@ from mongo_celery.bridge.wiring import BRIDGES, Wiring
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.dropping import Repetitions
 from mongo_celery.bridge.worker.envelope import Envelope, Run
-from mongo_celery.bridge.worker.execution import ANSWER_SECONDS, Execution, current, persist
-from mongo_celery.bridge.worker.limits import RUN_SECONDS
+from mongo_celery.bridge.worker.execution import Execution, current, persist
+from mongo_celery.bridge.worker.limits import RUN_SECONDS, wait_seconds
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
 from mongo_celery.mongo.steps import Session, Steps, run_async, run_sync, see_collection, transact
@@ -186,7 +186,7 @@ class ChangeTask(SignedTask):
         run_seconds = request.get(RUN_SECONDS)
         is_limited = any(request.timelimit or ()) or run_seconds == 0
         execution = Execution(
-            self.wiring, self.handler, run, self._patience(), run_seconds, is_limited=is_limited, since=since
+            self.wiring, self.handler, run, wait_seconds(self), run_seconds, is_limited=is_limited, since=since
         )
         execution.request = request
         try:
@@ -202,12 +202,6 @@ class ChangeTask(SignedTask):
         name = f"{run.bridge}/{run.subscription}"
         with processing(name, lambda: _span_attributes(self.request, run, given, retries)):
             self._call_handler(given, retries)
-
-    def _patience(self) -> float:
-        """Seconds to wait for MongoDB at the end. A hard time limit would kill the process and count a crash."""
-        hard, _ = self.request.timelimit or (None, None)
-        hard = hard or self.time_limit
-        return min(ANSWER_SECONDS, hard / 4) if hard else ANSWER_SECONDS
 
     def _call_handler(self, given: Change | Changes, retries: int) -> None:
         execution = current.get()
@@ -595,22 +589,25 @@ def register_commit(app: Celery) -> None:
         if run is None:
             raise Ignore
         if not is_heard(task.request):
-            _commit(wiring, run)
+            _commit(task, wiring, run)
             return
         name = f"{run.bridge}/{run.subscription}"
         with continue_trace(task.request), committing(name, lambda: _commit_attributes(task.request, run)):
-            _commit(wiring, run)
+            _commit(task, wiring, run)
 
     base = type("CommitTask", (CommitTask, app.Task), {"abstract": True})
     register: Any = app.task
     register(name=COMMIT_TASK, base=base, bind=True, shared=False, typing=False, **PROTOCOL_ATTRIBUTES)(commit)
 
 
-def _commit(wiring: Wiring, run: Run) -> None:
+def _commit(task: Any, wiring: Wiring, run: Run) -> None:
     claims, where = wiring.store.claims, name_place(run.partition_id)
     try:
         if not persist(
-            lambda: claims.commit(run.partition_id, run.first, lasting=False), f"a commit of partition {where}"
+            claims,
+            lambda: claims.commit(run.partition_id, run.first, lasting=False),
+            f"a commit of partition {where}",
+            wait_seconds(task),
         ):
             logger.debug("the commit of partition %s was already done", where)
     except PyMongoError as error:

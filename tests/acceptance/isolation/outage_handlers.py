@@ -11,7 +11,7 @@ import os
 from pymongo.errors import AutoReconnect
 
 from mongo_celery import Change
-from mongo_celery.bridge.worker import subject, tasks
+from mongo_celery.bridge.worker import limits, subject
 from mongo_celery.mongo.repeating import Pauses
 from tests.rig.scripted.application import DATA, app, bridge
 from tests.rig.scripted.handlers import Fact, add_handler
@@ -19,7 +19,7 @@ from tests.rig.scripted.handlers import Fact, add_handler
 POLICIES = ("halt", "dead_letter", "skip")
 
 if "OUTAGE_PATIENCE" in os.environ:
-    vars(tasks)["ANSWER_SECONDS"] = float(os.environ["OUTAGE_PATIENCE"])
+    vars(limits)["ANSWER_SECONDS"] = float(os.environ["OUTAGE_PATIENCE"])
 if "OUTAGE_PAUSE" in os.environ:
     vars(subject)["WAITS"] = Pauses(first=float(os.environ["OUTAGE_PAUSE"]), longest=float(os.environ["OUTAGE_PAUSE"]))
 
