@@ -65,7 +65,8 @@ def test_a_listener_waits_for_the_name_server_at_its_start_and_at_each_new_strea
 
     def sent() -> int:
         with bridge.app.connection() as connection:
-            return sum(connection.default_channel._size(queue) for queue in bridge.wiring.queue_names)
+            channel: Any = connection.default_channel
+            return sum(channel._size(queue) for queue in bridge.wiring.queue_names)
 
     name_server.rcode = dns.rcode.SERVFAIL
     with listening(bridge):

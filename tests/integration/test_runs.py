@@ -22,12 +22,12 @@ from pymongo.errors import AutoReconnect
 from mongo_celery import Change, Changes
 from mongo_celery.bridge.state.backlog import StoredChange
 from mongo_celery.bridge.state.claims import Claims
-from mongo_celery.bridge.state.dead_letters import REQUESTED
+from mongo_celery.bridge.state.dead_letters import REPLAYS_MAX, REQUESTED
 from mongo_celery.bridge.state.replays import Replays
 from mongo_celery.bridge.worker import execution
 from mongo_celery.bridge.worker.envelope import Carrier, Run
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
-from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
+from mongo_celery.errors import CommandRefusedError, HandlerCrashedError, RefusedChangeError
 from mongo_celery.locking import after_commit
 from mongo_celery.signals import change_dead_lettered, change_halted
 from tests.fixtures.failpoint import Failpoint
@@ -820,3 +820,17 @@ def test_an_outcome_without_a_right_is_written_when_the_right_is_granted(
         (0, "halted", 0) if policy == "halt" else (1, "flowing", 0)
     )
     assert len(worker.letters) == (policy == "dead_letter")
+
+
+def test_an_objection_to_a_replay_is_no_attempt(begin: Begin) -> None:
+    """P14, P16: its handler has not started."""
+    worker = begin()
+    worker.bad = {"a"}
+    worker.flow("a")
+    (before,) = worker.find().letters
+    worker.ask()
+    worker.rig.letters.update_one({}, {"$set": {"replays": Int64(REPLAYS_MAX)}})
+    with pytest.raises(CommandRefusedError):
+        worker.replay()
+    (letter,) = worker.find().letters
+    assert letter.attempts == before.attempts == 1

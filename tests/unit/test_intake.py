@@ -11,8 +11,10 @@ from celery import Celery
 from kombu import Connection
 from kombu.transport.virtual import Message
 
-from mongo_celery import Bridge
+from mongo_celery import Bridge, Change
+from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.intake import Intake
+from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 
 NOWHERE = "mongodb://127.0.0.1:1/shop?serverSelectionTimeoutMS=1"
 BODY = "[[1], {}, {}]"
@@ -59,3 +61,30 @@ def test_messages_of_other_queues_are_celerys(
         Intake(consumer).take(taken.append, found)
     assert taken == [found] * is_celerys
     assert found.acknowledged != is_celerys
+
+
+@pytest.mark.parametrize(
+    ("queue", "task", "is_from_bridge"),
+    [
+        ("shop.0", COMMIT_TASK, True),
+        ("shop.0", "handle", True),
+        ("shop.0", "of a user", False),
+        ("shop.0", ["handle"], False),
+        ("celery", "handle", False),
+    ],
+)
+def test_only_messages_that_a_listener_can_repeat_are_from_a_bridge(
+    app: Celery, queue: str, task: object, is_from_bridge: bool
+) -> None:
+    """P8: a user's task exists only in its message, also in the queue of a bridge."""
+    (wiring,) = BRIDGES.of(app)
+    wiring.public.on_change("shop.orders", name="handle")(_handle)
+    task = wiring.task_name("handle") if task == "handle" else task
+    app.amqp.queues.select(["shop.0", "celery"])
+    with Connection("memory://") as connection:
+        intake = Intake(SimpleNamespace(app=app, strategies={}, connection_errors=()))
+        assert intake.is_from_bridge(message(connection.default_channel, queue, BODY, task)) is is_from_bridge
+
+
+def _handle(_: Change) -> None:
+    """Do nothing."""

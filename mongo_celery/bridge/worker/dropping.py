@@ -141,4 +141,6 @@ class Dropper:
         except PyMongoError as error:
             with self._lock:
                 self._counts.update(counts)  # written with the next counts
-            logger.debug("the worker could not count dropped messages, and tries again: %s", brief(error))
+            logger.debug(
+                "the worker could not count dropped messages, and counts them with the next ones: %s", brief(error)
+            )

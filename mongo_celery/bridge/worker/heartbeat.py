@@ -259,8 +259,8 @@ class Heartbeats:
                 return
         beat.lost = True
         logger.warning(
-            "another worker has taken over partition %s (fencing token %d here) while its handler runs. This worker's "
-            "result will be refused",
+            "the claim of partition %s (fencing token %d) has ended while its handler runs: a worker or a command has "
+            "taken it over. This worker's result will be refused",
             name_place(beat.claim.partition_id),
             beat.claim.fencing_token,
             extra={"event": "claim_lost"},

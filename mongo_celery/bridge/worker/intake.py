@@ -24,6 +24,7 @@ from kombu.utils.uuid import uuid
 from mongo_celery.bridge.state.leases import MALFORMED
 from mongo_celery.bridge.wiring import BRIDGES
 from mongo_celery.bridge.worker.dropping import Dropper, Repetitions, parse_process
+from mongo_celery.bridge.worker.tasks import COMMIT_TASK
 from mongo_celery.broker.late_notes import note_late
 from mongo_celery.quantities import number
 
@@ -73,7 +74,9 @@ class Intake:
     def __init__(self, consumer: Any) -> None:
         self._consumer = consumer
         self._repetitions = Repetitions()
-        self._bridges = {name: bridge for bridge in BRIDGES.of(consumer.app) for name in bridge.queue_names}
+        bridges = BRIDGES.of(consumer.app)
+        self._bridges = {name: bridge for bridge in bridges for name in bridge.queue_names}
+        self._tasks = {COMMIT_TASK} | {handler.task_name for bridge in bridges for handler in bridge.handlers}
 
     @property
     def default(self) -> Wiring | None:
@@ -107,8 +110,10 @@ class Intake:
             handle(message)
 
     def is_from_bridge(self, message: Any) -> bool:
-        """Return True if a message comes from a bridge's queue."""
-        return self._find_bridge(message) is not None
+        """Return True if a message of a bridge's queue is for a handler or a commit. The listener can send it again."""
+        headers = message.headers
+        task = headers.get("task") if isinstance(headers, Mapping) else None
+        return isinstance(task, str) and task in self._tasks and self._find_bridge(message) is not None
 
     def _find_bridge(self, message: Any) -> Wiring | None:
         """Return the bridge whose queue contains a message. None if it may come from another queue."""

@@ -48,7 +48,7 @@ from mongo_celery.bridge.stream.source import strip_flags
 from mongo_celery.bridge.worker.attribution import cause_text
 from mongo_celery.bridge.worker.outcome import NOT_STORABLE, Decision, Outcome, ignore, retry_text
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
-from mongo_celery.errors import HandlerCrashedError, RefusedChangeError
+from mongo_celery.errors import CommandRefusedError, HandlerCrashedError, RefusedChangeError
 from mongo_celery.mongo.repeating import Pauses
 from mongo_celery.mongo.steps import Session, Steps
 from mongo_celery.mongo.verdicts import error_text, storable, traceback_text
@@ -527,4 +527,5 @@ def _decode(raw: bytes, codec: CodecOptions[Any]) -> Mapping[str, Any]:
 
 def count_attempts(claim: Claim, error: BaseException) -> int:
     """Return the number of attempts. A change that crashed too often, or was refused, was not started again."""
-    return claim.retries + claim.crashes + (not isinstance(error, HandlerCrashedError | RefusedChangeError))
+    is_started = not isinstance(error, HandlerCrashedError | RefusedChangeError | CommandRefusedError)
+    return claim.retries + claim.crashes + is_started
