@@ -735,7 +735,8 @@ class Execution:
         """Let the process write an outcome as soon as MongoDB answers. Keep the claim alive until then."""
         claim, beat, beats, claims = self.claim, self._beat, self._beats, self._claims
         logger.warning(
-            "MongoDB does not accept the outcome '%s' of partition %s. The worker writes it as soon as it does: %s",
+            "MongoDB does not answer, or refuses the worker's user. The worker writes the outcome '%s' of partition %s "
+            "as soon as it answers: %s",
             outcome.name,
             name_place(claim.partition_id),
             error_text(error),

@@ -17,7 +17,8 @@ The outcome of an execution: one way to end, with the write that records it.
 The subject of an execution makes outcomes (`RunSubject`, `ReplaySubject`). The execution chooses and writes them, under
 the claim and guarded by its fencing token. If an outcome is refused, a newer execution decides and this one ends
 quietly (`SupersededError`). A decision is a sequence of outcomes, each simpler than the one before. The first one that
-can be stored is the outcome. Without an answer the process writes it later (`deferred`), so an outage counts no change.
+can be stored is the outcome. Without an answer or a right the process writes it later (`deferred`), so neither counts
+against a change.
 
 These functions are pure.
 """
