@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pymongo
 from bson import Timestamp
@@ -43,9 +43,6 @@ from mongo_celery.findings import list_some
 from mongo_celery.mongo.oplog import earliest_token, operation_time, read_oplog, time_of_token
 from mongo_celery.plan import Plan, PlanResult
 from mongo_celery.quantities import moment, number
-
-if TYPE_CHECKING:
-    from mongo_celery.bridge.wiring import Wiring
 
 _READ_SECONDS = 10.0
 _NAMED = 10
@@ -179,7 +176,7 @@ def _read_move(
     wiring, handler = act.wiring, parse_name(document)
     lease = store.leases.read() or {}
     layout = layouts_in_force([document])[handler]
-    chosen, quoted, options = _choose_partition(wiring, handler, layout, key, source)
+    chosen, quoted, options = _choose_partition(act, handler, layout, key, source)
     to = find_place(wiring, text)
     forward = text == NOW
     images = store.partitions.of({handler: layout.term})
@@ -220,12 +217,12 @@ def _read_move(
 
 
 def _choose_partition(
-    wiring: Wiring, handler: str, layout: Layout, key: str | None, source: str | None
+    act: Act, handler: str, layout: Layout, key: str | None, source: str | None
 ) -> tuple[int | None, str | None, list[str]]:
     """Return the partition of a key, the quoted key, and the options that select it. None without a key."""
     if key is None:
         return None, None, []
-    meant, hash_ = find_key(wiring, handler, layout, key, source)
+    meant, hash_ = find_key(act.wiring, handler, layout, key, source)
     options = ["--key", key_json(meant), *(["--source", source] if source else [])]
     return hash_ % layout.partitions, quote_key(meant), options
 

@@ -53,7 +53,6 @@ from mongo_celery.bridge.worker.attribution import (
 )
 from mongo_celery.bridge.worker.deferred import DeferredWrites
 from mongo_celery.bridge.worker.lifetime import describe_end, is_leaving, is_raised_by_shutdown, is_sent_away
-from mongo_celery.bridge.worker.limits import ANSWER_SECONDS
 from mongo_celery.bridge.worker.outcome import Decision, Outcome, SupersededError, retry_time
 from mongo_celery.bridge.worker.parts import Parts, read_document_key
 from mongo_celery.bridge.worker.replay_subject import ReplaySubject
@@ -124,7 +123,7 @@ class Execution:
         wiring: Wiring,
         handler: Handler,
         run: Run,
-        patience: float = ANSWER_SECONDS,
+        patience: float,
         run_seconds: float | None = None,
         *,
         is_limited: bool = True,

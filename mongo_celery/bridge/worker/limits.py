@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 from celery.utils.time import rate
 
-ANSWER_SECONDS = 30.0
+_ANSWER_SECONDS = 30.0
 """Seconds for which an execution waits for MongoDB to store its outcome."""
 
 RUN_SECONDS = "mongo_celery_run_seconds"
@@ -69,7 +69,7 @@ def hard_limit(task: Any) -> float | None:
 def wait_seconds(task: Any) -> float:
     """Return the seconds for which a task may wait for MongoDB, well before its hard limit kills its process."""
     hard = hard_limit(task)
-    return min(ANSWER_SECONDS, hard / 4) if hard else ANSWER_SECONDS
+    return min(_ANSWER_SECONDS, hard / 4) if hard else _ANSWER_SECONDS
 
 
 def call_limit(task: Any) -> float | None:
