@@ -16,6 +16,7 @@ from bson.errors import InvalidBSON
 from bson.int64 import Int64
 from celery.exceptions import Ignore, Retry, SoftTimeLimitExceeded
 from pymongo import MongoClient
+from pymongo.client_session import ClientSession
 from pymongo.collection import Collection
 from pymongo.errors import AutoReconnect
 
@@ -672,7 +673,8 @@ def test_a_start_of_a_replay_in_which_nothing_ran_counts_no_crash(
     assert not worker.find().letters
 
 
-def test_a_worker_that_was_frozen_in_a_replay_counts_no_crash(begin: Begin) -> None:
+@pytest.mark.parametrize("charged", [False, True], ids=["frozen", "its handler kept the process busy"])
+def test_a_worker_that_was_frozen_in_a_replay_counts_no_crash(begin: Begin, *, charged: bool) -> None:
     """P14: another worker has started the replay, and counted the crash, before the first one continues."""
     worker = begin()
     worker.bad = {"a"}
@@ -689,11 +691,14 @@ def test_a_worker_that_was_frozen_in_a_replay_counts_no_crash(begin: Begin) -> N
         again = worker.rig.store.replays.start(claim, request.letter, request.starts)
         assert again is not None
         assert again.crashes == 1
+        running = execution.current.get()
+        assert running is not None
+        running._beat.charged = charged
 
     worker.handle = freeze
     with pytest.raises(Ignore):
         worker.replay()
-    wait_for(lambda: worker.requests[0].crashes == 0)
+    wait_for(lambda: worker.requests[0].crashes == charged)
 
 
 @pytest.mark.parametrize("patience", [5.0, 0.0], ids=["repeated", "deferred"])
@@ -783,8 +788,44 @@ def test_a_time_limit_after_the_commit_changes_no_outcome(
     assert (image.committed, image.claim, image.crashes) == (1, None, 0)
 
 
-def test_a_claim_that_no_thread_can_renew_is_ended(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P14, P17: the process had too many threads, which is no crash. The next message starts the heartbeats."""
+@pytest.mark.parametrize("policy", ["halt", "dead_letter"])
+def test_an_interrupted_commit_is_no_failure(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, policy: str
+) -> None:
+    """P16: the commit has ended the claim, so the failure is refused. But it was not stored before."""
+    worker = begin(transactional=True, failure_policy=policy)
+    commit = ClientSession.commit_transaction
+
+    def interrupt(session: ClientSession) -> None:
+        commit(session)
+        raise SoftTimeLimitExceeded
+
+    with monkeypatch.context() as limited:
+        limited.setattr(ClientSession, "commit_transaction", interrupt)
+        with pytest.raises(Ignore):
+            worker.run(1, "a")
+    assert not {"change_failed", "outcome_refused"} & {*events(caplog)}
+    worker.rig.claims.commit(worker.rig.where)
+    image = worker.rig.image
+    assert (image.state, image.committed, image.claim, worker.letters) == ("flowing", 1, None, [])
+
+
+def test_a_shutdown_after_a_commit_counts_no_crash(begin: Begin) -> None:
+    """P14: the first change is committed, and the second one has not started."""
+    worker = begin(transactional=True)
+
+    def end() -> None:
+        raise SystemExit
+
+    worker.handle = lambda changes: after_commit(end) if number_of(changes[0]) == 1 else None
+    with pytest.raises(SystemExit):
+        worker.run(1, "a", "b")
+    image = worker.rig.image
+    assert (image.committed, image.claim, image.crashes) == (1, None, 0)
+
+
+def test_a_change_that_no_thread_can_keep_waits(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P9, P14, P17: the process had too many threads, which is no crash. A later message starts the heartbeats."""
     worker, start = begin(), threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -794,10 +835,14 @@ def test_a_claim_that_no_thread_can_renew_is_ended(begin: Begin, monkeypatch: py
 
     with monkeypatch.context() as crowded:
         crowded.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(RuntimeError):
+        with pytest.raises(Ignore):
             worker.run(1, "a")
-    image = worker.rig.image
-    assert (image.claim, image.crashes, worker.calls) == (None, 0, [])
+        image, retry = worker.rig.image, worker.rig.document["retry"]
+        assert (image.claim, image.crashes, retry["waiting"]["count"], worker.calls) == (None, 0, 1, [])
+        with pytest.raises(Ignore):
+            worker.run(1, "a")
+        assert worker.rig.document["retry"] == retry, "it waits"
+    worker.rig.spoil(**{"retry.notBefore": None})
     heartbeats = worker.bridge.wiring.of_process(WorkerRuntime).heartbeats
     worker.handle = lambda _: wait_for(lambda: heartbeats._thread is not None and heartbeats._thread.is_alive())
     worker.flow("a")

@@ -44,7 +44,7 @@ The partition's document decides which execution may run what::
 | failure | what happens |
 |---|---|
 | the answer of a claim is lost | ended by owner, best effort, and claimed again; no crash is counted |
-| the answer of an outcome is lost | written again; if that is refused, `find_end` tells why |
+| the answer of an outcome is lost | written again; if that is refused, `find_end` tells why until the next claim |
 | a heartbeat is late | the claim lapses; without a newer claim it may finish, else the crash is withdrawn |
 | the worker is asked to shut down, and killed later | the claim lapses; no crash is counted |
 | `handled`, or the position, is lost in a rollback (w:1) | it runs once more, as after a worker's death |
@@ -441,9 +441,9 @@ class Claims:
         Return the reason why the outcome of an execution was refused. Call it before anything else ends the claim.
 
         Returns:
-            `stored`: the same outcome was stored before, and its answer was lost. Only this execution ends its claim
-            without another fencing token. `held`: the claim is still valid, so another condition of the outcome failed.
-            `replaced`: a newer execution or a command has replaced the claim.
+            `stored`: the outcome, or the commit of the handler's transaction, was stored before, and its answer was
+            lost. Only this execution ends its claim without another fencing token. `held`: the claim is still valid, so
+            another condition of the outcome failed. `replaced`: a newer execution or a command has replaced the claim.
         """
         found = self._table.find_one({"_id": claim.partition_id}, {"fencingToken": 1, "claim.owner": 1}) or {}
         token, holder = found.get("fencingToken"), found.get("claim")

@@ -162,6 +162,8 @@ class Execution:
             Retry: the first change is retried later.
             Exception: the first change failed permanently, and the failure policy was applied.
         """
+        if self.handler.is_async:
+            EVENT_LOOP.get()  # if its thread cannot start, that is not the handler's failure
         if self.handler.transactional:
             self.session = self._client.start_session(default_transaction_options=STRICT)
         try:
@@ -183,9 +185,8 @@ class Execution:
         self._first = self.claim.first
         try:
             self._beat = self._begin_beat(started)
-        except RuntimeError:  # no thread can start, so the claim would lapse, and count as a crash
-            self._relinquish(self.claim.owner)
-            raise
+        except RuntimeError as error:  # no thread can start, so the claim would lapse, and count as a crash
+            self._wait_for_thread(error)
         token = current.set(self)
         try:
             decision = self._load() or self._run_parts(call)
@@ -202,6 +203,17 @@ class Execution:
     def _begin_beat(self, started: float) -> Heartbeat:
         renew, withdraw = not self.handler.transactional, self.subject.withdraw
         return self._beats.begin(self.claim, started, ttl=self._ttl, renew=renew, withdraw=withdraw)
+
+    def _wait_for_thread(self, error: RuntimeError) -> NoReturn:
+        """Let the change wait, with growing pauses, because the process cannot renew its claim."""
+        claim, cause = self.claim, f"a worker's process cannot start a thread: {error_text(error)}"
+        wait = self.subject.postpone(claim, cause, WAITS.nth(claim.waits), is_doubtful=False)
+        try:
+            if wait.write():
+                _report(wait)
+        except PyMongoError:
+            self._relinquish(claim.owner)
+        raise Ignore from error
 
     def _take_claim(self, started: float) -> Claim:
         """Return the claim. If the first attempt gets no answer, try once more."""
@@ -665,19 +677,19 @@ class Execution:
             Exception: none can be stored. The claim lapses, which is counted.
         """
         claim = self.claim
-        forbidden: Outcome | None = None
+        forbidden: tuple[Outcome, Exception] | None = None
         for outcome in decision:
             try:
                 accepted = self._persist(outcome.write, f"an outcome of partition {name_place(claim.partition_id)}")
             except Exception as error:
                 if isinstance(error, SoftTimeLimitExceeded) or is_transient(error):
                     self._defer(outcome, error)
-                forbidden = forbidden or (outcome if is_refused_user(error) else None)
+                forbidden = forbidden or ((outcome, error) if is_refused_user(error) else None)
                 if outcome is decision[-1] and forbidden is not None:
-                    self._defer(forbidden, error)
+                    self._defer(*forbidden)
                 logger.error(
-                    "MongoDB cannot store the outcome '%s' of partition %s. The worker stores a simpler one, or lets "
-                    "the claim lapse: %s",
+                    "MongoDB cannot store the outcome '%s' of partition %s. The worker stores a simpler one, waits for "
+                    "the right, or lets the claim lapse: %s",
                     outcome.name,
                     name_place(claim.partition_id),
                     error_text(error),
@@ -697,19 +709,27 @@ class Execution:
 
     def _check_refusal(self, outcome: Outcome) -> None:
         """Return if a refused outcome was stored before, with a lost answer. Otherwise end quietly."""
-        end = "replaced"
+        end, where = "replaced", name_place(self.claim.partition_id)
         with suppress(PyMongoError):
             end = self._claims.find_end(self.claim)
-        if end == "stored" and outcome.name != "progress":  # without its claim the run cannot continue
+        if end == "replaced":
+            self._supersede(outcome.name)
+        if self._may_have_committed:
+            reason = "the handler's transaction, whose commit got no answer, has the outcome"
+        elif end == "held" and outcome.name == "dead_letter":
+            reason = "its key was just released, so the change runs again"
+        elif end == "stored" and outcome.name != "progress":  # without its claim the run cannot continue
             return
-        if end == "held" and outcome.name == "dead_letter":
-            self._leave()
-            logger.debug(
-                "a change of partition %s runs again, because its key was just released",
-                name_place(self.claim.partition_id),
-            )
-            raise SupersededError
-        self._supersede(outcome.name)
+        else:
+            self._supersede(outcome.name)
+        self._leave()
+        logger.debug("the outcome '%s' of partition %s is not needed: %s", outcome.name, where, reason)
+        raise SupersededError
+
+    @property
+    def _may_have_committed(self) -> bool:
+        """True if a commit of the handler's transaction got no answer. It may be the end of the claim."""
+        return self.handler.transactional and self.session is None
 
     def _supersede(self, outcome: str) -> NoReturn:
         """End quietly, because a newer execution has replaced this one."""
@@ -725,14 +745,19 @@ class Execution:
 
     def _leave(self) -> None:
         """End the claim if this execution still holds it. A refused write may have happened, with a lost answer."""
+        where, owner = self.claim.partition_id, self.claim.owner
         try:
-            self.subject.relinquish(self.claim.owner)
+            if self._beat.charged:  # a crash of a replay, too, stays counted
+                self._claims.relinquish(where, owner)
+            else:
+                self.subject.relinquish(owner)
         except PyMongoError:
-            logger.debug("the worker could not end its claim of partition %s", name_place(self.claim.partition_id))
+            logger.debug("the worker could not end its claim of partition %s", name_place(where))
 
     def _defer(self, outcome: Outcome, error: Exception) -> NoReturn:
         """Let the process write an outcome as soon as MongoDB answers. Keep the claim alive until then."""
         claim, beat, beats, claims = self.claim, self._beat, self._beats, self._claims
+        may_have_committed = self._may_have_committed
         logger.warning(
             "MongoDB does not answer, or refuses the worker's user. The worker writes the outcome '%s' of partition %s "
             "as soon as it answers: %s",
@@ -743,8 +768,10 @@ class Execution:
         )
 
         def write_late() -> bool:
-            accepted = outcome.write() or claims.find_end(claim) == "stored"
-            if not accepted or outcome.name == "progress":  # no execution continues after it
+            accepted = outcome.write()
+            if not accepted and not may_have_committed and claims.find_end(claim) == "stored":
+                accepted = True
+            elif not accepted or outcome.name == "progress":  # no execution continues after it
                 accepted = claims.relinquish(claim.partition_id, claim.owner) and accepted
             if not accepted and not beat.charged:  # the next owner may have counted this execution
                 beats.withdraw(beat)
@@ -779,13 +806,16 @@ class Execution:
         seconds = time.monotonic() - self._since
         is_sent, reason = is_sent_away(error, seconds), describe_end(error, seconds)
         try:
-            if is_new:
+            is_committed = self.attempt.is_committed
+            if is_new and not is_committed:
                 self._beats.end(self._beat)  # it renews a claim with the previous first change
                 if not self._runs.advance(self.claim, end).write():
                     raise SupersededError
                 self._follow(end, time.monotonic())
             subject, claim = self.subject, self.claim
-            if is_sent and is_leaving():
+            if is_committed:  # the part's outcome is stored, and no next change has begun
+                self._claims.relinquish(claim.partition_id, claim.owner)
+            elif is_sent and is_leaving():
                 subject.release(claim).write()
             elif is_sent and doubts < _DOUBTS_MAX:
                 subject.postpone(claim, _SIGNALLED, WAITS.nth(claim.waits), is_doubtful=True).write()

@@ -41,6 +41,7 @@ from mongo_celery.bridge.worker.execution import Execution, current, persist
 from mongo_celery.bridge.worker.limits import RUN_SECONDS, wait_seconds
 from mongo_celery.bridge.worker.runtime import WorkerRuntime
 from mongo_celery.errors import HandlerUsageError, InvalidEnvelopeError, OutdatedChangeError, StaleFencingTokenError
+from mongo_celery.mongo.opening import renew_connections
 from mongo_celery.mongo.steps import Session, Steps, run_async, run_sync, see_collection, transact
 from mongo_celery.mongo.transaction.ending import raise_lock_error, raise_rollback_only
 from mongo_celery.mongo.transaction.scopes import current as open_session
@@ -499,14 +500,19 @@ def _end_later(wiring: Wiring, session: Session) -> None:
         yield partitions.find_one({"_id": None}, session=inside)
 
     def steps() -> Steps[bool]:
-        with pymongo.timeout(_ENDING_SECONDS):
-            yield transact(session.client, session, read)
+        try:
+            with pymongo.timeout(_ENDING_SECONDS):
+                yield transact(session.client, session, read)
+        except PyMongoError as error:
+            renew_connections(session.client, error)
+            raise
         yield session.end_session()
         return True
 
     is_async = isinstance(session, AsyncClientSession)
     end = (lambda: EVENT_LOOP.get().run(lambda: run_async(steps()))) if is_async else (lambda: run_sync(steps()))
-    wiring.of_process(DeferredWrites).add("the end of a transaction", end)
+    with contextlib.suppress(RuntimeError):  # no thread can start, so the server's time limit ends the transaction
+        wiring.of_process(DeferredWrites).add("the end of a transaction", end)
 
 
 class CommitTask(SignedTask):
