@@ -13,7 +13,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import pymongo
@@ -113,7 +112,7 @@ def update_one_around_lock(
 
 def update_one_or_raise_lock(table: Table, guard: Mapping[str, Any], change: Update) -> bool:
     """
-    Update the document that a guard selects, like `Table.update`.
+    Update the document that a guard selects, like `Table.update`, and never twice.
 
     Raises:
         PyMongoError: the update was not made, or its result is unknown. If a lock kept it waiting, it satisfies
@@ -125,10 +124,12 @@ def update_one_or_raise_lock(table: Table, guard: Mapping[str, Any], change: Upd
         if not error.timeout:
             raise
         with open_session(table.collection.database.client) as session:
-            write = partial(table.collection.update_one, guard, change, session=session)
-            if _in_transaction(table, session, write).matched_count == 1:  # refused immediately if it is locked
-                return True
-        raise  # the first one may have been made
+            try:
+                _probe(table, session, guard, change)
+            except PyMongoError as refusal:
+                if is_lock(refusal):
+                    raise
+        raise  # the update may have been made, and reversed since then
 
 
 def run_transaction(session: ClientSession, body: Callable[[ClientSession], _T]) -> _T:
@@ -173,6 +174,14 @@ def _try_update(table: Table, session: ClientSession, query: Mapping[str, Any], 
             raise
         return False
     return True
+
+
+def _probe(table: Table, session: ClientSession, guard: Mapping[str, Any], change: Update) -> None:
+    """Try an update in a transaction that is aborted. The server refuses it immediately if the document is locked."""
+    with pymongo.timeout(2 * table.timeout), session.start_transaction():
+        with table.limit():
+            table.collection.update_one(guard, change, session=session)
+        session.abort_transaction()
 
 
 def _in_transaction(table: Table, session: ClientSession, write: Callable[[], _T]) -> _T:

@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 from bson import Timestamp
-from pymongo.errors import PyMongoError
+from pymongo.errors import PyMongoError, WTimeoutError
 
 from mongo_celery.bridge.operations.operations import Operations
 from mongo_celery.bridge.operations.preflight import check
 from mongo_celery.bridge.state.partitions import Partitions
 from mongo_celery.bridge.state.subscriptions import parse_name
-from mongo_celery.errors import CommandRefusedError
+from mongo_celery.errors import CommandRefusedError, ServerUnavailableError
 from mongo_celery.mongo.locked import is_lock
+from mongo_celery.mongo.table import Table
 from mongo_celery.plan import Plan
 from tests.integration.conftest import MakeBridge
 from tests.rig.led import LedBridge, stored_change, token
-from tests.rig.term import mark_at, open_transaction
+from tests.rig.term import around, mark_at, open_transaction
 
 
 def handle(change: object) -> None:
@@ -158,6 +159,22 @@ def test_a_locked_partition_is_not_taken_for_a_silent_server(
     assert is_lock(refused.value.__cause__)
     assert storing.image == before
     assert results_of(plan) == ["done"]
+
+
+def test_a_pause_that_another_operator_has_ended_is_not_made_again(
+    led: LedBridge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first write was applied, but its wait for a majority ended."""
+
+    def resume_and_end_wait() -> None:
+        assert results_of(led.operations.resume("summarise", 0)) == ["done"]
+        raise WTimeoutError("waiting for replication timed out", code=64)
+
+    plan = led.operations.pause("summarise", 0)
+    around(monkeypatch, (Table, "update"), resume_and_end_wait, behind=True)
+    with pytest.raises(ServerUnavailableError):
+        plan.run()
+    assert led.partition().state == "flowing"
 
 
 @pytest.mark.parametrize("command", ["skip", "retry"])
