@@ -137,8 +137,8 @@ def run_transaction(session: ClientSession, body: Callable[[ClientSession], _T])
     Run a transaction with PyMongo's `with_transaction`, which repeats it within the time limit.
 
     Raises:
-        PyMongoError: from the transaction. If a lock has used up the time, it satisfies `is_lock`, although the last
-            attempt had no time left.
+        PyMongoError: from the transaction. If the time was up, and a lock was the last refusal within it, it satisfies
+            `is_lock`.
     """
     refusal: PyMongoError | None = None
 
@@ -157,7 +157,7 @@ def run_transaction(session: ClientSession, body: Callable[[ClientSession], _T])
     except PyMongoError as error:
         if refusal is None or not error.timeout:
             raise
-        raise refusal from error
+        raise refusal from None  # PyMongo may have made it the cause of the timeout
 
 
 def is_lock(error: BaseException) -> bool:

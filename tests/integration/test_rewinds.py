@@ -269,6 +269,7 @@ def test_a_partition_that_an_open_transaction_locks_is_named_as_the_cause(
         plan.run()
     assert isinstance(refused.value.__cause__, PyMongoError)
     assert is_lock(refused.value.__cause__)
+    assert refused.value.__cause__.__cause__ is None, "a chain of causes has an end"
     assert stage.everything() == before
     plan.run()
 
