@@ -101,6 +101,29 @@ def test_the_plan_of_a_retry_only_reads_and_its_run_marks_the_stored_change(stor
     assert (storing.image.state, storing.image.stored["to"]) == ("flowing", token(1)["_data"])
 
 
+@pytest.mark.parametrize(
+    ("then", "result", "state"),
+    [("stored", "done", "flowing"), ("gone", "refused", "halted"), ("skipped", "refused", "flowing")],
+)
+def test_a_change_of_a_listener_that_ends_before_the_retry_is_looked_for_again(
+    storing: LedBridge, then: str, result: str, state: str
+) -> None:
+    """P1: at the plan's time the listener had it in its buffer."""
+    storing.state["partitions"].update_one({"_id": storing.image.id}, {"$unset": {"stored": ""}})
+    storing.halt()
+    storing.lose_history(Timestamp(9, 1))
+    storing.report(held=[{"subscription": "summarise", "partition": 0}])
+    plan = storing.operations.retry("summarise")
+    storing.store.leases.release(storing.term, "idle", None)
+    if then != "stored":
+        storing.state["backlog"].delete_many({})
+    if then == "skipped":
+        storing.operations.skip("summarise", 0, discard=True).run()
+    part, *_ = parts_of(plan)
+    assert (part["result"], part["state"], storing.image.state) == (result, state, state)
+    assert (storing.image.stored is not None) == (then == "stored")
+
+
 def test_a_lost_history_is_passed_once_and_leaves_a_record(led: LedBridge) -> None:
     """P12: it is decided once, beside a listener. A second decision finds that it has changed."""
     operations = led.operations

@@ -8,7 +8,7 @@ change that its operator has not seen, and two operators cannot undo each other'
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -137,9 +137,10 @@ def plan_command(act: Act, handler: str | None, partition: int | None) -> Plan:
     command = _COMMANDS[act.name]
     with reached(act.wiring) as store:
         images = _choose_partitions(act, store, handler, partition)
-        unable, unmarked = _find_unable(act, images, handler) if command.idle else ({}, frozenset[str]())
-    if unmarked:
-        command = replace(command, write=partial(_mark_and_retry, unmarked))
+        unable: dict[tuple[str, int], str] = {}
+        if command.idle:
+            unable = _find_unable(act, images, handler)
+            command = replace(command, write=partial(_mark_and_retry, act.wiring.store))
     question = f"{act.name.capitalize()} every handler of bridge {act.wiring.name}?" if handler is None else None
     return _plan_on_partitions(act, command, images, partition, unable, question=question)
 
@@ -325,44 +326,52 @@ def _keep_change(act: Act, partitions: Partitions, image: Image) -> bool:
     raise AssertionError
 
 
-def _find_unable(
-    act: Act, images: Sequence[Image], handler: str | None
-) -> tuple[dict[tuple[str, int], str], frozenset[str]]:
-    """
-    Find the partitions whose next change this app cannot run. Refuse such a named handler.
-
-    Returns:
-        Them with reasons, and the ids of those whose change only a mark lets the next listener find.
-    """
+def _find_unable(act: Act, images: Sequence[Image], handler: str | None) -> dict[tuple[str, int], str]:
+    """Return the partitions whose next change this app cannot run, with reasons. Refuse such a named handler."""
     store, served = act.wiring.store, {each.name for each in act.wiring.handlers}
     if handler is not None and handler not in served:
         raise CommandRefusedError(f"Handler {handler} {UNSERVED}.")
+    found = {(image.subscription, image.index): UNSERVED for image in images if image.subscription not in served}
+    for image in _find_unreachable(store, [image for image in images if image.subscription in served]):
+        if _fetch_halted(store, image) is None:
+            found[image.subscription, image.index] = _GONE
+    return found
+
+
+def _find_unreachable(store: Store, images: Sequence[Image]) -> list[Image]:
+    """Return the partitions whose halted change no mark covers, no listener holds, and no stream can read any more."""
+    unmarked = [
+        (image, image.head["resumeToken"])
+        for image in images
+        if image.head is not None
+        and (image.stored is None or image.stored["to"] < token_data(image.head["resumeToken"]))
+    ]
+    if not unmarked:
+        return []
+    documents = {parse_name(document): document for document in store.subscriptions.read_all()}
     lease = store.leases.read() or {}
     report = (lease.get("live") and lease.get("report")) or {}
     held = {(each["subscription"], each["partition"]) for each in report.get("held", ())}
-    documents = {parse_name(document): document for document in store.subscriptions.read_all()}
-    found, unmarked = {}, set()
-    for image in images:
-        place = image.subscription, image.index
-        if image.subscription not in served:
-            found[place] = UNSERVED
-        elif image.head is not None and place not in held:
-            document = documents.get(image.subscription, {})
-            is_marked = image.stored is not None and image.stored["to"] >= token_data(image.head["resumeToken"])
-            if is_marked or not is_out_of_reach(document, image.head["resumeToken"]):
-                continue
-            if _fetch_halted(store, image) is None:
-                found[place] = _GONE
-            else:
-                unmarked.add(image.id)
-    return found, frozenset(unmarked)
+    return [
+        image
+        for image, token in unmarked
+        if (image.subscription, image.index) not in held
+        and is_out_of_reach(documents.get(image.subscription, {}), token)
+    ]
 
 
-def _mark_and_retry(unmarked: Collection[str], partitions: Partitions, image: Image) -> bool:
+def _mark_and_retry(store: Store, partitions: Partitions, image: Image) -> bool:
     """
-    Retry a partition. If its change is stored without a mark, put it within the mark first.
+    Retry a partition. If only a mark lets the next listener find its stored change, set the mark first.
 
-    The halting execution stores its change without a mark, because a listener still has it. When no listener has it any
-    more, the mark lets the next one find it.
+    The halting execution stores its change without a mark, because a listener still has it. That listener may have
+    ended since the plan.
     """
-    return (image.id not in unmarked or partitions.mark_head(image)) and partitions.retry(image)
+    if _find_unreachable(store, [image]):
+        if _fetch_halted(store, image) is None:
+            if any(now.head == image.head for now in partitions.look([image.id])):
+                raise CommandRefusedError(_make_sentence(image, _GONE))
+            return False
+        if not partitions.mark_head(image):
+            return False
+    return partitions.retry(image)
