@@ -235,7 +235,7 @@ class Operations:
 
         Nothing stalls: workers know the new key before it is used, and accept older ones during the overlap. A message
         that waits longer is dropped, and dispatched again. While no listener is running, `in_force_at` is None, and
-        older keys stay in force.
+        the present key stays in force.
 
         Args:
             overlap: seconds for which older keys are accepted afterwards, at most. 0 if others know a key.
@@ -290,7 +290,7 @@ def _plan_rotation(act: Act, overlap: float) -> Plan:
                 "done: the first listener creates one."
             )
         is_led = bool((store.leases.read() or {}).get("live"))
-    start = f"No listener is running, so older keys stay in force. Start one: {wiring.line.celery('listener')}"
+    start = f"No listener is running, so the present key stays in force. Start one: {wiring.line.celery('listener')}"
 
     def run(running: Act) -> PlanResult:
         at = wiring.store.signing.announce(overlap)
