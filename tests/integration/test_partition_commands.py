@@ -184,6 +184,21 @@ def test_a_locked_partition_is_not_taken_for_a_silent_server(
     assert results_of(plan) == ["done"]
 
 
+@pytest.mark.parametrize("command", ["pause", "retry", "skip"])
+def test_a_locked_partition_does_not_stop_a_command_on_the_others(led: LedBridge, command: str) -> None:
+    """P12: the operator sees which partitions are done, and repeats the command for the locked one."""
+    if command != "pause":
+        for index in range(3):
+            led.halt(index)
+    options = {"discard": True} if command == "skip" else {}
+    plan = getattr(led.operations, command)("summarise", **options)
+    with open_transaction(led.bridge.client, led.bridge.options.database, led.image.id):
+        assert results_of(plan) == ["refused", "done", "done"]
+    (record,) = led.operations.history()
+    assert record["effect"] == {"partitions": 2}
+    assert results_of(getattr(led.operations, command)("summarise", **options))[0] == "done"
+
+
 def test_a_pause_that_another_operator_has_ended_is_not_made_again(
     led: LedBridge, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from bson.errors import BSONError
-from pymongo.errors import DocumentTooLarge, OperationFailure
+from pymongo.errors import DocumentTooLarge, OperationFailure, PyMongoError
 
 from mongo_celery.bridge.change import describe, token_data
 from mongo_celery.bridge.existing import dead_letter_name
@@ -26,6 +26,7 @@ from mongo_celery.bridge.state.partitions import Image, Partitions, visible_stat
 from mongo_celery.bridge.state.store import Store
 from mongo_celery.bridge.state.subscriptions import is_out_of_reach, layouts_in_force, parse_name
 from mongo_celery.errors import CommandRefusedError
+from mongo_celery.mongo.locked import is_lock
 from mongo_celery.mongo.verdicts import is_transient
 from mongo_celery.plan import Plan
 from mongo_celery.quantities import number
@@ -50,6 +51,10 @@ _GONE = (
 _NOT_STORED = (
     "is halted at a change that is not stored yet, so a dead letter could not keep its content. A listener stores it "
     "`spill_after` seconds after it has read it. Repeat the command then, or discard the change: `{command}`"
+)
+_LOCKED = (
+    "is locked by an open transaction, most often that of a worker that died. By default the server ends it within a "
+    "minute. Then repeat the command"
 )
 
 
@@ -219,7 +224,12 @@ def _plan_on_partitions(
         return part
 
     def write(image: Image) -> PartitionResult:
-        return check(_apply_command(act.wiring.store.partitions, command, image))
+        try:
+            return check(_apply_command(act.wiring.store.partitions, command, image))
+        except PyMongoError as error:
+            if partition is not None or not is_lock(error):
+                raise
+            return command.report(image, "refused", _LOCKED)  # the others continue
 
     steps: list[Step] = []
     seen = []
