@@ -21,6 +21,7 @@ from mongo_celery.mongo.expressions import REMOVED, after, insert_if_absent, lit
 from mongo_celery.mongo.indexes import Indexes
 from mongo_celery.mongo.verdicts import ErrorContext
 from mongo_celery.twophase.transaction import UNFINISHED, State, Transaction, read_transaction
+from mongo_celery.twophase.values import has_operators, storable, to_text
 
 logger = logging.getLogger("mongo_celery.twophase")
 
@@ -40,6 +41,9 @@ this share.
 
 _STOPPED_BY_MAX = 1000
 """Largest length of the reason why a transaction stopped. A server error may repeat a whole document."""
+
+_WIRE_OF_5_0 = 13
+"""Version of MongoDB 5.0's protocol."""
 
 _PAGE = 200
 """Number of documents in one read of a log."""
@@ -109,6 +113,7 @@ class TransactionLog:
         self._application = application
         self._deadline = deadline
         self._retention = retention
+        self._has_operators: bool | None = None
         self._indexes = Indexes(collection, LOG_INDEXES, "recovery reads all transactions, and none expires")
 
     @property
@@ -162,6 +167,7 @@ class TransactionLog:
 
         Raises:
             KnownError: this id exists.
+            ConfigurationError: the `require` of a transfer would be another rule when this server has stored it.
             TransactionTimeoutError: this process was frozen for too long. An earlier attempt may have stored the
             transaction, and the log may already have removed it.
         """
@@ -169,7 +175,7 @@ class TransactionLog:
             self.prepare()
         self._refuse_late(coordinator, transaction_id)
         whole = {
-            **fields,
+            **self._storable_fields(fields),
             **({} if state is State.INITIAL and not is_queued else {"application": self._application}),
             **({} if coordinator is None else {"coordinator": coordinator}),
         }
@@ -193,6 +199,20 @@ class TransactionLog:
         if coordinator is not None and found.get("coordinator") == coordinator:
             return False
         raise KnownError
+
+    def _storable_fields(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields as the server can store them: before MongoDB 5.0, a rule with operators is a text."""
+        rule = fields.get("require")
+        if not isinstance(rule, Mapping) or not has_operators(rule) or self._stores_operators():
+            return fields
+        return {**fields, "require": to_text(storable("require", rule, self.collection.codec_options))}
+
+    def _stores_operators(self) -> bool:
+        """Return True if the server stores names that begin with `$`. Queried once per process."""
+        if self._has_operators is None:
+            answer = self.collection.database.client.admin.command("hello")
+            self._has_operators = answer.get("maxWireVersion", 0) >= _WIRE_OF_5_0
+        return self._has_operators
 
     def _refuse_late(self, coordinator: ObjectId | None, transaction_id: Any) -> None:
         """

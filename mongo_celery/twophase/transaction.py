@@ -166,10 +166,11 @@ def refuse_other_request(stored: Mapping[str, Any], fields: Mapping[str, Any], c
         if name not in document:
             return None
         value = document[name]
-        if name == "require" and isinstance(value, Mapping):  # stored by other code
+        if name == "require" and is_text and isinstance(value, Mapping):
             value = to_text(value)
         return bson.encode({name: value}, codec_options=codec)
 
+    is_text = isinstance(stored.get("require"), str)  # MongoDB 4.4 stores no names with `$`
     other = [name for name in _GIVEN if encode(name, stored) != encode(name, fields)]
     if other:
         raise TransactionStateError(
@@ -204,7 +205,7 @@ def _read_parts(document: Mapping[str, Any], accounts: str) -> tuple[Part, ...]:
     if not isinstance(namespace, str) or not all(namespace.partition(".")):
         raise TypeError(f"accounts {namespace!r} is not of the form 'db.collection'")
     rule = document.get("require")
-    if isinstance(rule, str):  # other code may have stored the filter itself
+    if isinstance(rule, str):  # MongoDB 4.4 stores no names with `$`
         rule = read_value(rule)
     parts = transfer_parts(namespace, document["source"], document["destination"], value, rule)
     if same_bson(parts[0].id, parts[1].id):

@@ -35,7 +35,7 @@ from mongo_celery.twophase.transaction import (
     refuse_other_request,
     transfer_parts,
 )
-from mongo_celery.twophase.values import plain, plain_id, to_text
+from mongo_celery.twophase.values import plain, plain_id
 
 PROTOCOLS = ("auto", "documents")
 
@@ -254,7 +254,7 @@ class TwoPhaseCommit:
             value: the amount, a number above zero. Decimals are allowed.
             id: the id of the transaction, by default a new ObjectId.
             require: a filter that the source must match, by default a balance of at least `value`. The transaction
-                stores it.
+                stores it. Before MongoDB 5.0, a text as `$regex` is refused. Pass `re.compile(...)`.
             run: True to run it here. Otherwise call `run` or `delay` with the returned id.
             session: the session of the open MongoDB transaction to join. See the class.
 
@@ -262,8 +262,8 @@ class TwoPhaseCommit:
             The id.
 
         Raises:
-            ConfigurationError: the value is not an amount, an argument cannot be an `_id`, both are the same, or the
-                accounts have another client than the transactions.
+            ConfigurationError: the value is not an amount, an argument cannot be an `_id`, both are the same, `require`
+                cannot be stored, or the accounts have another client than the transactions.
             TransactionCanceledError: it was rolled back: a document is missing, or the source does not match.
             TransactionStateError: a transaction with this id has other fields, or belongs to another application.
         """
@@ -273,7 +273,7 @@ class TwoPhaseCommit:
         require = None if require is None else plain("require", dict(require), codec)
         parts = transfer_parts(accounts, source, destination, value, require)
         fields = {"source": source, "destination": destination, "value": value, "accounts": accounts}
-        given = fields if require is None else {**fields, "require": to_text(require)}
+        given = fields if require is None else {**fields, "require": require}
         return self._begin(given, parts, id, session, run=run)
 
     # -- advancing ---------------------------------------------------------------------------------

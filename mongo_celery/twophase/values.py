@@ -97,6 +97,13 @@ def interpret_id(text: str) -> list[Any]:
     return found
 
 
+def has_operators(value: Any) -> bool:
+    """Return True if a name at any depth begins with `$`. MongoDB 4.4 does not store such a value."""
+    if isinstance(value, Mapping):
+        return any(str(name).startswith("$") or has_operators(each) for name, each in value.items())
+    return isinstance(value, (list, tuple)) and any(map(has_operators, value))
+
+
 def storable(name: str, value: Mapping[str, Any], codec: Codec) -> dict[str, Any]:
     """
     Return an update or a filter as it is read back from its stored text.
