@@ -2,8 +2,8 @@
 The signatures of entries. Only an outbox can start tasks through its documents.
 
 If an app passes a user's fields to `$set`, that user could write entries. So each entry has an HMAC-SHA256 over its
-published parts and its outbox. Only `at` and `attempts` are not covered: they determine when an entry is tried. An
-entry without a valid signature is never published.
+published parts and its outbox. Three fields are not covered: `at` and `attempts` determine when an entry is tried, and
+`elsewhere` only what is reported. An entry without a valid signature is never published.
 
 The keys are in the state database, in one document per outbox::
 
@@ -44,7 +44,7 @@ KEYS_OF_OUTBOXES = {"_id": {"$regex": "^outbox/"}}
 _REREAD_SECONDS = 60.0
 """Seconds between two checks for replaced keys."""
 
-_NOT_COVERED = ("at", "attempts", "signature")
+_NOT_COVERED = ("at", "attempts", "elsewhere", "signature")
 
 
 class UnsignedEntryError(Exception):

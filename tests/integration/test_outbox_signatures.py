@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pymongo.errors import PyMongoError, ServerSelectionTimeoutError
 from mongo_celery import Outbox
 from mongo_celery.errors import AccessError, CommandRefusedError, ServerUnavailableError
 from mongo_celery.mongo.keys import new_key
+from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.failures import FAILURE_POLICIES
 from mongo_celery.outbox.health import read_health
 from mongo_celery.outbox.replay import replay
@@ -66,6 +68,14 @@ FORGERIES: dict[str, Forge] = {
     "endless attempts": lambda entry: {**entry, "attempts": float("inf")},
     "a document as id": lambda entry: {**entry, "id": {"$gt": ""}},
 }
+
+
+def test_an_entry_is_published_if_a_process_does_not_know_that_its_task_is_elsewhere(rig: Rig, outbox: Outbox) -> None:
+    """During a deploy an older process drops the field, or has written the entry without it."""
+    outbox.insert_one({"_id": 1}, tasks=[rig.add.s(1, 1)])
+    written, signer = Entry.from_document(rig.pending(1)["events"][0]), outbox.runtime.signer
+    assert signer.is_signed(replace(written, elsewhere=True))
+    assert signer.is_signed(replace(signer.sign(replace(written, elsewhere=True)), elsewhere=False))
 
 
 @pytest.mark.parametrize("policy", FAILURE_POLICIES)
