@@ -64,21 +64,17 @@ class PeriodicNotes:
         """The namespace of the notes."""
         return self.collection.full_name
 
-    def write(self, note: Document, unless: Document | None = None) -> Document:
+    def write(self, note: Document) -> Document:
         """
         Write fields of the note, the time and this process. Return the resulting note.
 
         Args:
             note: expressions for its fields.
-            unless: a condition under which the note does not change.
 
         Raises:
             PyMongoError: MongoDB did not answer, or refused it.
         """
-        note = {"at": "$$NOW", "process": literal(f"{socket.gethostname()}:{os.getpid()}"), **note}
-        change = {
-            name: value if unless is None else {"$cond": [unless, f"${name}", value]} for name, value in note.items()
-        }
+        change = {"at": "$$NOW", "process": literal(f"{socket.gethostname()}:{os.getpid()}"), **note}
         with pymongo.timeout(ANSWER_SECONDS):
             return cast(
                 "Document",

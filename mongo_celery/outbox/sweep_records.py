@@ -19,7 +19,7 @@ from pymongo.errors import PyMongoError
 
 from mongo_celery import periodic
 from mongo_celery.command_line import ANY_APP
-from mongo_celery.mongo.expressions import after
+from mongo_celery.mongo.expressions import REMOVED, after
 from mongo_celery.mongo.opening import ANSWER_SECONDS
 from mongo_celery.mongo.redaction import short
 from mongo_celery.periodic import PeriodicNotes, PeriodicWatch
@@ -56,31 +56,35 @@ class SweepRecords(PeriodicNotes):
                 time must not look like one that runs.
 
         Returns:
-            False if another sweep delays this one. Then nothing was noted.
+            False if another sweep delays this one. Then only its time is noted, if it has run.
         """
         now = time.monotonic()
         if now - self._noted_at < every:
             return True
-        hold: dict[str, object] = {} if has_run else {"at": "$at"}
+        # Whoever holds the outbox: of two long sweeps, each may have taken the hold of the other.
+        note: dict[str, object] = {} if has_run else {"at": "$at", "process": "$process"}
         if sweep is not None:
-            hold |= {"sweep": sweep, "until": after(_HELD_SECONDS)}
-        is_ahead = {"$gt": ["$until", after(_LONGEST_SECONDS)]}
-        is_held = {"$and": [{"$gt": ["$until", "$$NOW"]}, {"$not": [is_ahead]}, {"$ne": ["$sweep", sweep]}]}
+            is_ahead = {"$gt": ["$until", after(_LONGEST_SECONDS)]}
+            is_held = {"$and": [{"$gt": ["$until", "$$NOW"]}, {"$not": [is_ahead]}, {"$ne": ["$sweep", sweep]}]}
+            hold = {"sweep": sweep, "until": after(_HELD_SECONDS)}
+            note |= {name: {"$cond": [is_held, f"${name}", value]} for name, value in hold.items()}
         try:
-            written = self.write(hold, None if sweep is None else is_held)
+            written = self.write(note)
         except PyMongoError as error:
             logger.debug("The sweep of an outbox could not be recorded: %s", short(error))
             return True
-        if sweep is not None and written["sweep"] != sweep:
-            return False
-        self._noted_at = now
-        return True
+        is_delayed = sweep is not None and written["sweep"] != sweep
+        if has_run or not is_delayed:
+            self._noted_at = now
+        return not is_delayed
 
     def end(self, sweep: ObjectId, *, has_run: bool = True) -> None:
-        """Let the next sweep begin. Note this one's time if it has run."""
-        change = {"$unset": {"until": ""}, **({"$currentDate": {"at": True}} if has_run else {})}
+        """Let the next sweep begin, unless another one runs. Note this one's time if it has run."""
+        change: dict[str, object] = {"until": {"$cond": [{"$eq": ["$sweep", sweep]}, REMOVED, "$until"]}}
+        if has_run:
+            change["at"] = "$$NOW"
         with suppress(PyMongoError), pymongo.timeout(ANSWER_SECONDS):
-            self.collection.update_one({**self._this, "sweep": sweep}, change)
+            self.collection.update_one(self._this, [{"$set": change}])
         self._noted_at = -math.inf
 
     def read_age(self) -> float | None:

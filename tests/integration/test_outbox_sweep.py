@@ -185,3 +185,22 @@ def test_sweeps_of_one_outbox_do_not_overlap_and_one_that_died_keeps_nobody_away
     ahead = {"$set": {"until": {"$add": ["$until", 3_600_000]}}}
     assert own.update_one({"sweep": dead}, [ahead]).matched_count
     assert sweep_now(other)["second"]["dispatched"] == 1, "the clock was ahead"
+
+
+def test_a_sweep_whose_hold_another_one_has_taken_counts(rig: Rig) -> None:
+    """P16: two long sweeps replace each other's hold, and `nobody_sweeps` would be reported while both deliver."""
+    leave(rig, "orders", 1)
+    notes, long, other = rig.outbox(at_once=False).runtime.sweeps, ObjectId(), ObjectId()
+    for sweep in (long, other):
+        assert notes.note(0.0, sweep, has_run=False)
+        notes.collection.update_one({}, [{"$set": {"until": "$$NOW"}}])
+    assert notes.note(0.0, other, has_run=False)
+    held = notes.read() or {}
+    assert notes.read_age() is None, "none has delivered"
+    notes.end(long)
+    assert notes.read_age() is not None
+    notes.collection.update_one({}, {"$unset": {"at": ""}})
+    assert not notes.note(0.0, long)
+    assert notes.read_age() is not None
+    found = notes.read() or {}
+    assert [found[name] for name in ("sweep", "until")] == [held[name] for name in ("sweep", "until")]
