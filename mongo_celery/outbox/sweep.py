@@ -198,8 +198,8 @@ def _begin(sweep: OutboxSweep) -> bool:
     return True
 
 
-def _end(sweep: OutboxSweep) -> None:
-    """Let the next sweep begin, and log a failure."""
+def _end(sweep: OutboxSweep, *, is_broker_down: bool) -> None:
+    """Let the next sweep begin, and log a failure. Without a turn, the outbox is swept only if the broker is down."""
     if sweep.failure is not None:
         logger.warning(
             "outbox %s was not swept. The next sweep tries again: %s",
@@ -209,7 +209,7 @@ def _end(sweep: OutboxSweep) -> None:
         )
     try:
         if sweep.id is not None:
-            sweep.outbox.sweeps.end(sweep.id, has_run=sweep.has_run or sweep.failure is None)
+            sweep.outbox.sweeps.end(sweep.id, has_run=sweep.has_run or (is_broker_down and sweep.failure is None))
     except SoftTimeLimitExceeded:
         raise
     except Exception as error:  # noqa: BLE001 - the collection cannot be opened, so there is no note either
@@ -230,8 +230,9 @@ def sweep_all(outboxes: Iterable[OutboxRuntime]) -> dict[str, Any]:
                 begun.append(sweep)
         take_turns(begun, _SWEEP_SECONDS)
     finally:
+        is_broker_down = any(sweep.total.broker_down for sweep in begun)
         for sweep in begun:
-            _end(sweep)
+            _end(sweep, is_broker_down=is_broker_down)
     return {
         sweep.outbox.label: {
             "dispatched": sweep.total.dispatched,

@@ -14,6 +14,7 @@ from pymongo.errors import ConnectionFailure, OperationFailure
 
 from mongo_celery import Outbox
 from mongo_celery.outbox import claims, pending_documents
+from mongo_celery.outbox import sweep as sweep_module
 from mongo_celery.outbox.pending import NOBODY
 from mongo_celery.outbox.sweep import OutboxSweep, sweep_all, take_turns
 from tests.rig.outbox import Publish, Rig, hold, leave_strange_ids, publishing
@@ -204,3 +205,11 @@ def test_a_sweep_whose_hold_another_one_has_taken_counts(rig: Rig) -> None:
     assert notes.read_age() is not None
     found = notes.read() or {}
     assert [found[name] for name in ("sweep", "until")] == [held[name] for name in ("sweep", "until")]
+
+
+def test_an_outbox_that_had_no_turn_was_not_swept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P16: others may use up the time of each sweep."""
+    monkeypatch.setattr(sweep_module, "_SWEEP_SECONDS", 0.0)
+    outbox = rig.outbox(at_once=False)
+    sweep_now(outbox)
+    assert outbox.runtime.sweeps.read_age() is None
