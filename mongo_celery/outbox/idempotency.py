@@ -59,11 +59,13 @@ class IdempotencyClaim:
         owner: the claim's owner. None if it was refused.
         wait: seconds before the next attempt, if another run has the id.
         result: the result as JSON, if the id has run and its result was stored.
+        finisher: owner of the run that has finished, if the id has run.
     """
 
     owner: ObjectId | None = None
     wait: float | None = None
     result: str | None = None
+    finisher: ObjectId | None = None
 
 
 class IdempotencyStore:
@@ -144,7 +146,7 @@ class IdempotencyStore:
             if found["owner"] == owner:
                 return IdempotencyClaim(owner)
             if found["state"] == "done":
-                return IdempotencyClaim(result=found.get("result"))
+                return IdempotencyClaim(result=found.get("result"), finisher=found.get("owner"))
         return IdempotencyClaim(wait=min(self.claim_ttl, _WAIT_SECONDS))
 
     def renew(self, identity: Any, owner: ObjectId) -> bool:

@@ -204,7 +204,7 @@ def _run_in_transaction(
     run: Callable[[ClientSession], Any],
 ) -> Any:
     """Run a call and store its record in one transaction. Use the surrounding one, if there is one."""
-    identity = this.identity
+    identity, results = this.identity, dict[ObjectId | None, Any]()
 
     def body(session: ClientSession) -> tuple[IdempotencyClaim, Any]:
         owner = ObjectId()  # a new one each time: an earlier attempt may have committed without an answer
@@ -220,9 +220,12 @@ def _run_in_transaction(
             raise
         if identity is not None:
             store.add_result(identity, _encode_result(this, result), session)
+        results[owner] = result
         return claim, result
 
     claim, result = transaction.run(body, session=joined)
+    if claim.finisher in results:  # an earlier attempt has committed, and its result may not be stored
+        return results[claim.finisher]
     return result if claim.owner is not None else _duplicate(this, claim)
 
 
