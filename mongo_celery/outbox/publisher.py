@@ -183,7 +183,7 @@ class Publisher:
                     raise BatchAbandonedError
                 else:
                     _add_headers(signature, trace_headers())
-                    with outside_transactions():  # a transaction's body may be delivering
+                    with outside_transactions(), _hidden_task(self.app):  # a transaction's body may be delivering
                         self._send_task(signature, producer=producer, **retries)
             except Exception as error:
                 if is_collected and _find_time_limit(error) is None:
@@ -195,8 +195,6 @@ class Publisher:
                 raise verdict from error
 
     def _send_task(self, signature: Any, **options: Any) -> None:
-        options["add_to_parent"] = False  # the sweep may be a running task
-        _keep_parent(signature)
         if IS_MESSAGE not in signature:
             signature.apply_async(**options)
             return
@@ -313,11 +311,22 @@ def _add_headers(signature: Any, headers: Mapping[str, str]) -> None:
             leaf["options"]["headers"] = {**headers, **own}
 
 
-def _keep_parent(signature: Any) -> None:
-    """Send a task without a parent as it is. Otherwise the running task, such as the sweep, would become its parent."""
-    own = signature.options.get("headers") or {}
-    if not signature.options.get("parent_id") and isinstance(own, Mapping):
-        signature.options["headers"] = {**own, "parent_id": None}
+@contextmanager
+def _hidden_task(app: Celery) -> Iterator[None]:
+    """
+    Hide the running task, such as the sweep, from Celery.
+
+    Otherwise it would become the parent of each task that has none, and pass on its priority.
+    """
+    hidden: list[Any] = []
+    try:
+        while (task := app.current_worker_task) is not None:
+            hidden.append(task.request)
+            task.request.called_directly = True  # Celery takes only a worker's own task for a parent
+        yield
+    finally:
+        for request in hidden:
+            request.called_directly = False
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

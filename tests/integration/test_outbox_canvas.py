@@ -122,16 +122,19 @@ def test_what_is_sent_late_has_its_headers_and_the_times_of_its_call(rig: Rig) -
 
 
 def test_a_running_sweep_is_no_parent_of_what_it_sends(rig: Rig) -> None:
-    """Root and parent are those of the write, in messages of a transaction, too."""
+    """Root, parent and priority are those of the write, in messages of a transaction, too."""
     add: Any = rig.add
+    rig.app.conf.task_inherit_parent_priority = True
     outbox, messages, running = rig.outbox(at_once=False), rig.messages(every_transaction=True), rig.total
     outbox.insert_one({"_id": 1}, tasks=[add.s(1, 1), add.s(1, 2).set(parent_id="mine", headers={"tenant": "a"})])
     rig.run(lambda _: add.delay(1, 3))
-    running.push_request(id="sweep", called_directly=False, root_id="sweep", children=[])  # as a worker begins one
+    known = {"id": "sweep", "root_id": "sweep", "children": [], "delivery_info": {"priority": 9}}
+    running.push_request(called_directly=False, **known)  # as a worker begins one
     _task_stack.push(running)
     try:
         assert [each.sweep(older_than=0).dispatched for each in (outbox, messages)] == [2, 1]
         assert running.request.children == []
+        assert rig.app.current_worker_task is running
     finally:
         _task_stack.pop()
         running.pop_request()
