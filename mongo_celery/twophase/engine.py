@@ -19,7 +19,7 @@ from mongo_celery.mongo.repeating import Pauses, retry_until_answered
 from mongo_celery.mongo.verdicts import explain_error, is_transient
 from mongo_celery.twophase.clusters import Clusters
 from mongo_celery.twophase.local import LocalTransactions, run_independently
-from mongo_celery.twophase.log import OvertakenError, TransactionLog
+from mongo_celery.twophase.log import OvertakenError, TransactionLog, log_cancel
 from mongo_celery.twophase.participants import Part
 from mongo_celery.twophase.protocol import Coordinator, StuckError
 from mongo_celery.twophase.transaction import State, Transaction
@@ -181,7 +181,13 @@ class Engine:
                 after = self.until_answered(step, deadline, hint=hint, id=transaction.id)
             except StuckError as error:
                 raise self._stop(transaction, mine, error) from error
-            transaction = after or self._wait_for_others(transaction.id, mine, deadline)
+            if after is None:
+                after = self._wait_for_others(transaction.id, mine, deadline)
+                canceled = {State.CANCELING, State.CANCELED}
+                is_new = after.state in canceled and transaction.state not in canceled
+                if is_new and after.coordinator == mine.identity:  # the answer to its own cancel was lost
+                    log_cancel(after.id, after.reason or "canceled")
+            transaction = after
         return transaction
 
     def _wait_for_others(self, identity: Any, mine: Coordinator, deadline: float) -> Transaction:

@@ -127,7 +127,13 @@ class LocalTransactions:
 
         reason = self._commit(transaction.parts, body, until)
         if reason is not None:
-            canceled = self._log.move(transaction, State.CANCELED, reason=reason)
+            canceled = self._log.move(
+                transaction,
+                State.CANCELED,
+                coordinator=mine.identity,
+                any_application=mine.any_application,
+                reason=reason,
+            )
             log_cancel(transaction.id, reason)
             return canceled
         return after[0]

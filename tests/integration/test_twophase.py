@@ -14,6 +14,7 @@ from bson import Decimal128
 from bson.datetime_ms import DatetimeMS
 from celery import Celery
 from pymongo import WriteConcern
+from pymongo.errors import AutoReconnect
 
 from mongo_celery import Participant, TwoPhaseCommit
 from mongo_celery.errors import ConfigurationError, TransactionCanceledError, TransactionStateError
@@ -171,6 +172,25 @@ def test_a_cancel_is_logged_by_the_process_that_stored_it(
     with pytest.raises(TransactionCanceledError):
         bank.run(identity)
     assert others == []
+    assert [each.__dict__["event"] for each in caplog.records] == ["transaction_canceled"]
+
+
+def test_a_cancel_whose_answer_was_lost_is_logged(
+    bank: TwoPhaseCommit, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    move, lost = TransactionLog.move, [1]
+
+    def move_and_lose(self: TransactionLog, seen: Transaction, state: State, **given: Any) -> Transaction:
+        moved = move(self, seen, state, **given)
+        if state in {State.CANCELED, State.CANCELING} and lost:
+            lost.pop()
+            raise AutoReconnect("no answer")
+        return moved
+
+    monkeypatch.setattr(TransactionLog, "move", move_and_lose)
+    with pytest.raises(TransactionCanceledError):
+        bank.run(bank.transfer("A", "B", 5000, run=False))
+    assert lost == []
     assert [each.__dict__["event"] for each in caplog.records] == ["transaction_canceled"]
 
 
