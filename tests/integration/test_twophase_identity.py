@@ -105,7 +105,8 @@ def begins(bank: TwoPhaseCommit, stock: Collection[Document]) -> Iterator[tuple[
 def test_a_transfer_keeps_all_conditions_of_its_rule(bank: TwoPhaseCommit, database: Db) -> None:
     """MongoDB 4.4 stores a rule with operators as text: there, rules that would come back as others are refused."""
     database["accounts"].update_one({"_id": "A"}, {"$set": {"sku": "Lamp"}})
-    for number, rule in enumerate([{"sku": {"$regex": "^L", "$nin": ["Lamp"]}}, {"sku": {"$regex": "^l"}}]):
+    unmet: list[Document] = [{"sku": {"$regex": "^L", "$nin": ["Lamp"]}}, {"sku": {"$regex": "^l"}}]
+    for number, rule in enumerate(unmet):
         with pytest.raises((TransactionCanceledError, ConfigurationError)):
             bank.run(bank.transfer("A", "B", 1, id=number, require=rule, run=False))
     for rule in NO_RULES:
