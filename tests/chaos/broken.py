@@ -234,7 +234,7 @@ _SHOWS: Mapping[str, tuple[float, int, Iterable[Step]]] = {
         _burst(2.0, "slow"), Step(3.0, "kill worker"), Step(3.1, "kill worker", choice=0.9), Step(4.5, "flush redis"),
     ]),
     "w:1 lease": (15.0, 3, [Step(3.0, "take back a lease")]),
-    "client's clock": (18.0, 1, [Step(at, "kill listener") for at in (3.0, 10.0)]),  # each of the two
+    "client's clock": (26.0, 1, [Step(at, "kill listener") for at in (3.0, 8.0, 13.0, 18.0, 22.0)]),  # soon both
     "mark before insert": (22.0, 1, _SPILLS),
     "removal above committed": (22.0, 1, _SPILLS),
     "snapshot row kept": (20.0, 1, [
