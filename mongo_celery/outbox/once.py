@@ -15,7 +15,7 @@ Then the duplicate sends that step, with the first run's result.
 | the call is inside a transaction | the record is part of it: both commit, or neither |
 | MongoDB did not answer before the function | repeated for half a minute; then the error, and nothing has run |
 | MongoDB did not answer after it | repeated for half a minute; then a log record, and the task has succeeded |
-| MongoDB did not answer at the commit | with `session`: repeated; then the task fails, and may have run |
+| MongoDB did not answer at the commit | with `session`, repeated. Then the task fails, and may have run |
 """
 
 from __future__ import annotations

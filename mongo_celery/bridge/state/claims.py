@@ -44,7 +44,7 @@ The partition's document decides which execution may run what::
 | failure | what happens |
 |---|---|
 | the answer of a claim is lost | ended by owner, best effort, and claimed again; no crash is counted |
-| the answer of an outcome is lost | written again; if that is refused, `find_end` tells why until the next claim |
+| the answer of an outcome is lost | written again. If that is refused, `find_end` tells why until the next claim |
 | a heartbeat is late | the claim lapses; without a newer claim it may finish, else the crash is withdrawn |
 | the worker is asked to shut down, and killed later | the claim lapses; no crash is counted |
 | `handled`, or the position, is lost in a rollback (w:1) | it runs once more, as after a worker's death |
