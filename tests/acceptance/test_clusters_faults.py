@@ -154,8 +154,10 @@ class TwoBanks:
             is_enough = self.log.count_documents({"state": "done"}) >= TRANSFERS
         if is_enough and not missing:
             return True
-        # Once there are enough transfers, other faults would only delay those that had no effect yet.
-        kind = self.chance.choice([*missing, "mend", "thaw"] if is_enough else self.kinds)
+        # Once there are enough transfers, other faults would only delay those that had no effect yet. But recovery has
+        # an effect only on what the dead have left: the living finish their own faster.
+        rest = [*missing, "mend", "thaw", *(["kill"] if "recover" in missing else [])]
+        kind = self.chance.choice(rest if is_enough else self.kinds)
         with suppress(MongoCeleryError, PyMongoError):  # it may befall itself: its own session, its own connection
             self.happened[kind] += (getattr(self, kind, None) or getattr(self.crowd, kind))()
         return False
