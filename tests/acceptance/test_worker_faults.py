@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -57,6 +59,32 @@ def test_sigkill_of_the_whole_worker_in_the_handler_loses_nothing(chain: Deploym
     chain.open_gate("open")
     chain.worker(name="second")
     chain.wait_started(item, 2)
+    chain.wait_done()
+    chain.allow(item)
+    chain.judge()
+
+
+def test_sigkill_of_the_whole_worker_is_overcome_while_changes_keep_coming(deployment: MakeDeployment) -> None:
+    """P8, P12: they are stored meanwhile, and each write of the listener's own must not restart the wait."""
+    options = {"partitions": 1, "max_crashes": 9, "spill_after": 1, "dispatch_grace": 6}
+    chain = deployment("plain", options=options, transport={"visibility_timeout": 3600})
+    _, worker = chain.both()
+    item = chain.write("plain", "hit", 1, gate="open")
+    chain.wait_started(item)
+    more = count(1)
+
+    def goes_on(is_so: Callable[[], object]) -> Callable[[], object]:
+        def write_and_look() -> object:
+            chain.write("plain", "more", next(more))
+            return is_so()
+
+        return write_and_look
+
+    wait_for(goes_on(lambda: chain.of(item).get("stored")))
+    worker.send_group(signal.SIGKILL)
+    chain.worker(name="second")
+    wait_for(goes_on(lambda: len(chain.starts(item)) == 2))
+    chain.open_gate("open")
     chain.wait_done()
     chain.allow(item)
     chain.judge()

@@ -157,6 +157,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "P8",
+        "A dead worker's run is sent again while changes are stored",
+        "bridge/listener/partition.py",
+        '{"live", "due_in", "stored"}',
+        '{"live", "due_in"}',
+        ("tests/unit/test_partition.py::test_changes_that_are_stored_meanwhile_do_not_keep_a_run_waiting",),
+    ),
+    Mutant(
         "P9",
         "An error of the stream that does not pass ends it loudly",
         "bridge/stream/verdicts.py",

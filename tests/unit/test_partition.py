@@ -182,6 +182,18 @@ def test_the_grace_doubles_up_to_five_minutes_and_counts_again_for_the_next_chan
         assert wait(partition, now + 1) == GRACE
 
 
+@pytest.mark.parametrize("seen", [FLOWING, LAPSED], ids=["its message is lost", "its worker is dead"])
+def test_changes_that_are_stored_meanwhile_do_not_keep_a_run_waiting(seen: Image) -> None:
+    """P8, P12: the listener itself moves the mark with each change, and there may be no end of changes."""
+    partition = dispatched()
+    marks = ({"to": f"82{number:04}", "since": datetime.now(UTC), "reason": "running"} for number in range(1, 99))
+    for second in range(int(GRACE)):
+        partition.observe(replace(seen, stored=next(marks)), START + second)
+        assert not is_ready(partition, START + second)
+    partition.observe(replace(seen, stored=next(marks)), START + 1 + GRACE)
+    assert is_ready(partition, START + 1 + GRACE)
+
+
 def test_a_change_that_nobody_takes_for_a_year_is_still_dispatched() -> None:
     """P8: without workers the doubling goes on for thousands of rounds, and must not outgrow a float."""
     partition = make_partition()

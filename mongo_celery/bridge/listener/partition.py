@@ -38,9 +38,9 @@ DELAYED = "delayed"
 LONGEST_GRACE = 300.0
 _DOUBLINGS = 16
 _NEVER = math.inf
-_PASSING = {"live", "due_in"}
-_essence = attrgetter(*(each.name for each in fields(Image) if each.compare and each.name not in _PASSING))
-"""The fields of an image that only a write changes, not time."""
+_NO_PROGRESS = {"live", "due_in", "stored"}
+_progress = attrgetter(*(each.name for each in fields(Image) if each.compare and each.name not in _NO_PROGRESS))
+"""The fields of an image that workers and people change. Not those that time changes, or the listener by storing."""
 
 
 class Step(Enum):
@@ -187,7 +187,7 @@ class Partition:
         self._given_up: int | None = None
         self._message_token: int | None = None  # of the last message that may be in its queue
         self._changed_at = now
-        self._essence = _essence(image)
+        self._progress = _progress(image)
         self.observe(image, now)
 
     @property
@@ -331,13 +331,13 @@ class Partition:
             return False
         if image.claim is not None or image.due_in > 0 or self.image.due_in > 0 or not self.won:
             return False
-        return image is self.image or bool(_essence(image) == self._essence)
+        return image is self.image or bool(_progress(image) == self._progress and image.stored == self.image.stored)
 
     def observe(self, image: Image, now: float) -> Step:
         """Take in a newer image."""
-        essence = _essence(image)
-        if essence != self._essence:
-            self._essence = essence
+        progress = _progress(image)
+        if progress != self._progress:
+            self._progress = progress
             self._changed_at = now
             if image.committed != self.image.committed:
                 self.attempt = self.repeats = 0
