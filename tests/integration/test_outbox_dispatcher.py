@@ -32,6 +32,7 @@ from tests.rig.outbox import (
     Publish,
     Rig,
     due_again,
+    end,
     held_up,
     leave_strange_ids,
     opened,
@@ -283,7 +284,7 @@ def test_a_mongodb_that_does_not_answer_holds_up_the_other_outboxes_within_a_bou
         other.insert_one({"_id": number}, tasks=[rig.add.s(1, number)])
         wait_for(lambda number=number: waiting.dispatched == number, 25)  # type: ignore[misc]
     proxy.pass_through()
-    silent.runtime.close()
+    end(silent)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from mongo_celery.mongo.identity import NO_ID
 from mongo_celery.outbox.entries import Entry
 from mongo_celery.outbox.pending import EVENTS, FIELD, LONG_AGO, UNCLAIMED
 from mongo_celery.outbox.registry import BaseOutbox
-from tests.fixtures.process import PATIENCE_SECONDS
+from tests.fixtures.process import PATIENCE_SECONDS, wait_for
 
 Document = dict[str, Any]
 
@@ -126,9 +126,16 @@ class Rig:
 
     def close(self) -> None:
         for outbox in self._outboxes:
-            outbox.runtime.close()
+            end(outbox)
         self._redis.close()
         self.app.close()
+
+
+def end(outbox: BaseOutbox) -> None:
+    """Close an outbox, and wait for a turn that lasts longer: without its client it would fail, and log that later."""
+    dispatcher = outbox.runtime.dispatcher
+    outbox.runtime.close()
+    wait_for(lambda: not dispatcher._is_in_turn)
 
 
 def deliver_in_writes(outbox: BaseOutbox) -> None:
