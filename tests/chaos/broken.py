@@ -208,7 +208,7 @@ def _burst(at: float, where: str) -> Step:
 
 
 def _linger() -> Iterator[Step]:
-    """A change of each partition whose handler stands still behind its effect: some are in each worker."""
+    """A change of each partition whose handler stands still behind its effect."""
     for partition in range(PARTITIONS):
         key = next(keys_in("quick", partition, HARMLESS))
         yield Step(5.0, "poison: lingers", where="quick", partition=partition, key=key)
@@ -224,7 +224,9 @@ def _fail_in_lists() -> Iterator[Step]:
 
 _SHOWS: Mapping[str, tuple[float, int, Iterable[Step]]] = {
     "gate removed": (15.0, 1, [Step(at, "repeat messages", lasts=2.0) for at in (3.0, 6.0, 9.0, 12.0)]),
-    "commit out of order": (48.0, 1, [*_linger(), Step(10.0, "freeze worker", lasts=35.0)]),
+    "commit out of order": (48.0, 1, [  # so that the one which is frozen for long has some of them
+        Step(3.0, "freeze worker", lasts=7.0), *_linger(), Step(10.5, "freeze worker", lasts=35.0, choice=0.9),
+    ]),
     "fence not raised": (20.0, 1, [
         _burst(3.0, "slow"), Step(4.0, "kill worker"), Step(6.0, "freeze worker", lasts=7.0, choice=0.9),
         Step(14.0, "kill worker", choice=0.9), Step(17.0, "kill worker"),
