@@ -73,17 +73,13 @@ def test_sigkill_of_the_whole_worker_is_overcome_while_changes_keep_coming(deplo
     chain.wait_started(item)
     more = count(1)
 
-    def goes_on(is_so: Callable[[], object]) -> Callable[[], object]:
-        def write_and_look() -> object:
-            chain.write("plain", "more", next(more))
-            return is_so()
+    def write_until(condition: Callable[[], object]) -> None:
+        wait_for(lambda: chain.write("plain", "more", next(more)) and condition())
 
-        return write_and_look
-
-    wait_for(goes_on(lambda: chain.of(item).get("stored")))
+    write_until(lambda: chain.of(item).get("stored"))
     worker.send_group(signal.SIGKILL)
     chain.worker(name="second")
-    wait_for(goes_on(lambda: len(chain.starts(item)) == 2))
+    write_until(lambda: len(chain.starts(item)) == 2)
     chain.open_gate("open")
     chain.wait_done()
     chain.allow(item)

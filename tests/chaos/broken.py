@@ -224,7 +224,7 @@ def _fail_in_lists() -> Iterator[Step]:
 
 _SHOWS: Mapping[str, tuple[float, int, Iterable[Step]]] = {
     "gate removed": (15.0, 1, [Step(at, "repeat messages", lasts=2.0) for at in (3.0, 6.0, 9.0, 12.0)]),
-    "commit out of order": (48.0, 1, [  # so that the one which is frozen for long has some of them
+    "commit out of order": (48.0, 1, [  # the second one has the lingering changes
         Step(3.0, "freeze worker", lasts=7.0), *_linger(), Step(10.5, "freeze worker", lasts=35.0, choice=0.9),
     ]),
     "fence not raised": (20.0, 1, [
