@@ -55,18 +55,17 @@ class Shop:
     A handler whose partitions go by operation, and that writes to the collection `copies`.
 
     Attributes:
-        late: operations of which the first execution is retried: they are handled when all else is done.
-        until: an operation before which they are retried again and again. None: they are retried once.
+        late: operations of which the first execution is retried: they are handled when all else is done. A list
+            that fails is halved and runs again at once, so this is the first execution of a change alone.
     """
 
     def __init__(self, database: Database[Document], url: str, write: Write, **options: Any) -> None:
         self.orders, self.copies = database["orders"], database["copies"]
         self.late = {"insert"}
-        self.until: str | None = None
         app = Celery("shop", broker="memory://", set_as_current=False)
         self.bridge = Bridge(app, url, name="shop", partitions=61, autodiscover=False)
         given = {"partition_by": by_operation, "failure_policy": "dead_letter", "name": "copy", **options}
-        given |= {"autoretry_for": (TooEarlyError,), "max_retries": 100}
+        given |= {"autoretry_for": (TooEarlyError,)}
 
         def copy(change: Change) -> None:
             self.be_late(change)
@@ -77,7 +76,7 @@ class Shop:
                 write(target, change)
 
         def copy_all(changes: Changes) -> None:
-            self.be_late(changes[0])
+            self.be_late(*changes)
             changes.fenced(self.copies.full_name).bulk_write([replace(each) for each in changes])
 
         if "batch_size" in given:
@@ -85,11 +84,9 @@ class Shop:
         else:
             self.bridge.on_change(self.orders.full_name, **given)(copy)
 
-    def be_late(self, change: Change) -> None:
-        if change.operation_type == self.until:
-            self.until = None
+    def be_late(self, change: Change, *others: Change) -> None:
         if change.operation_type in self.late:
-            if self.until is None:
+            if not others:
                 self.late.discard(change.operation_type)
             raise TooEarlyError
 
@@ -183,7 +180,7 @@ def test_an_existing_document_is_as_new_as_its_reading(database: Database[Docume
     shop = Shop(database, mongo_url, WRITES["replace_one"])
     with BridgeRunner(shop.bridge) as runner:
         shop.orders.insert_one({"_id": 1, "n": 1})
-        shop.late, shop.until = {"replace"}, "snapshot"
+        shop.late = {"replace"}
         shop.orders.replace_one({"_id": 1}, {"n": 2})
         runner.snapshot("copy")
         runner.deliver(retries=False, raises=False)
