@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any, Self
@@ -99,8 +100,8 @@ class Shop(Project):
         return self.outbox.status().pending
 
     def sweep_all(self) -> None:
-        """Sweep until nothing is pending, however long a busy machine takes, as long as it becomes less."""
-        left = self.pending()
+        """Sweep until nothing is pending. A busy machine may take its time, as long as the entries become fewer."""
+        left = math.inf
 
         def is_less() -> bool:
             self.outbox.sweep(older_than=0.01)

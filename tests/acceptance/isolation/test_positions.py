@@ -25,7 +25,7 @@ def _copies(chain: Deployment) -> dict[str, int]:
 
 
 def _again(chain: Deployment, key: str, fence: int) -> list[Document]:
-    """The ends of a key's changes with a newer fence: one of its own partition, since each has its own count."""
+    """Return the ends of a key's changes with a newer fence. Only fences of one partition can be compared."""
     return list(chain.facts["end"].find({"key": key, "fence": {"$gt": fence}}).sort("at"))
 
 
